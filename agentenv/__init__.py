@@ -14,6 +14,7 @@ Custom environments can import their names from here; the rest is in these files
                branch     one growing trajectory, and the envs that are open
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
+               forecast   success and calls after a tool result, as plans expect them
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
                frames     its frames; trees made of them again

@@ -23,6 +23,7 @@ features and the fit are this project's. Loads no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.tree import GIVEN, Node, TrajectoryTree
 
 FORECAST = "forecast"  # of the root's info
 WINDOW = 20  # tokens whose entropy counts
@@ -40,7 +41,8 @@ NEW = 0.3  # share of a new group, or update, in an average
 PRIOR_WEIGHT = 3.0  # outcomes that the p0 of the turn before counts for
 LONG, MANY = 8.0, 8.0  # turns and outcomes, to which features are scaled
 NUM_FEATURES = 9
-NUM_STEPS, MAX_LOGIT = 20, 12.0  # of Newton's method
+NUM_STEPS, MAX_STEP, EPSILON = 30, 2.0, 1e-10  # of Newton's method
+MAX_LOGIT = 12.0
 
 Floats = NDArray[np.float64]
 
@@ -65,15 +67,22 @@ class Known(Struct):
     calls: dict[str, float] = field(default_factory=dict)
 
 
-class _Place(NamedTuple):
-    """A turn on paths that ended, or the root: its depth with given turns, outcomes below it and
-    the right ones of them, turns after it summed over these, and the place before."""
+class _Place(Struct):
+    """A turn on paths that ended, or the root: its depth with given turns, the place before,
+    outcomes below it and the right ones of them, and turns after it summed over these."""
 
     depth: int
-    num: int
-    right: int
-    after: int
-    above: int | None
+    above: int | None = None
+    num: int = 0
+    right: int = 0
+    after: int = 0
+
+
+class _Sample(NamedTuple):
+    features: list[float]
+    estimate: float  # p0
+    outcome: bool
+    weight: float
 
 
 class Places:
@@ -81,32 +90,42 @@ class Places:
 
     def __init__(self, tree: TrajectoryTree) -> None:
         self.tree = tree
-        self.paths = list(tree.trajectories())
+        # By name: the order in which they ended is one of time.
+        self.paths = sorted(tree.trajectories(), key=lambda path: path.leaf.branch)
         returns = [path.reward for path in self.paths]
         middle = (min(returns) + max(returns)) / 2 if returns else 0.0
         if returns and min(returns) == max(returns):
             middle = 0.0  # all alike: right if they are above 0
         self.outcomes = [reward > middle for reward in returns]
-        self._num_given = len(tree.given)
-        root = _Place(self._num_given, 0, 0, 0, None)
-        self.of: dict[int, _Place] = {tree.root.index: root}
+        num_given = len(tree.given)
+        self.of = {tree.root.index: _Place(num_given)}
         self.nodes = [[tree.root, *path.turns] for path in self.paths]
         for nodes, outcome in zip(self.nodes, self.outcomes, strict=True):
+            above = None
             for place, node in enumerate(nodes):
-                above = nodes[place - 1].index if place else None
-                one = self.of.get(node.index, _Place(self._num_given + place, 0, 0, 0, above))
-                self.of[node.index] = one._replace(
-                    num=one.num + 1,
-                    right=one.right + outcome,
-                    after=one.after + len(nodes) - 1 - place,
-                )
+                one = self.of.get(node.index)
+                if one is None:
+                    one = self.of[node.index] = _Place(num_given + place, above)
+                one.num += 1
+                one.right += outcome
+                one.after += len(nodes) - 1 - place
+                above = node.index
         self.of = dict(sorted(self.of.items()))
-        self._turns: dict[int, list[tuple[int, float]]] = {}  # after a place: index and entropy
+
+    @cached_property
+    def _turns(self) -> dict[int, list[tuple[int, float]]]:
+        """The turns after a place: index and entropy."""
+        found: dict[int, list[tuple[int, float]]] = {}
         for index, one in self.of.items():
             if one.above is not None:
-                entropy = _entropy(tree.nodes[index])
-                self._turns.setdefault(one.above, []).append((index, entropy))
-        self._repeats = {
+                entropy = _entropy(self.tree.nodes[index])
+                found.setdefault(one.above, []).append((index, entropy))
+        return found
+
+    @cached_property
+    def _repeats(self) -> set[int]:
+        """The nodes whose result a node above has too."""
+        return {
             node.index
             for nodes in self.nodes
             for number, node in enumerate(nodes[1:-1], 1)
@@ -137,8 +156,8 @@ class Places:
         known = None if forecast is None else forecast["calls"].get(str(one.depth))
         return one.after / max(one.num, 1) if known is None else float(known)
 
-    def samples(self, rate: float | None) -> Iterator[tuple[list[float], float, bool, float]]:
-        """Features, p0, outcome and weight of each place and leaf below it that are not alone."""
+    def samples(self, rate: float | None) -> Iterator[_Sample]:
+        """One for each place and leaf below it that is not the only one."""
         for nodes, outcome in zip(self.nodes, self.outcomes, strict=True):
             before = 0.5
             for number, node in enumerate(nodes[:-1]):
@@ -149,7 +168,7 @@ class Places:
                 before = (right + PRIOR_WEIGHT * before) / (count + PRIOR_WEIGHT)
                 own = following if self.of[following].num == 1 else None
                 x = self._features(node.index, count, right, rate, without=own)
-                yield x, before, outcome, 1 / one.num
+                yield _Sample(x, before, outcome, 1 / one.num)
 
     def _features(
         self, index: int, count: int, right: int, rate: float | None, without: int | None = None
@@ -179,58 +198,64 @@ class Forecaster:
         return Forecast(list(known.weights), known.rates.get(question), dict(known.calls))
 
     def learn(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered for an update; forecast/log_loss is that of their outcomes
-        before they were learned from, and forecast/log_loss_of_tree that of p0."""
-        samples, calls = [], dict[int, list[float]]()
+        """These trees were delivered for an update; `known` is another one from then on, so that a
+        thread may do it. forecast/log_loss is that of their outcomes before they were learned from,
+        forecast/log_loss_of_tree that of p0."""
+        old = self.known
+        new = Known(rates=dict(old.rates), calls=dict(old.calls))
+        samples, calls = list[_Sample](), dict[int, list[float]]()
         for tree in trees:
             places = Places(tree)
             if not places.paths or tree.is_cancelled:
                 continue
-            samples += list(places.samples(self.known.rates.get(tree.task.id)))
-            self._average(self.known.rates, tree.task.id, fmean(places.outcomes))
+            samples += places.samples(old.rates.get(tree.task.id))
+            if GIVEN not in tree.root.info:  # given turns were chosen to change it
+                _average(new.rates, tree.task.id, fmean(places.outcomes))
             for one in places.of.values():
                 calls.setdefault(one.depth, []).append(one.after / max(one.num, 1))
         for depth, found in calls.items():
-            self._average(self.known.calls, str(depth), fmean(found))
-        return self._fit(samples)
-
-    @staticmethod
-    def _average(averages: dict[str, float], key: str, new: float) -> None:
-        averages[key] = averages.get(key, new) * (1 - NEW) + NEW * new
-
-    def _fit(self, samples: Sequence[tuple[list[float], float, bool, float]]) -> dict[str, float]:
-        before, known = np.array(self.known.weights), KEPT * np.array(self.known.precision)
-        self.known.precision = known.tolist()
-        if not samples:
-            return {}
-        features, estimates, outcomes, weights = zip(*samples, strict=True)
-        x, y, share = np.array(features), np.array(outcomes, np.float64), np.array(weights)
-        offset = _logit(np.array(estimates))
-        figures = {
-            "forecast/log_loss": _log_loss(offset + x @ before, y, share),
-            "forecast/log_loss_of_tree": _log_loss(offset, y, share),
-        }
-        ridge = RIDGE * np.eye(NUM_FEATURES)
-        w = before
-        for _ in range(NUM_STEPS):
-            p = _sigmoid(offset + x @ w)
-            gradient = x.T @ (share * (p - y)) + known @ (w - before) + RIDGE * w
-            curvature = (x.T * (share * p * (1 - p))) @ x
-            step = np.linalg.solve(curvature + known + ridge, gradient)
-            w = w - step * min(1.0, 2.0 / float(np.abs(step).max() + 1e-12))
-            if np.abs(step).max() < 1e-10:
-                break
-        p = _sigmoid(offset + x @ w)
-        self.known.precision = (known + (x.T * (share * p * (1 - p))) @ x).tolist()
-        self.known.weights = w.tolist()
+            _average(new.calls, str(depth), fmean(found))
+        new.weights, new.precision, figures = _fitted(old, samples)
+        self.known = new
         return figures
+
+
+def _average(averages: dict[str, float], key: str, new: float) -> None:
+    averages[key] = averages.get(key, new) * (1 - NEW) + NEW * new
+
+
+def _fitted(
+    old: Known, samples: Sequence[_Sample]
+) -> tuple[list[float], list[list[float]], dict[str, float]]:
+    """Weights and precision after these samples, and figures of the weights before."""
+    before, known = np.array(old.weights), KEPT * np.array(old.precision)
+    if not samples:
+        return old.weights, known.tolist(), {}
+    features, estimates, outcomes, weights = zip(*samples, strict=True)
+    x, y, share = np.array(features), np.array(outcomes, np.float64), np.array(weights)
+    offset = _logit(np.array(estimates))
+    figures = {
+        "forecast/log_loss": _log_loss(offset + x @ before, y, share),
+        "forecast/log_loss_of_tree": _log_loss(offset, y, share),
+    }
+    w, ridge = before, RIDGE * np.eye(NUM_FEATURES)
+    for _ in range(NUM_STEPS):
+        p = _sigmoid(offset + x @ w)
+        gradient = x.T @ (share * (p - y)) + known @ (w - before) + ridge @ w
+        curvature = (x.T * (share * p * (1 - p))) @ x
+        step = np.linalg.solve(curvature + known + ridge, gradient)
+        w = w - step * min(1.0, MAX_STEP / float(np.abs(step).max() + EPSILON))
+        if np.abs(step).max() < EPSILON:
+            break
+    p = _sigmoid(offset + x @ w)
+    precision = known + (x.T * (share * p * (1 - p))) @ x
+    return w.tolist(), precision.tolist(), figures
 
 
 def _entropy(node: Node) -> float:
     """The mean over the first tokens of a turn, nats; 0 where none is known."""
-    first = np.asarray(node.entropies[:WINDOW], np.float64)
-    first = first[~np.isnan(first)]
-    return float(first.mean()) if len(first) else 0.0
+    first = [one for one in node.entropies[:WINDOW] if one == one]  # nan: not known
+    return sum(first) / len(first) if first else 0.0
 
 
 def _logit(p: Floats) -> Floats:

@@ -100,7 +100,7 @@ class GivenTurns:
         return not why
 
     async def _try(self, branch: Branch, start: Start, recovery: Recovery) -> str:
-        """Why the environment is not there; empty: it is, and the root holds the turns."""
+        """Why the environment was not led there; empty: it was, and the root holds the turns."""
         rollout, limits = self._rollout, self._rollout.limits
         messages = await recovery.reset(branch)
         if branch.next_turn is not None:

@@ -176,7 +176,7 @@ class Feeder:
             update = min(update, step + self.config.queue.max_staleness)
         return self.starts.choose(position, update, step, task)
 
-    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+    async def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
         """These trees were delivered; figures of what was learned of them."""
         figures: dict[str, float] = {}
         if self.curriculum is not None:
@@ -185,7 +185,8 @@ class Feeder:
         if self.starts is not None:
             figures |= self.starts.learn(self.state.step + 1, trees)
         if self.forecaster is not None:
-            figures |= self.forecaster.learn(trees)
+            figures |= await in_thread(self.forecaster.learn, trees)
+            self.state.known = self.forecaster.known
         return figures
 
     @property

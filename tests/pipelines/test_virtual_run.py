@@ -205,6 +205,10 @@ def starts(found: Sequence[Frame]) -> dict[int, Start | None]:
     return {one.tree: one.order and one.order.start for one in of(Started, found)}
 
 
+def orders(found: Sequence[Frame]) -> dict[int, Order | None]:
+    return {one.tree: one.order for one in of(Started, found)}
+
+
 def sampled(tree: TrajectoryTree) -> dict[str, Any]:
     """Tokens and return of each branch, whichever grew first."""
     paths = {path.leaf.branch: path for path in tree.trajectories()}
@@ -254,3 +258,32 @@ def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_start
         for run in (off, on)
     ]
     assert rows[0] == rows[1]
+
+
+def test_a_resumed_run_forecasts_what_an_uninterrupted_one_does(warehouse: Path) -> None:
+    keys = (
+        *("algorithm.name=turnwise", "algorithm.plan_name=learned", "algorithm.initial_rollouts=2"),
+        *("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6"),
+        "checkpoint.keep_last=1000",
+    )
+    run = finished_run(warehouse, "virtual-forecasts", *keys)
+    made = orders(frames(run))
+    weights = [one.facts["forecast"]["weights"] for one in made.values() if one is not None]
+    assert len(weights) == 12
+    assert weights[0] == weights[1] == [0.0] * 9, "nothing is known yet"
+    assert len({str(one) for one in weights}) == 6, "each update teaches something"
+    rows = [row for row in rows_of(run) if "score/value" in row]
+    assert any("forecast/log_loss" in row for row in rows)
+    for name, known in (("alike", made), ("anew", {})):
+        journal = [Started(tree, 1, 0.0, "", order) for tree, order in known.items()]
+        written = goes_on(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
+        again = {**orders(written), **known}
+        assert {tree: again[tree] for tree in range(2, 12)} == {
+            tree: made[tree] for tree in range(2, 12)
+        }
+        for number in range(2, 7):
+            path = steps_of(run.parent / f"virtual-forecasts-{name}" / "trees")[number]
+            for kept in read_step(path).trees():
+                order = made[kept.tree.index]
+                assert order is not None
+                assert kept.tree.root.info == order.facts
