@@ -189,6 +189,17 @@ def test_trees_without_a_mixed_or_a_finished_place_teach_no_weights() -> None:
     assert "q1" not in forecaster.known.rates
 
 
+def test_the_weights_minimize_the_log_loss_and_the_ridge() -> None:
+    forecaster = Forecaster(Known())
+    trees = [synthetic(index, 8) for index in range(7)]  # one of each question
+    forecaster.learn(trees)
+    samples = [one for tree in trees for one in Places(tree).samples(None)]
+    x, estimate, y, share = (np.array(column, np.float64) for column in zip(*samples, strict=True))
+    w = np.array(forecaster.known.weights)
+    p = 1 / (1 + (1 / estimate - 1) * np.exp(-x @ w))
+    assert x.T @ (share * (p - y)) + w == pytest.approx(np.zeros(NUM_FEATURES), abs=1e-6)
+
+
 def test_what_was_learned_fades(taught: Forecaster) -> None:
     """Nine tenths of what is known are kept at each update, and the ridge pulls back to the tree's
     own estimate."""

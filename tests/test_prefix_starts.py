@@ -19,7 +19,7 @@ from agentenv.config import load_config
 from agentenv.curriculum import Curriculum, Outcomes
 from agentenv.dataset import parts_of
 from agentenv.env import Env, StepResult
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, EnvError
 from agentenv.frames import ArchiveConfig, Started, framed, read_frames
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
@@ -177,6 +177,31 @@ def test_an_env_that_answers_otherwise_begins_at_the_question(start: Start) -> N
         path.token_ids for path in scratch.trajectories()
     ], "as if there had been no start"
     assert tree.num_roots == 4
+
+
+class Dying(Otherwise):
+    """The second one of them, in which the root begins, answers once."""
+
+    num_made = 0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        Dying.num_made += 1
+        self.number = Dying.num_made
+
+    async def step(self, action: Message) -> StepResult:
+        if self.number == 2 and self.calls:
+            raise EnvError("on purpose")
+        return await super().step(action)
+
+
+def test_a_root_whose_start_was_refused_is_led_back_as_any_other(start: Start) -> None:
+    actor = make_actor(searches)
+    actor.make_env = Dying
+    tree = run_virtual(actor.rollout(TASK, Independent(1), index=1, order=Order(start)))
+    assert REFUSED in tree.root.info
+    assert Dying.num_made == 3
+    assert (tree.num_retaken, tree.num_retries, len(list(tree.trajectories()))) == (1, 0, 1)
 
 
 def test_another_prompt_refuses_the_start(start: Start) -> None:

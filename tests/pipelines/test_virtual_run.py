@@ -243,6 +243,10 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
                 assert left.root == right.root
                 start = chosen[left.index]
                 assert left.given == ([] if start is None else start.turns)
+    journal = [Started(tree, 1, 0.0) for tree in range(2, 20)]
+    goes_on(warehouse, run, "virtual-starts-others", journal, STARTS)
+    rows = [row for row in rows_of(run.parent / "virtual-starts-others") if "score/value" in row]
+    assert not any(row["starts/share"] for row in rows[1:]), "as the journal says"
 
 
 def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_starts(
