@@ -21,9 +21,12 @@ from agentenv.dataset import parts_of
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError
 from agentenv.frames import ArchiveConfig, Started, framed, read_frames
+from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO
+from agentenv.learners.baselines import DAPO, GRPO
+from agentenv.learners.gigpo import GiGPO
+from agentenv.learners.tree_grpo import TreeGRPO
 from agentenv.learners.turnwise import Turnwise
 from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.pipelines.config.rl import TrainConfig
@@ -86,6 +89,10 @@ ALGORITHMS: list[Algorithm] = [
     ARPO(group_size=6, initial_rollouts=3, beam_size=2, base_probability=0.9),
     Turnwise(group_size=6, initial_rollouts=2, plan_name="uniform", weight_exponent=0.5),
     Turnwise(group_size=6, initial_rollouts=2, plan_name="spread", local=1.0),
+    AEPO(group_size=6),
+    TreeGRPO(group_size=6, initial_rollouts=2),
+    GiGPO(group_size=6),
+    DAPO(group_size=6),
 ]
 
 
