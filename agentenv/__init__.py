@@ -10,9 +10,11 @@ Custom environments can import their names from here; the rest is in these files
     rollout    actor      rolls out tasks, with hooks; questions asked with the same actor
                rollout    grows a tree: turns, forks, ends
                recovery   what is tried again, and how a killed rollout goes on
+               given      turns of an earlier trajectory that a tree begins after
                branch     one growing trajectory, and the envs that are open
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
+               forecast   success and calls after a tool result, as plans expect them
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
                frames     its frames; trees made of them again
@@ -33,6 +35,7 @@ Custom environments can import their names from here; the rest is in these files
                cold_start demonstrations, and a small untrained model with words of one's own
     data       data_files, rows, dataset: from files to tasks in order
                curriculum  tasks drawn by the success that the policy has with them
+               prefix_starts   which groups begin after given turns, and how many
                untrusted  what this program did not write, decoded
     endpoint/  the APIs that programs speak, and the capture of their calls
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers

@@ -29,7 +29,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Order, TrajectoryTree
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
 
 
@@ -157,8 +157,9 @@ class Actor:
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
+        order: Order | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order.
+        """Grow one tree. `index` is its place in start order, `order` what else is decided of it.
 
         Its events are written to `record`, and the tree is returned once they are on disk.
         `recorded` is the tree of an earlier process, which resumes; it restarts if the prompt of
@@ -174,11 +175,17 @@ class Actor:
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
         failure is a failed leaf.
         """
-        limits = self.limits
+        limits, order = self.limits, order or Order()
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
         make = partial(
-            Rollout, self, plan=plan, limits=limits, session=session or str(index), record=record
+            Rollout,
+            self,
+            plan=plan,
+            limits=limits,
+            session=session or str(index),
+            record=record,
+            start=order.start,
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
             try:
@@ -188,7 +195,7 @@ class Actor:
                     "task %s has a different prompt than its tree: it starts again", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None)
+        tree.add(None, info=dict(order.facts))
         if record is not None:
             record.began(tree)
         await make(tree).run(first_root, cancelled=cancelled)

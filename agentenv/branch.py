@@ -57,6 +57,7 @@ class Branch:
         self.num_turns = 0
         self.num_tool_calls = 0
         self.num_led = 0  # calls that led its env here, until its first turn names them
+        self.num_given = 0  # turns that its tree begins after
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.was_asked = False  # the plan, whether to fork in this turn
         self.next_turn: NextTurn | None = None
@@ -74,11 +75,16 @@ class Branch:
         other.tools = self.tools
         other.prefix_ids = self.prefix_ids
         other.num_prompt_tokens = self.num_prompt_tokens
-        other.num_turns = self.num_turns
+        other.num_turns, other.num_given = self.num_turns, self.num_given
         other.num_tool_calls = self.num_tool_calls
         other.next_turn = self.next_turn
         other.turns, other.tips, other.cut = [*self.turns], dict(self.tips), set(self.cut)
         return other
+
+    def begin_after(self, num_turns: int, num_tool_calls: int) -> None:
+        """Count these turns, which its tree begins after and its env was led by."""
+        self.num_turns = self.num_given = num_turns
+        self.num_tool_calls = self.num_led = num_tool_calls
 
     async def held(self) -> None:
         """Wait until each sibling that starts in this turn holds its env, or has failed."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agentenv.metrics import Metrics
 from agentenv.rows import CurriculumConfig
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import GIVEN, TrajectoryTree
 from agentenv.types import Task
 
 PRIOR = 1.0  # trees that the guess of an estimate counts for
@@ -84,12 +84,13 @@ class Curriculum:
         return self._tasks[number]
 
     def add(self, trees: Iterable[TrajectoryTree]) -> None:
-        """These trees were delivered, failed trajectories in them left out."""
+        """These trees were delivered, failed trajectories in them left out, and trees that began
+        after given turns, which were chosen to change their success."""
         for tree in trees:
             places = self._of_id.get(tree.task.id, [])
             self._under_way[places] = np.maximum(self._under_way[places] - 1, 0)
             done = [path.success for path in tree.trajectories() if path.leaf.end != "failed"]
-            if done:
+            if done and GIVEN not in tree.root.info:
                 self.outcomes.add(tree.task, fmean(done))
                 self._take_over(tree.task.id)
                 self._weights = None

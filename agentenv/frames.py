@@ -34,7 +34,7 @@ from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.tree import Node, Order, TrajectoryTree
 from agentenv.types import Task
 from agentenv.untrusted import packed
 
@@ -224,12 +224,14 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 class Started(Struct, array_like=True, frozen=True, tag=6):
     """The feeder starts a tree while the learner has taken `step` steps, after it held the tree
     back for `early_s` seconds, in which the learner did not need it yet. Of a run that goes on,
-    such a tree starts at once. `task` is the id of its task where a curriculum drew it."""
+    such a tree starts at once. `task` is the id of its task where a curriculum drew it, `order`
+    what else was decided of it."""
 
     tree: int
     step: int
     early_s: float
     task: str = ""
+    order: Order | None = None
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):

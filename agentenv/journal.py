@@ -56,7 +56,7 @@ from agentenv.frames import (
     trees_of,
 )
 from agentenv.offload import OwnThread
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.tree import Node, Order, TrajectoryTree
 from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Journal:
         self.settings = settings
         self.incarnation = incarnation
         self._places: dict[int, list[Place]] = {}
-        self._started: dict[int, str] = {}  # by an earlier process, with the tasks that it drew
+        self._started: dict[int, Started] = {}  # by an earlier process
         self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
         # By tree, the workers that earlier processes lost in a row while it came no further.
         self.losses: dict[int, int] = {}
@@ -144,7 +144,7 @@ class Journal:
                 frame = DECODER.decode(payload)
                 trees = trees_of(frame)
                 if isinstance(frame, Started):
-                    self._started[frame.tree] = frame.task
+                    self._started[frame.tree] = frame
                 if isinstance(frame, WorkerLost):
                     self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
             self._last[path] = max([self._last[path], *trees])
@@ -172,7 +172,11 @@ class Journal:
 
     def drawn(self, index: int) -> str:
         """The id of the task that an earlier process drew for this tree; empty: none."""
-        return self._started.get(index, "")
+        return self._started[index].task if index in self._started else ""
+
+    def order_of(self, index: int) -> Order | None:
+        """What an earlier process decided of this tree, if anything beside its task."""
+        return self._started[index].order if index in self._started else None
 
     def read(self, index: int, task: Task) -> Recorded | None:
         """The tree of this place as an earlier process left it, if it can be gone on with: it is
@@ -357,7 +361,7 @@ class Journal:
                 del self._last[path]
         for index in [one for one in self._places if one < oldest]:
             del self._places[index]
-        self._started = {one: task for one, task in self._started.items() if one >= oldest}
+        self._started = {one: frame for one, frame in self._started.items() if one >= oldest}
 
     def _begin_file(self) -> None:
         self._number += 1

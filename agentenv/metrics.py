@@ -23,7 +23,7 @@ from msgspec import Struct, field
 
 from agentenv.branch import Branch
 from agentenv.offload import look_again
-from agentenv.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
+from agentenv.tree import CANCELLED, GIVEN, LED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Completion, Info
 
 Metrics = dict[str, float]
@@ -31,7 +31,9 @@ Metrics = dict[str, float]
 
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
     """Figures of one step's trees, averaged over trajectories. Lengths in tokens, entropy in
-    nats; staleness in published versions between the oldest sampled token and the learner."""
+    nats; staleness in published versions between the oldest sampled token and the learner. Rewards
+    and success are those of the trees that began at their question: given turns of a success, or of
+    a failure, were chosen to change them."""
     seen = _Seen(learner_version)
     for tree in trees:
         seen.add(tree)
@@ -83,10 +85,12 @@ class _Seen:
         self._version = learner_version
         self._counts: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()  # of failures
+        self._num_failed = 0  # of them, in trees that began at their question
         self._staleness: list[int] = []  # of each tree
         self._ages: Counter[int] = Counter()  # sampled tokens by their staleness
         self._entropy = (0.0, 0)  # sum, and tokens whose entropy is known
-        self._done: dict[str, list[tuple[float, bool]]] = {}  # reward and success, by kind of task
+        # Reward and success by kind of task, of trees that began at their question.
+        self._done: dict[str, list[tuple[float, bool]]] = {}
         self._lengths: list[int] = []
         self._limits: Counter[str] = Counter()
         self._parts: dict[str, list[float]] = {}
@@ -94,7 +98,7 @@ class _Seen:
 
     def add(self, tree: TrajectoryTree) -> None:
         counts, num_calls = self._counts, 0
-        oldest = None
+        oldest, is_given = None, GIVEN in tree.root.info
         for node in tree.nodes:
             counts["sampled_tokens"] += len(node.action_ids)
             counts["forks"] += node.num_forks or 0
@@ -107,13 +111,16 @@ class _Seen:
                 num_calls += 1
             if node.end == "failed":
                 self._kinds[failure_kind_of(node)] += 1
+                self._num_failed += not is_given
         self._staleness.append(self._version - (tree.policy_version if oldest is None else oldest))
         counts["roots"] += tree.num_roots
         counts["tool_calls"] += num_calls
         counts["retaken"] += tree.num_retaken
         self._add_entropies(tree)
         for trajectory in tree.trajectories():
-            self._add_trajectory(trajectory, tree.task.kind)
+            self._add_trajectory(trajectory)
+            if not is_given:
+                self._add_return(trajectory, tree.task.kind)
 
     def _add_entropies(self, tree: TrajectoryTree) -> None:
         known = np.concatenate([np.asarray(node.entropies) for node in tree.nodes])
@@ -123,25 +130,28 @@ class _Seen:
             self._entropy[1] + len(known),
         )
 
-    def _add_trajectory(self, trajectory: Trajectory, kind: str) -> None:
-        leaf, counts = trajectory.leaf, self._counts
+    def _add_return(self, trajectory: Trajectory, kind: str) -> None:
         self._done.setdefault(kind, []).append((trajectory.reward, trajectory.success))
+        for name, value in trajectory.leaf.info.get("parts", {}).items():
+            self._parts.setdefault(f"reward/{name}", []).append(value)
+
+    def _add_trajectory(self, trajectory: Trajectory) -> None:
+        leaf, counts = trajectory.leaf, self._counts
         self._lengths.append(trajectory.num_tokens - len(trajectory.path[0].observation_ids))
         counts["turns"] += len(trajectory.turns)
         counts["calls"] += trajectory.num_tool_calls
         counts["truncated"] += leaf.end == "truncated"
         if leaf.limit:
             self._limits[leaf.limit] += 1
-        for name, value in leaf.info.get("parts", {}).items():
-            self._parts.setdefault(f"reward/{name}", []).append(value)
 
     def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
         """Counts, rewards, ends and lengths of the trees of one update, as metrics by name."""
         counts = self._counts
         done = [one for of_kind in self._done.values() for one in of_kind]
+        num_done = len(self._lengths)
         metrics: Metrics = {
             "rollout/trees": len(trees),
-            "rollout/trajectories": len(done),
+            "rollout/trajectories": num_done,
             "rollout/forks": counts["forks"],
             "rollout/roots": counts["roots"],
             "rollout/sampled_tokens": counts["sampled_tokens"],
@@ -162,24 +172,26 @@ class _Seen:
             }
         if self._entropy[1]:
             metrics["rollout/entropy"] = self._entropy[0] / self._entropy[1]
-        if num := len(done) + self._kinds.total():
+        if num := num_done + self._kinds.total():
             metrics["failed/share"] = self._kinds.total() / num
-        if not done:
+        if not num_done:
             return metrics
-        metrics["reward/mean"] = fmean(reward for reward, _ in done)
-        metrics["reward/success"] = success = fmean(success for _, success in done)
-        metrics["reward/success_if_failed_wrong"] = success * (1 - metrics["failed/share"])
+        if done:
+            metrics["reward/mean"] = fmean(reward for reward, _ in done)
+            metrics["reward/success"] = success = fmean(success for _, success in done)
+            share = self._num_failed / (len(done) + self._num_failed)
+            metrics["reward/success_if_failed_wrong"] = success * (1 - share)
         metrics["rollout/response_tokens"] = fmean(self._lengths)
         metrics["rollout/response_tokens_max"] = max(self._lengths)
-        metrics["rollout/turns"] = counts["turns"] / len(done)
-        metrics["rollout/calls_per_trajectory"] = counts["calls"] / len(done)
-        metrics["rollout/truncated"] = counts["truncated"] / len(done)
+        metrics["rollout/turns"] = counts["turns"] / num_done
+        metrics["rollout/calls_per_trajectory"] = counts["calls"] / num_done
+        metrics["rollout/truncated"] = counts["truncated"] / num_done
         metrics |= {name: fmean(values) for name, values in self._parts.items()}
         if "reward/format" in self._parts:
             wrong = (value < 0 for value in self._parts["reward/format"])
             metrics["reward/format_errors"] = fmean(wrong)
         for limit, count in self._limits.items():
-            metrics[f"truncated/{limit}"] = count / len(done)
+            metrics[f"truncated/{limit}"] = count / num_done
         if len({tree.task.kind for tree in trees}) > 1:
             for kind in sorted(self._done):
                 metrics[f"by_kind/{kind}/reward"] = fmean(one[0] for one in self._done[kind])
@@ -277,8 +289,8 @@ class PrefixHits:
         self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
 
     def add(self, branch: Branch, completion: Completion) -> None:
-        now = completion.version_spans[0].version
-        if branch.num_turns and all(span.version == now for span in branch.cursor.version_spans):
+        now, spans = completion.version_spans[0].version, branch.cursor.version_spans
+        if branch.num_turns > branch.num_given and all(span.version == now for span in spans):
             kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
             sums = self._sums.setdefault(kind, [0, 0])
             sums[0] += completion.num_cached_tokens
@@ -470,7 +482,8 @@ def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) ->
             first = node.entropies[:num_positions]
             above = tree.nodes[node.parent]
             if above.parent is None:
-                start.append(first)
+                if GIVEN not in above.info:
+                    start.append(first)
             elif above.observation_ids:
                 followed.append(first)
                 for tool in _tools(above):

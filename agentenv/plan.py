@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from agentenv.forecast import Places
 from agentenv.tree import Node, TrajectoryTree
 
 Place = tuple[Node, int]
@@ -125,7 +126,9 @@ class Spread:
     beside one of the policy.
 
     The idea is that of TRACE (arXiv 2606.11119), which spends rollouts where outcomes are mixed;
-    the score is this project's, from the tree alone, so that the plan keeps no state.
+    the score is this project's. With `learns`, p and the turns after c are those of the forecast
+    that the tree was begun with (agentenv/forecast.py): what a run learned is on its trees, so that
+    the plan keeps no state. A tree without a forecast is scored as above.
     """
 
     group_size: int
@@ -134,6 +137,7 @@ class Spread:
     led_cost: float = 1.0
     prior_weight: float = 3.0
     explore: float = 0.1
+    learns: bool = False
     fork_window: int = 0
 
     def on_start(self, tree: TrajectoryTree) -> int:
@@ -158,31 +162,18 @@ class Spread:
 
     def scores(self, tree: TrajectoryTree) -> dict[int, float]:
         """By the index of a node on paths that ended and did not fail, the root included."""
-        paths = list(tree.trajectories())
-        returns = [path.reward for path in paths]
-        middle = (min(returns) + max(returns)) / 2 if returns else 0.0
-        if returns and min(returns) == max(returns):
-            middle = 0.0  # all alike: right if they are above 0
-        right, count, after = Counter[int](), Counter[int](), Counter[int]()
-        above: dict[int, int] = {}
-        depth = {tree.root.index: 0}
-        for path, reward in zip(paths, returns, strict=True):
-            indices = [tree.root.index, *(node.index for node in path.turns)]
-            for place, index in enumerate(indices):
-                right[index] += reward > middle
-                count[index] += 1
-                after[index] += len(indices) - 1 - place
-                depth[index] = place
-                if place:
-                    above[index] = indices[place - 1]
-        found, chance = dict[int, float](), dict[int, float]()
-        for index in sorted(depth):  # parents come before their children
-            before = chance[above[index]] if index in above else 0.5
-            weight = self.prior_weight
-            chance[index] = (right[index] + weight * before) / (count[index] + weight)
-            calls = after[index] / max(count[index], 1) + self.led_cost * depth[index]
-            found[index] = chance[index] * (1 - chance[index]) / (1 + count[index]) / max(calls, 1)
+        places = Places(tree)
+        found = dict[int, float]()
+        for index, p in places.chances(self.prior_weight).items():
+            one = places.of[index]
+            calls = places.calls_after(index) + self.led_cost * one.depth
+            found[index] = p * (1 - p) / (1 + one.num) / max(calls, 1)
         return found
+
+
+def learns(plan: RolloutPlan) -> bool:
+    """Whether its trees are to begin with a forecast."""
+    return isinstance(plan, Spread) and plan.learns
 
 
 def _places(tree: TrajectoryTree) -> list[Node]:

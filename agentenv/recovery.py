@@ -27,7 +27,8 @@ from agentenv.errors import (
     InfraError,
     OutageError,
 )
-from agentenv.tree import Prefix, packed_ids
+from agentenv.given import GivenTurns
+from agentenv.tree import Prefix, Start, packed_ids
 from agentenv.types import Completion, Info, Message
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class OtherPromptError(Exception):
 class Recovery:
     """Gives branches of a rollout their envs, and leads them back to their places."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Rollout, start: Start | None) -> None:
         self._rollout = rollout
+        self.given = GivenTurns(rollout, start)
         self._actor, self._tree = rollout.actor, rollout.tree
         self._env_seed = Random(f"{self._actor.seed}/{self._tree.task.id}").getrandbits(31)
 
@@ -99,23 +101,27 @@ class Recovery:
     async def lead_back(self, branch: Branch) -> None:
         """Take the actions of the branch again in a fresh env. Raises EnvError where that answers
         otherwise than the tree has it."""
-        await self._lead(branch, there=await self.reset(branch) == self._rollout.prompt_messages)
+        await self.lead(branch, there=await self.reset(branch) == self._rollout.prompt_messages)
 
-    async def _lead(self, branch: Branch, *, there: bool) -> None:
-        """Take the actions of the branch in its env, which was just reset; `there`: to the prompt
-        of the tree."""
+    async def lead(self, branch: Branch, *, there: bool) -> None:
+        """Take the given actions and those of the branch in its env, which was just reset;
+        `there`: to the prompt of the tree. Raises EnvError as `lead_back`."""
         assert branch.actions is not None
         assert branch.env is not None
         size = self._rollout.limits.max_tool_result_tokens
         path = self._tree.path(branch.cursor)[1:]
-        for node, action in zip(path, branch.actions, strict=True):
+        own = [
+            (action, node.action_ids, node.observation_ids)
+            for node, action in zip(path, branch.actions, strict=True)
+        ]
+        for action, action_ids, observation_ids in [*self.given.turns, *own]:
             step = partial(self._actor.envs.step, branch.env, action)
             result = await self.through_outage(branch, "step", step)
             messages, _, terminated, truncated, info = result
             branch.expect(info)
             await self._actor.renderer.prepare(messages, branch.tools, size)
-            ids = self._actor.renderer.observation(messages, branch.tools, size, node.action_ids)
-            same = packed_ids(ids) == node.observation_ids
+            ids = self._actor.renderer.observation(messages, branch.tools, size, action_ids)
+            same = packed_ids(ids) == observation_ids
             there = there and not terminated and not truncated and same
             there = there and not (branch.next_turn is not None and branch.next_turn.prompt)
         if not there:
@@ -153,11 +159,13 @@ class Recovery:
         messages = await self.reset(branch)
         if rollout.prompt_messages is None:
             prompt_ids = rollout.prompt_ids(messages, branch)
-            if list(tree.root.observation_ids) != prompt_ids:
+            if list(tree.prompt_ids) != prompt_ids:
                 raise OtherPromptError
+            self.given.read_again(branch, prompt_ids)
             rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
         branch.prefix_ids = Prefix((tree.root.observation_ids,))
         branch.num_prompt_tokens = rollout.num_prompt_tokens
+        branch.begin_after(len(self.given.turns), self.given.num_calls)
         assert branch.actions is not None
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
@@ -173,11 +181,12 @@ class Recovery:
             branch.actions.append(action)
             branch.num_tool_calls += len(action.tool_calls)
             branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
-        branch.num_turns = len(path)
+        branch.num_turns += len(path)
+        branch.num_led *= not path
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
             raise OutageError("its env, which cannot be copied, died with an earlier process")
-        await self._lead(branch, there=messages == rollout.prompt_messages)
+        await self.lead(branch, there=messages == rollout.prompt_messages)
         may_ask = bool(path) and branch.cursor.num_forks is None
         branch.may_fork = may_ask and rollout.has_room_to_fork(branch)
 

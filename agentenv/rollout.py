@@ -50,7 +50,7 @@ from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
 from agentenv.renderer import context_ids
-from agentenv.tree import LED, Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.tree import LED, Node, Prefix, Start, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Limit, Limits, Message
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class Rollout:
         limits: Limits,
         session: str,
         record: TreeRecord | None = None,
+        start: Start | None = None,
     ) -> None:
         self.actor = actor
         self.tree = tree
@@ -125,7 +126,7 @@ class Rollout:
         self._probes_since: float | None = None  # time of the loop, while a single root grows
         self.num_prompt_tokens = 0
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
-        self._recovery = Recovery(self)
+        self._recovery = Recovery(self, start)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -219,16 +220,22 @@ class Rollout:
         return task
 
     async def _open_root(self, branch: Branch) -> None:
-        messages = await self._recovery.reset(branch)
-        if branch.next_turn is not None and self.prompt_messages not in (None, messages):
-            self._open_apart(messages, branch)
-            return
-        if messages != self.prompt_messages:  # rendered once for all roots
-            self._render_prompt(messages, branch)
+        given = self._recovery.given
+        if not await given.begin(branch, self._recovery):
+            messages = await self._recovery.reset(branch)
+            if branch.next_turn is not None and self.prompt_messages not in (None, messages):
+                self._open_apart(messages, branch)
+                return
+            if messages != self.prompt_messages:  # rendered once for all roots
+                self.render_prompt(messages, branch)
+            if given.turns:
+                await self._recovery.lead(branch, there=True)
+        branch.begin_after(len(given.turns), given.num_calls)
         branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
         branch.num_prompt_tokens = self.num_prompt_tokens
 
-    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
+    def render_prompt(self, messages: list[Message], branch: Branch) -> None:
+        """Make the root of a prompt and of given turns."""
         if self.prompt_messages is not None:
             raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
         prompt_ids = self.prompt_ids(messages, branch)
@@ -236,7 +243,9 @@ class Rollout:
         self.prompt_messages = messages
         self.num_prompt_tokens = len(prompt_ids)
         opening = self.hooks.prefix(branch, prompt_ids)
-        self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
+        given = self._recovery.given
+        given.read_again(branch, prompt_ids)
+        self.tree.root.observation_ids = packed_ids(prompt_ids + opening) + given.ids
         self._complete(self.tree.root, branch)
 
     def _check_size(self, prompt_ids: list[int], error: type[AgentEnvError]) -> None:
@@ -431,7 +440,8 @@ class Rollout:
         origin = branch.sibling(branch.name, self.clock) if asks else branch
         # The first entropies of the first turn, and of a probe, are what others are compared with.
         full = self.tree.num_started >= self.plan.group_size
-        reads = window > 0 and (asks or branch.num_turns == 0 or not full)
+        is_first = branch.num_turns == branch.num_given
+        reads = window > 0 and (asks or is_first or not full)
         sampling = self.hooks.sampling(branch)
         sampling = replace(
             sampling,
@@ -458,7 +468,7 @@ class Rollout:
             session=self._session,
             on_tokens=on_tokens if reads else None,
             stream_interval=max(1, window),
-            order=(int(branch.num_turns == 0), self.tree.index),
+            order=(int(is_first), self.tree.index),
         )
         if asks and not branch.was_asked:
             self._fork(branch, origin, completion.entropies[:window])
@@ -515,7 +525,7 @@ class Rollout:
             node.num_forks = (node.num_forks or 0) + 1
             if self._record is not None:
                 self._record.asked(node)
-            num_turns = len(self.tree.path(node)) - 1
+            num_turns = len(self.tree.path(node)) - 1 + len(self._recovery.given.turns)
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
             with suppress(_ClosedError):

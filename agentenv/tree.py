@@ -27,6 +27,9 @@ from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 LED = "led_calls"  # of Node.info: tool calls taken again to lead an environment to the turn
+# Of the root's info, where a tree begins after given turns, or was to but its environment answered
+# otherwise.
+GIVEN, REFUSED = "given", "refused_start"
 CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 
 if TYPE_CHECKING:
@@ -143,6 +146,38 @@ class Node(Struct):
         return bool(self.info.get("user_messages")) and not self.info.get("tool_calls")
 
 
+class GivenTurn(Struct, array_like=True):
+    """A turn of an earlier trajectory, after which a tree begins, and its answer."""
+
+    action_ids: Ids
+    observation_ids: Ids
+
+    def __post_init__(self) -> None:
+        self.action_ids = _packed("i", self.action_ids)
+        self.observation_ids = _packed("i", self.observation_ids)
+
+
+class Start(Struct, array_like=True):
+    """A place to begin a tree at: behind the prompt and turns of a trajectory of an earlier `tree`,
+    which ended with this success."""
+
+    tree: int
+    success: bool
+    prompt_ids: Ids
+    turns: list[GivenTurn]
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = _packed("i", self.prompt_ids)
+
+
+class Order(Struct, array_like=True):
+    """What is decided of a tree before it begins, beside its task: where (None: at the question),
+    and `facts` of its root's info, for its plan."""
+
+    start: Start | None = None
+    facts: Info = {}
+
+
 class Trajectory:
     """A root-to-leaf path, derived from its tree."""
 
@@ -219,6 +254,9 @@ class TrajectoryTree(Struct):
     growing; `num_retries` failures replaced by a fresh root, `num_retaken` turns and steps that
     were taken again on their branch. The actor keeps these counts. `scored` has an entry per node
     once the tree is trained.
+
+    A tree may begin after turns of an earlier trajectory (agentenv/given.py): they are context, a
+    part of the root's observation, whose info has their sizes.
     """
 
     task: Task
@@ -235,6 +273,24 @@ class TrajectoryTree(Struct):
     @property
     def root(self) -> Node:
         return self.nodes[0]
+
+    @property
+    def given(self) -> list[GivenTurn]:
+        """The turns after which it begins, which nobody took here."""
+        sizes = self.root.info.get(GIVEN, {}).get("turns", ())
+        ids, found = self.root.observation_ids, list[GivenTurn]()
+        at = len(ids) - sum(map(sum, sizes))
+        for action, answer in sizes:
+            middle, end = at + action, at + action + answer
+            found.append(GivenTurn(ids[at:middle], ids[middle:end]))
+            at = end
+        return found
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """The tokens of its question, without given turns."""
+        sizes = self.root.info.get(GIVEN, {}).get("turns", ())
+        return self.root.observation_ids[: len(self.root.observation_ids) - sum(map(sum, sizes))]
 
     def add(self, parent: Node | None, **fields: object) -> Node:
         """Append a node below `parent` (None for the root) and return it."""

@@ -25,11 +25,11 @@ from agentenv.tree import TrajectoryTree
 
 Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
-    Literal["arpo", "uniform", "rounds", "spread", "flat"],
+    Literal["arpo", "uniform", "rounds", "spread", "learned", "flat"],
     Meta(
         description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
         "rounds, the same after all paths have finished; spread, where a call is likely to teach "
-        "most; flat, none"
+        "most; learned, the same by what the run has learned of it; flat, none"
     ),
 ]
 
@@ -56,7 +56,8 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
 
     plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks the paths that
     have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "spread" where a call is
-    likely to teach most (`agentenv.plan.Spread`), "flat" forks nothing.
+    likely to teach most (`agentenv.plan.Spread`), "learned" the same with a forecast that the run
+    learns (`agentenv/forecast.py`), "flat" forks nothing.
     """
 
     sharing: SharingKey = "hard"
@@ -74,8 +75,8 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         Meta(
             ge=0,
             le=1,
-            description="with plan_name spread, the price of a call that leads an environment to a "
-            "fork, beside a call of the policy",
+            description="with plan_name spread or learned, the price of a call that leads an "
+            "environment to a fork, beside a call of the policy",
         ),
     ] = 1.0
     local: Annotated[
@@ -116,8 +117,8 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         if self.plan_name == "arpo":
             return super().plan(vocab_size)
         size, roots, most = self.group_size, self.num_initial, self.max_children
-        if self.plan_name == "spread":
-            return Spread(size, roots, most, self.led_cost)
+        if self.plan_name in ("spread", "learned"):
+            return Spread(size, roots, most, self.led_cost, learns=self.plan_name == "learned")
         return Uniform(size, roots, most, self.plan_name == "rounds")
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:

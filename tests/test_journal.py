@@ -30,7 +30,7 @@ from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.renderer import TagRenderer
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
@@ -99,7 +99,13 @@ def make_actor(engine: type[ScriptedEngine] = ScriptedEngine, **env: Any) -> Act
 
 
 def grown(
-    folder: Path, actor: Actor, plan: RolloutPlan, *, index: int = 3, incarnation: int = 1
+    folder: Path,
+    actor: Actor,
+    plan: RolloutPlan,
+    *,
+    index: int = 3,
+    incarnation: int = 1,
+    start: Start | None = None,
 ) -> TrajectoryTree:
     """A tree that was rolled out with a journal: gone on with, if it has one of that index."""
 
@@ -109,7 +115,12 @@ def grown(
         assert recorded is None or not recorded.is_finished
         try:
             return await actor.rollout(
-                TASK, plan, index=index, record=written.record(index), recorded=recorded
+                TASK,
+                plan,
+                index=index,
+                record=written.record(index),
+                recorded=recorded,
+                order=Order(start),
             )
         finally:
             await written.close()

@@ -33,7 +33,7 @@ from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.rollout import BranchNow
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Order, TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import (
     NUM_LOSSES,
@@ -52,8 +52,15 @@ NUM_SHOWN = 8  # trees of a lost worker, one of which may be a poison task
 class _Growing:
     """A tree that is wanted. `number` names it on the link of `worker`; None: it has no worker."""
 
-    def __init__(self, task: Task, index: int, session: str, recorded: Recorded | None) -> None:
-        self.task, self.index, self.session = task, index, session
+    def __init__(
+        self,
+        task: Task,
+        index: int,
+        session: str,
+        recorded: Recorded | None,
+        order: Order | None,
+    ) -> None:
+        self.task, self.index, self.session, self.order = task, index, session, order
         self.recorded = recorded  # to resume from
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
@@ -140,13 +147,19 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     # Trees
 
     async def rollout(
-        self, task: Task, *, index: int, session: str = "", recorded: Recorded | None = None
+        self,
+        task: Task,
+        *,
+        index: int,
+        session: str = "",
+        recorded: Recorded | None = None,
+        order: Order | None = None,
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on one worker after the other; returns when the tree is in the
         journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
-        growing = _Growing(task, index, session, recorded)
+        growing = _Growing(task, index, session, recorded, order)
         if self.journal is not None:
             self._poison.recall(index, self.journal.losses.pop(index, 0))
         try:
@@ -159,7 +172,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if found is not None and found.is_finished:
                     break
                 self.report(f"tree {index} arrived incomplete from its worker and starts again")
-                growing = _Growing(task, index, session, None)
+                growing = _Growing(task, index, session, None, order)
         finally:
             self._release(growing)
         if self.journal is not None:
@@ -180,6 +193,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             record=record,
             recorded=growing.recorded,
             cancelled=growing.cancelled,
+            order=growing.order,
         )
         self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
         return tree
@@ -216,6 +230,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             self._actor.engine.policy_version,
             growing.session,
             None if recorded is None else pack_recorded(recorded),
+            growing.order,
         )
         worker.link.send(pack(grow))
 

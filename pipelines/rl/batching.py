@@ -20,7 +20,7 @@ from agentenv.learners.learner import Metrics
 from agentenv.metrics import failure_kind
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.state import RunState
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import GIVEN, TrajectoryTree
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ class Alarms:
             "no tree of the step has a signal: in each all returns are equal, and no answer is "
             f"correct; read trajectories/: {advice}",
         )
-        success = sum(one.success for one in everything) / max(1, len(everything))
+        asked = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
+        right = [one.success for tree in asked for one in tree.trajectories()]
+        success = sum(right) / max(1, len(right))
         self._look_at_signal(fates[EQUAL], len(delivered), success)
         num_late = ends.count(Limit.SECONDS)
         self._warn(

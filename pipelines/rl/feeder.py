@@ -10,30 +10,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import to_builtins
 
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.forecast import FORECAST, Forecaster
 from agentenv.frames import Leased, Recorded, Started, Trained
 from agentenv.journal import Journal
+from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
+from agentenv.plan import learns
+from agentenv.prefix_starts import PrefixStarts
 from agentenv.queue import ReplayQueue
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import Task
 
 
 class Listener:
     """Callbacks of the loop, in the order of a step; this one does nothing."""
 
-    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
+    def started(
+        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
+    ) -> None:
         """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
         it had a slot, since the learner did not need it sooner. `drawn` is the id of its task if a
-        curriculum chose it."""
+        curriculum chose it, `order` what else was decided of the tree."""
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         """The learner takes these trees."""
@@ -48,8 +57,10 @@ class JournalListener(Listener):
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3), drawn))
+    def started(
+        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
+    ) -> None:
+        self._journal.append(Started(tree, step, round(early_s, 3), drawn, order))
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         self._journal.append(Leased(step, list(trees)))
@@ -64,8 +75,9 @@ ROOM_S = 0.2  # between two looks at whether a tree may begin
 class InflightRollout:
     """A tree that holds a slot, from its start until weights trained on it are live."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, order: Order | None) -> None:
         self.task = task
+        self.order = order
         self.began_s = asyncio.get_running_loop().time()
         self.growing: asyncio.Task[TrajectoryTree] | None = None
         self.num_known = 0  # nodes that an earlier process grew
@@ -99,6 +111,9 @@ class Feeder:
         self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
+        self.starts = self._starts()
+        self.forecaster = Forecaster(state.known) if learns(parts.plan) else None
+        self.archive: Path | None = None  # of an earlier process, whose trajectories are kept
         self.held_back = {"s": 0.0}  # seconds for which trees were
         self._goes_on = asyncio.Event()  # unless the run is paused
         self._goes_on.set()
@@ -107,6 +122,8 @@ class Feeder:
         """Start rollouts as slots allow; without refill no more than the run will train."""
         parts, config = self.parts, self.config
         needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
+        if self.starts is not None and self.archive is not None:
+            await in_thread(self.starts.restore, self.archive)
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
         while needed is None or stream.position < needed:
             position, journal = stream.position, self.journal
@@ -115,12 +132,13 @@ class Feeder:
             await self._until_allowed()
             await self._until_room()
             task = stream.next("" if journal is None else journal.drawn(position))
+            order = self._order_of(position, task, is_new=is_new)
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
                 for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s, drawn)
+                    listener.started(position, self.state.step, early_s, drawn, order)
             self.state.counters.offered += 1
-            one = self.inflight[position] = InflightRollout(task)
+            one = self.inflight[position] = InflightRollout(task, order)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # so that not all of them begin in one go
@@ -132,12 +150,44 @@ class Feeder:
             return None
         return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
 
-    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered; figures of the curriculum."""
-        if self.curriculum is None:
-            return {}
-        self.curriculum.add(trees)
-        return self.curriculum.stats()
+    def _starts(self) -> PrefixStarts | None:
+        config, seed = self.config.data.prefix_starts, self.config.run.seed
+        if config is None:
+            return None
+        return PrefixStarts(config, self.state.starts, seed, self.parts.num_steps)
+
+    def _order_of(self, position: int, task: Task, *, is_new: bool) -> Order | None:
+        """What is decided of the tree of this place beside its task, as an earlier process decided
+        if that started it."""
+        if not is_new:
+            assert self.journal is not None
+            return self.journal.order_of(position)
+        start = self._start_of(position, task)
+        if self.forecaster is None:
+            return None if start is None else Order(start)
+        return Order(start, {FORECAST: to_builtins(self.forecaster.forecast(task.id))})
+
+    def _start_of(self, position: int, task: Task) -> Start | None:
+        """Where a new tree begins; None: at its question."""
+        if self.starts is None:
+            return None
+        step, update = self.state.step, position // self.queue.groups_per_step
+        if self.config.refills:  # later, by those that are replaced
+            update = min(update, step + self.config.queue.max_staleness)
+        return self.starts.choose(position, update, step, task)
+
+    async def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """These trees were delivered; figures of what was learned of them."""
+        figures: dict[str, float] = {}
+        if self.curriculum is not None:
+            self.curriculum.add(trees)
+            figures |= self.curriculum.stats()
+        if self.starts is not None:
+            figures |= self.starts.learn(self.state.step + 1, trees)
+        if self.forecaster is not None:
+            figures |= await in_thread(self.forecaster.learn, trees)
+            self.state.known = self.forecaster.known
+        return figures
 
     @property
     def is_paused(self) -> bool:
@@ -205,19 +255,24 @@ class Feeder:
         if recorded is not None and recorded.is_finished:
             tree = recorded.tree
         else:
-            tree = await self._grow(one.task, position, recorded)
+            tree = await self._grow(one, position, recorded)
         self.batches.credit(tree)  # now, while others grow: not of a whole step at once
         return tree
 
-    async def _grow(self, task: Task, position: int, recorded: Recorded | None) -> TrajectoryTree:
+    async def _grow(
+        self, one: InflightRollout, position: int, recorded: Recorded | None
+    ) -> TrajectoryTree:
         """In a worker, or here."""
-        parts, journal = self.parts, self.journal
+        parts, journal, order = self.parts, self.journal, one.order
         if self.workers is not None:
-            return await self.workers.rollout(task, index=position, recorded=recorded)
+            return await self.workers.rollout(
+                one.task, index=position, recorded=recorded, order=order
+            )
         return await parts.actor.rollout(
-            task,
+            one.task,
             parts.plan,
             index=position,
             record=None if journal is None else journal.record(position),
             recorded=recorded,
+            order=order,
         )

@@ -180,7 +180,7 @@ class Loop:
             batch.metrics |= await self.report.measure(batch)
         except Exception as error:  # the learner is well, and is saved first
             batch.problem = error
-        batch.metrics |= self.feeder.learned(batch.delivered)
+        batch.metrics |= await self.feeder.learned(batch.delivered)
         state.position += len(batch.delivered)
         state.step += 1
 

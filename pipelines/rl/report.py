@@ -102,8 +102,8 @@ def step_lines(row: Row) -> Lines:
     lines = [
         (
             "step",
-            f"reward {row.get('reward/mean', 0.0):.3f}  success "
-            f"{row.get('reward/success', 0.0):.3f}  staleness {row.get('staleness/max', 0):.0f}  "
+            f"reward {_of_step(row, 'reward/mean', 3)}  success "
+            f"{_of_step(row, 'reward/success', 3)}  staleness {row.get('staleness/max', 0):.0f}  "
             f"entropy {row.get('rollout/entropy', 0.0):.3f}  "
             f"{row.get('rollout/response_tokens', 0.0):.0f} tokens  "
             f"{row.get('rollout/turns', 0.0):.1f} turns  {row.get('rollout/forks', 0):.0f} forks",
@@ -149,8 +149,8 @@ NUM_SAMPLES = 4
 def step_line(row: dict[str, Any], num_steps: int) -> str:
     """One line a step for terminal and log."""
     return (
-        f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} success "
-        f"{row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} trained "
+        f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} success "
+        f"{_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} trained "
         f"{row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
         f"({row.get('learner/num_equal_groups', 0):.0f} equal) calls "
         f"{row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} staleness "
@@ -163,10 +163,15 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 def brief_line(row: dict[str, Any], num_steps: int) -> str:
     """The same for a terminal of 80 columns, below which a bar has more figures."""
     return (
-        f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
-        f"success {row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} "
+        f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} "
+        f"success {_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} "
         f"forks {row['rollout/forks']:.0f} {row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
     )
+
+
+def _of_step(row: Row, name: str, digits: int) -> str:
+    """A figure of the groups that began at their questions; a step may have none."""
+    return f"{row[name]:.{digits}f}" if name in row else "-"
 
 
 def _share(failed: float) -> str:

@@ -64,12 +64,16 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
     return dict(engine.stats())
 
 
+STARTS = "prefix_starts"  # of [data]; a tree says where it began
+
+
 def rollout_settings(config: TrainConfig) -> str:
     """A hash of all settings that trees depend on but weights and limits of time: a tree begun
     under other settings is not resumed."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
+    plain["data"] = {key: value for key, value in plain["data"].items() if key != STARTS}
     plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -230,6 +234,7 @@ class Training:
         self.feeder = self.feeder_class(
             config, state, parts, self.queue, self.batches, self.journal, self.listeners
         )
+        self.feeder.archive = self.recorder.archive.folder
         kept = [] if config.sft is None else [0]  # for other algorithms to begin with
         self.saver = RunSaver(
             config.checkpoint,

@@ -194,6 +194,7 @@ CHECKS: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check("first episodes", "parts", ASKING, part("episodes"), ENV),
     Check("callable tools", "parts", ASKING, start_checks.callable_tools, PROMPT),
+    Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV),
     Check("observations", "parts", ASKING, start_checks.observations, ENV),
     Check("graders", "parts", ASKING, start_checks.graders),
     # every set has a prompt that fits

@@ -237,6 +237,27 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
+async def check_led(make_env: Callable[[Task], Env], task: Task, key: str) -> None:
+    """Refuse, for this key, an environment that cannot be led to a place of an earlier trajectory
+    by its actions. Raises ConfigError."""
+
+    async def looked() -> str:
+        env = make_env(task)
+        try:
+            _, info = check_reset(await env.reset(seed=0))
+            if "turn" in info:
+                return "is a program, whose trajectories have contexts of their own"
+            return "cannot be copied or replayed" if env.fork_mode == "none" else ""
+        finally:
+            await env.close()
+
+    if why := await at_start(looked(), f"the environment {task.env_id}, begun for task {task.id},"):
+        raise ConfigError(
+            f"{key}: the environment {task.env_id} {why}, so that no group can start after given "
+            f"turns; remove {key}, or train on another environment"
+        )
+
+
 HELD_S = 300.0  # after which a process that an environment holds up is killed, at least
 PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
 PROBE = Message("assistant", "Which one?")

@@ -32,11 +32,18 @@ from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.serving.servers import check_roles
-from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function, said
+from agentenv.pipelines.setup.assembly import (
+    TRAINED,
+    AskingAssembly,
+    Assembly,
+    load_function,
+    said,
+)
 from agentenv.pipelines.setup.environments import (
     Asked,
     EnvMaker,
     check_graders,
+    check_led,
     tables_of,
     try_env,
     try_turn,
@@ -384,6 +391,15 @@ async def observations(assembly: AskingAssembly[Any]) -> None:
                 for name in sets:
                     room = assembly.sets[name].limits.max_tool_result_tokens
                     renderers[name].observation(messages, (), room)
+
+
+async def prefix_starts(assembly: AskingAssembly[TrainConfig]) -> None:
+    """Each environment of the training questions can be led to where groups may start."""
+    if assembly.config.data.prefix_starts is None:
+        return
+    makers, tasks = await assembly.makers(), (await assembly.tasks())[TRAINED]
+    for task in {one.env_id: one for one in reversed(tasks)}.values():
+        await check_led(makers[TRAINED], task, "data.prefix_starts")
 
 
 async def graders(assembly: AskingAssembly[Any]) -> None:

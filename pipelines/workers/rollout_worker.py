@@ -188,6 +188,7 @@ class RolloutWorker:
                 session=asked.session,
                 record=TreeRecord(frames, asked.index, asked.number),
                 recorded=recorded,
+                order=asked.order,
             )
         except Exception as error:
             self._link.send(pack(messages.Raised(asked.number, *named(error))))
