@@ -86,6 +86,7 @@ class Uniform:
     max_children: int = 4
     at_once: bool = False
     fork_window: int = 0
+    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.num_roots, self.group_size)
@@ -135,6 +136,7 @@ class Spread:
     prior_weight: float = 3.0
     explore: float = 0.1
     fork_window: int = 0
+    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.num_roots, self.group_size)

@@ -78,6 +78,14 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             "fork, beside a call of the policy",
         ),
     ] = 1.0
+    keep_forks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="environments that a tree keeps copies of, for forks of finished paths; "
+            "without one a fresh environment is led there by calls",
+        ),
+    ] = 0
     local: Annotated[
         float,
         Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -73,6 +74,17 @@ def test_calls_that_lead_there_are_counted_once_and_are_not_the_policys() -> Non
     assert metrics["rollout/led_calls"] == sum(led.values()) > 0
     calls = sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
     assert metrics["rollout/tool_calls"] == calls
+
+
+def test_kept_copies_lead_nothing_and_change_nothing_else() -> None:
+    led = rollout(make_actor(searches), PLAN)
+    kept = rollout(make_actor(searches), replace(PLAN, keep_forks=99))
+    few = rollout(make_actor(searches), replace(PLAN, keep_forks=2))
+    counts = [rollout_metrics([tree], 0)["rollout/led_calls"] for tree in (kept, few, led)]
+    assert 0 == counts[0] < counts[1] < counts[2]
+    texts = [sorted((n.branch, bytes(n.action_ids), bytes(n.observation_ids)) for n in tree.nodes)
+             for tree in (kept, few, led)]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_an_env_that_cannot_be_led_gets_roots() -> None:
