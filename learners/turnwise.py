@@ -125,8 +125,9 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             return super().plan(vocab_size)
         size, roots, most = self.group_size, self.num_initial, self.max_children
         if self.plan_name == "spread":
-            return Spread(size, roots, most, self.led_cost)
-        return Uniform(size, roots, most, self.plan_name == "rounds")
+            return Spread(size, roots, most, self.led_cost, keep_forks=self.keep_forks)
+        at_once = self.plan_name == "rounds"
+        return Uniform(size, roots, most, at_once, keep_forks=self.keep_forks)
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

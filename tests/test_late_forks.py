@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from agentenv.env import StepResult
+from agentenv.errors import EnvError
 from agentenv.metrics import rollout_metrics
 from agentenv.plan import Independent, Place, Spread, Uniform
 from agentenv.tree import LED, Node, TrajectoryTree
@@ -85,6 +86,30 @@ def test_kept_copies_lead_nothing_and_change_nothing_else() -> None:
     texts = [sorted((n.branch, bytes(n.action_ids), bytes(n.observation_ids)) for n in tree.nodes)
              for tree in (kept, few, led)]  # fmt: skip
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_copy_that_cannot_be_made_is_replaced_by_leading() -> None:
+    class Uncopied(CountingEnv):
+        async def fork(self) -> Uncopied:
+            raise EnvError("no copy")
+
+    actor = make_actor(searches)
+    actor.make_env = Uncopied
+    tree = rollout(actor, replace(PLAN, keep_forks=8))
+    assert len(list(tree.trajectories())) == 8
+    assert not tree.failures()
+    assert rollout_metrics([tree], 0)["rollout/led_calls"] > 0
+
+
+class Interrupted(Uniform):
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> list[Place]:
+        raise RuntimeError("the plan has a bug")
+
+
+def test_copies_are_closed_where_the_tree_raises() -> None:
+    with pytest.raises(BaseException):  # and the fixture counts what is open
+        rollout(make_actor(searches), Interrupted(8, 2, keep_forks=8))
+    assert CountingEnv.num_open == 0
 
 
 def test_an_env_that_cannot_be_led_gets_roots() -> None:
