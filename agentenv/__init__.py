@@ -11,6 +11,7 @@ Custom environments can import their names from here; the rest is in these files
                rollout    grows a tree: turns, forks, ends
                recovery   what is tried again, and how a killed rollout goes on
                branch     one growing trajectory, and the envs that are open
+               copies     environments kept at tool results, for siblings that come later
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
                queue      the replay queue to the learner, its bound on staleness, its pace
