@@ -12,6 +12,7 @@ Custom environments can import their names from here; the rest is in these files
                recovery   what is tried again, and how a killed rollout goes on
                given      turns of an earlier trajectory that a tree begins after
                branch     one growing trajectory, and the envs that are open
+               copies     environments kept at tool results, for siblings that come later
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
                forecast   success and calls after a tool result, as plans expect them

@@ -70,16 +70,20 @@ class Branch:
         """A branch at the same place: same prefix, counts and seconds, no env yet. Its clock is
         inside `outer`."""
         other = Branch(name, self.cursor, WorkClock(self.clock(), outer))
-        other.actions = None if self.actions is None else list(self.actions)
-        other.action = self.action
-        other.tools = self.tools
-        other.prefix_ids = self.prefix_ids
-        other.num_prompt_tokens = self.num_prompt_tokens
-        other.num_turns, other.num_given = self.num_turns, self.num_given
-        other.num_tool_calls = self.num_tool_calls
-        other.next_turn = self.next_turn
-        other.turns, other.tips, other.cut = [*self.turns], dict(self.tips), set(self.cut)
+        other.start_at(self)
         return other
+
+    def start_at(self, other: Branch) -> None:
+        """Take the prefix and the counts of another branch at the same place."""
+        self.actions = None if other.actions is None else list(other.actions)
+        self.action = other.action
+        self.tools = other.tools
+        self.prefix_ids = other.prefix_ids
+        self.num_prompt_tokens = other.num_prompt_tokens
+        self.num_turns, self.num_given = other.num_turns, other.num_given
+        self.num_tool_calls = other.num_tool_calls
+        self.next_turn = other.next_turn
+        self.turns, self.tips, self.cut = [*other.turns], dict(other.tips), set(other.cut)
 
     def begin_after(self, num_turns: int, num_tool_calls: int) -> None:
         """Count these turns, which its tree begins after and its env was led by."""

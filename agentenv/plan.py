@@ -87,6 +87,7 @@ class Uniform:
     max_children: int = 4
     at_once: bool = False
     fork_window: int = 0
+    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.num_roots, self.group_size)
@@ -139,6 +140,7 @@ class Spread:
     explore: float = 0.1
     learns: bool = False
     fork_window: int = 0
+    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.num_roots, self.group_size)

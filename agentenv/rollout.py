@@ -34,6 +34,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.branch import Branch, as_program
+from agentenv.copies import KeptCopies
 from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.errors import (
     AgentEnvError,
@@ -127,6 +128,8 @@ class Rollout:
         self.num_prompt_tokens = 0
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
         self._recovery = Recovery(self, start)
+        most = getattr(plan, "keep_forks", 0)
+        self._copies = KeptCopies(actor.envs, tree.task.id, most)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -152,10 +155,13 @@ class Rollout:
                 self.clock.now("the journal")
                 await self._record.finished()
         finally:
-            alarm.cancel()
-            self.actor.rollouts.discard(self)
-            # Both hold the rollout: its tree would stay until a garbage collection.
-            del self.hooks, self._recovery
+            try:
+                await self._copies.close()
+            finally:
+                alarm.cancel()
+                self.actor.rollouts.discard(self)
+                # Both hold the rollout: its tree would stay until a garbage collection.
+                del self.hooks, self._recovery
 
     def clocks(self) -> list[WorkClock]:
         """Of the live branches; of the tree when all have ended."""
@@ -431,6 +437,9 @@ class Rollout:
             if branch.actions is not None:
                 branch.actions.append(action)
             branch.may_fork = self.has_room_to_fork(branch)
+            if branch.may_fork and branch.actions is not None and branch.next_turn is None:
+                assert branch.env is not None
+                await self._copies.keep(branch.sibling(branch.name, self.clock), branch.env)
 
     async def _generate(self, branch: Branch) -> Completion:
         """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
@@ -532,6 +541,8 @@ class Rollout:
                 self._start(branch, partial(self._open_led, branch))
 
     async def _open_led(self, branch: Branch) -> None:
+        if await self._copies.open(branch):
+            return
         await self._recovery.open_again(branch, self._stops)
         branch.num_led = branch.num_tool_calls
 

@@ -79,6 +79,14 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             "environment to a fork, beside a call of the policy",
         ),
     ] = 1.0
+    keep_forks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="environments that a tree keeps copies of, for forks of finished paths; "
+            "without one a fresh environment is led there by calls",
+        ),
+    ] = 8
     local: Annotated[
         float,
         Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),
@@ -117,9 +125,11 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         if self.plan_name == "arpo":
             return super().plan(vocab_size)
         size, roots, most = self.group_size, self.num_initial, self.max_children
+        keep = self.keep_forks
         if self.plan_name in ("spread", "learned"):
-            return Spread(size, roots, most, self.led_cost, learns=self.plan_name == "learned")
-        return Uniform(size, roots, most, self.plan_name == "rounds")
+            learns = self.plan_name == "learned"
+            return Spread(size, roots, most, self.led_cost, keep_forks=keep, learns=learns)
+        return Uniform(size, roots, most, self.plan_name == "rounds", keep_forks=keep)
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

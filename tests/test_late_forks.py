@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from agentenv.env import StepResult
+from agentenv.errors import EnvError
 from agentenv.metrics import rollout_metrics
 from agentenv.plan import Independent, Place, Spread, Uniform
 from agentenv.tree import LED, Node, TrajectoryTree
@@ -73,6 +75,41 @@ def test_calls_that_lead_there_are_counted_once_and_are_not_the_policys() -> Non
     assert metrics["rollout/led_calls"] == sum(led.values()) > 0
     calls = sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
     assert metrics["rollout/tool_calls"] == calls
+
+
+def test_kept_copies_lead_nothing_and_change_nothing_else() -> None:
+    led = rollout(make_actor(searches), PLAN)
+    kept = rollout(make_actor(searches), replace(PLAN, keep_forks=99))
+    few = rollout(make_actor(searches), replace(PLAN, keep_forks=2))
+    counts = [rollout_metrics([tree], 0)["rollout/led_calls"] for tree in (kept, few, led)]
+    assert 0 == counts[0] < counts[1] < counts[2]
+    texts = [sorted((n.branch, bytes(n.action_ids), bytes(n.observation_ids)) for n in tree.nodes)
+             for tree in (kept, few, led)]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_copy_that_cannot_be_made_is_replaced_by_leading() -> None:
+    class Uncopied(CountingEnv):
+        async def fork(self) -> Uncopied:
+            raise EnvError("no copy")
+
+    actor = make_actor(searches)
+    actor.make_env = Uncopied
+    tree = rollout(actor, replace(PLAN, keep_forks=8))
+    assert len(list(tree.trajectories())) == 8
+    assert not tree.failures()
+    assert rollout_metrics([tree], 0)["rollout/led_calls"] > 0
+
+
+class Interrupted(Uniform):
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> list[Place]:
+        raise RuntimeError("the plan has a bug")
+
+
+def test_copies_are_closed_where_the_tree_raises() -> None:
+    with pytest.raises(Exception, match=r"bug|TaskGroup"):
+        rollout(make_actor(searches), Interrupted(8, 2, keep_forks=8))
+    assert CountingEnv.num_open == 0
 
 
 def test_an_env_that_cannot_be_led_gets_roots() -> None:

@@ -1,0 +1,62 @@
+"""Copies of environments at tool results, for siblings that a plan asks for after a path ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from agentenv.branch import Branch, OpenEnvs
+from agentenv.deadline import uncancelled
+from agentenv.env import Env
+from agentenv.errors import AgentEnvError
+
+logger = logging.getLogger(__name__)
+
+
+class KeptCopies:
+    """At most `most` copies of a tree. A full one gives up the shallowest place, to which a fresh
+    environment is led by the fewest calls. Environments that copy by replay are not kept."""
+
+    def __init__(self, envs: OpenEnvs, task_id: str, most: int) -> None:
+        self._envs, self._task_id, self._most = envs, task_id, most
+        self._kept: dict[int, tuple[Branch, Env]] = {}  # by node, the branch as it was there
+        self._lock = asyncio.Lock()  # no copy is closed while it is forked
+
+    async def keep(self, place: Branch, env: Env) -> None:
+        """Keep a copy of `env`, which is at `place`. One that fails to be made is only logged."""
+        if not self._most or env.fork_mode not in ("pure", "snapshot"):
+            return
+        async with self._lock:
+            try:
+                copy = await self._envs.fork(env)
+            except AgentEnvError as error:
+                logger.warning("task %s: no copy of an env was kept: %r", self._task_id, error)
+                return
+            self._kept[place.cursor.index] = place, copy
+            if len(self._kept) > self._most:
+                least = min(self._kept, key=lambda index: self._kept[index][0].num_tool_calls)
+                await self._envs.close(self._kept.pop(least)[1], self._task_id)
+
+    async def open(self, branch: Branch) -> bool:
+        """Give a branch a fork of the copy at its place; False where there is none."""
+        async with self._lock:
+            if branch.cursor.index not in self._kept:
+                return False
+            place, env = self._kept[branch.cursor.index]
+            try:
+                branch.env = await self._envs.fork(env)
+            except AgentEnvError as error:
+                logger.warning("task %s: a kept env was not forked: %r", self._task_id, error)
+                return False
+        branch.start_at(place)
+        return True
+
+    async def close(self) -> None:
+        """Close all copies, even while being cancelled."""
+        kept, self._kept = self._kept, {}
+        if kept:
+            await uncancelled(self._close([env for _, env in kept.values()]))
+
+    async def _close(self, envs: list[Env]) -> None:
+        for env in envs:
+            await self._envs.close(env, self._task_id)
