@@ -27,15 +27,23 @@ class KeptCopies:
         if not self._most or env.fork_mode not in ("pure", "snapshot"):
             return
         async with self._lock:
+            is_full = len(self._kept) >= self._most
+            if is_full and self._depth(self._shallowest()) >= place.num_tool_calls:
+                return
             try:
                 copy = await self._envs.fork(env)
             except AgentEnvError as error:
                 logger.warning("task %s: no copy of an env was kept: %r", self._task_id, error)
                 return
             self._kept[place.cursor.index] = place, copy
-            if len(self._kept) > self._most:
-                least = min(self._kept, key=lambda index: self._kept[index][0].num_tool_calls)
-                await self._envs.close(self._kept.pop(least)[1], self._task_id)
+            if is_full:
+                await self._envs.close(self._kept.pop(self._shallowest())[1], self._task_id)
+
+    def _shallowest(self) -> int:
+        return min(self._kept, key=self._depth)
+
+    def _depth(self, index: int) -> int:
+        return self._kept[index][0].num_tool_calls
 
     async def open(self, branch: Branch) -> bool:
         """Give a branch a fork of the copy at its place; False where there is none."""

@@ -27,6 +27,7 @@ import asyncio
 import copy
 import inspect
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from msgspec.structs import replace
 
 from agentenv.call_syntax import call_marks, said
 from agentenv.config import ESSENTIAL, PATH, build_config
+from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
@@ -76,6 +78,13 @@ NORMALIZERS: dict[str, str] = {
     "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
     "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
 }
+
+
+def starts() -> asyncio.Semaphore:
+    """Places for programs on their way to their first call, or led to that of a fork. Hundreds of
+    interpreters that start at once on few cores would seem idle."""
+    most = max(8, 4 * len(os.sched_getaffinity(0)))
+    return shared("starts of programs", lambda: asyncio.Semaphore(most))
 
 
 class ProgramDiedError(CrashError):
@@ -252,8 +261,9 @@ class ProgramEnv:
         self._written, self._worked_s, self._ended = [], 0.0, None
         self._endpoint = await shared_endpoint()
         self._session = self._endpoint.open(thoughts=self.config.thoughts)
-        await self._start()
-        call = await self._next(self._session.next)
+        async with admitted(starts(), "a program to start"):
+            await self._start()
+            call = await self._next(self._session.next)
         if isinstance(call, Ended):
             await self._stop()
             raise ProgramDiedError(f"the program made no call: it {_described(call)}")
@@ -302,8 +312,9 @@ class ProgramEnv:
         other._session = self._endpoint.open(after=self._session, same=self._same)
         cause = "cancelled"
         try:
-            await other._start()
-            call = await other._next(other._session.ready)
+            async with admitted(starts(), "a program to start"):
+                await other._start()
+                call = await other._next(other._session.ready)
             if isinstance(call, Ended):
                 cause = call.limit or "ended"
                 raise DivergedError(f"the replayed program {_described(call)}", cause)

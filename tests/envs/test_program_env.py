@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared, make
+from agentenv.envs import program as environment
 from agentenv.envs import program as programs
 from agentenv.envs.program import NORMALIZERS, ProgramEnv, ProgramResult, Replays
 from agentenv.envs.sandbox.program import Program
@@ -419,6 +421,35 @@ async def test_an_environment_that_is_not_begun_says_so() -> None:
             await call
     await env.close()
     await env.close()
+
+
+async def test_few_programs_are_on_the_way_to_their_first_call_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others wait before their processes start, so that no limit of theirs counts the wait."""
+    monkeypatch.setattr(environment, "starts", cache(lambda: asyncio.Semaphore(2)))
+    start, on_the_way, most = Program.start, 0, 0
+
+    async def counted(*given: Any) -> Program:
+        nonlocal on_the_way, most
+        on_the_way += 1
+        most = max(most, on_the_way)
+        return await start(*given)
+
+    async def begin(env: ProgramEnv) -> None:
+        nonlocal on_the_way
+        await env.reset(seed=1)
+        on_the_way -= 1
+
+    monkeypatch.setattr(Program, "start", counted)
+    envs = [ProgramEnv(TASK, keys()) for _ in range(7)]
+    try:
+        await asyncio.gather(*map(begin, envs))
+        assert most == 2
+    finally:
+        for env in envs:
+            await env.close()
+        await close_shared()
 
 
 def test_a_sandbox_that_is_killed_is_led_back_by_a_fresh_one(
