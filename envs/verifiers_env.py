@@ -35,8 +35,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import metadata, util
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -58,14 +57,11 @@ class Classic:
 
         self.env = vf.load_environment(name, **args)
         if getattr(self.env, "requires_group_rollouts", False):
-            raise ValueError(
-                "it rewards groups of rollouts, but each rollout here needs its own reward"
-            )
+            raise ValueError("it rewards groups of rollouts; here each needs a reward of its own")
 
     def rows(self, held_out: bool) -> Iterator[Json]:
         """Those of training, or those that are held out."""
-        has_eval = (self.env.eval_dataset, getattr(self.env, "eval_dataset_source", None))
-        if has_eval == (None, None):
+        if not (self.env.eval_dataset or getattr(self.env, "eval_dataset_source", None)):
             return _split(self.env.get_dataset(), held_out)
         return iter(self.env.get_eval_dataset() if held_out else self.env.get_dataset())
 
@@ -175,24 +171,23 @@ def _question(row: Json) -> str:
     return text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
 
 
-def _opened(asked: Json) -> Classic | Tasks:
-    os.chdir(asked["folder"])
-    name, folder = asked["name"], os.getcwd()
-    sys.path[0] = folder
+def _opened(name: str, args: Json, folder: str, **_: Any) -> Classic | Tasks:
+    os.chdir(folder)
+    sys.path[0] = folder = os.getcwd()
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     version = metadata.version("verifiers")  # which raises where there is none
     found = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if not (0, 1, 11) <= found < (0, 5):
         raise ImportError(f"verifiers {version} is unsupported; expected 0.1.11 to 0.4")
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
-    if (spec := find_spec(module)) is None:
+    if (spec := util.find_spec(module)) is None:
         raise ImportError(f"no package {module!r}")
     if found < (0, 4):
-        return Classic(name, asked["args"])
+        return Classic(name, args)
     with open(spec.origin or os.devnull) as source:
         if "load_environment" in (text := source.read()) and "Taskset" not in text:
             raise ImportError(f"{module} has load_environment; verifiers is {version}, not <0.4")
-    return Tasks(name, asked["args"])
+    return Tasks(name, args)
 
 
 async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
@@ -204,8 +199,7 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
             body = json.dumps(await env.run(row, url, f"AGENTENV_{key}"), allow_nan=False)
         except Exception as error:
             body = json.dumps({"reward": 0.0, "error": _said(error)})
-        finally:
-            del os.environ[f"AGENTENV_{key}"]
+        del os.environ[f"AGENTENV_{key}"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         with suppress(OSError):  # nobody waits for it any more
             request = Request(f"{url}/reward", body.encode(), headers)
@@ -233,7 +227,7 @@ def main() -> None:
     logging.getLogger().setLevel(logging.WARNING)
     asked = json.loads(sys.argv[1])
     try:
-        env = _opened(asked)
+        env = _opened(**asked)
         for row in islice(env.rows(asked.get("held_out")), asked.get("size", 0)):
             print(json.dumps([_question(row), row]), file=out)
     except Exception as error:
@@ -250,7 +244,6 @@ if __name__ == "__main__":
 import copy
 import subprocess
 
-from agentenv.data_files import Row
 from agentenv.deadline import admitted
 from agentenv.endpoint.capture import Endpoint, Session
 from agentenv.env import ForkMode, StepResult, shared
@@ -276,7 +269,7 @@ HINTS = {  # by what a problem holds
 }
 
 
-def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
+def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
     """The rows of a package. `options`: size, args of load_environment, the interpreter `python`
     that has the package, and the `folder` in which it runs. Raises DataError for a package or a
     hub that cannot be had, and for other options."""
@@ -292,7 +285,11 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
     found = [*map(decode_loose, done.stdout.splitlines())]
     if not found or isinstance(found[-1], dict):
         problem = found[-1]["problem"] if found else done.stderr.decode(errors="replace")
-        raise DataError(f"verifiers:{name}: {_explained(asked, problem[-SHOWN_CHARS:])}")
+        problem = problem[-SHOWN_CHARS:] or "it has no rows"
+        helps = [hint for pattern, hint in HINTS.items() if re.search(pattern, problem)]
+        keys = {**asked, "install": install_hint("verifiers")}
+        said = [problem, *(hint.format(**keys) for hint in helps[:1])]
+        raise DataError(f"verifiers:{name}: {'; '.join(said)}")
     for number, (question, row) in enumerate(found):
         yield {
             "id": f"{name}-{'held-out-' if held_out else ''}{number}",
@@ -301,14 +298,6 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
             "kind": name,
             KEY: {**{key: asked[key] for key in MADE}, "row": json.dumps(row)},
         }
-
-
-def _explained(asked: Json, problem: str) -> str:
-    """A problem, and what helps."""
-    for pattern, hint in HINTS.items():
-        if re.search(pattern, problem):
-            return f"{problem}; {hint.format(**asked, install=install_hint('verifiers'))}"
-    return problem or "it has no rows"
 
 
 class VerifiersEnv(ProgramEnv):
@@ -403,8 +392,7 @@ class Rollout(NamedTuple):
         """Cut it off, and have it scored."""
         self.session.close(CUT, "too_long")
         with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await self.wait()
+            await asyncio.wait_for(self.wait(), STOP_S)
 
     async def close(self) -> None:
         """Its next call is refused, since the session ends; idempotent."""
@@ -414,18 +402,17 @@ class Server:
     """The process of one environment, for all of its episodes here."""
 
     def __init__(self, asked: Json) -> None:
-        self._asked, self._starting = asked, asyncio.Lock()
+        line = [asked["python"], __file__, json.dumps(asked)]
+        self._command = guarded(line, GRACE_S, stdin=True)
         self._process: asyncio.subprocess.Process | None = None
-        self.starts = asyncio.Semaphore(MAX_STARTS)
+        self._starting, self.starts = asyncio.Lock(), asyncio.Semaphore(MAX_STARTS)
 
     async def begin(self, session: Any, row: str) -> Any:
         """Starts a rollout, and the process where there is none."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
-                line = [self._asked["python"], __file__, json.dumps(self._asked)]
-                command = guarded(line, GRACE_S, stdin=True)
                 streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-                self._process = await start_process(*command, **streams)
+                self._process = await start_process(*self._command, **streams)
         url = session.variables["OPENAI_BASE_URL"]
         asked = json.dumps({"key": session.key, "url": url, "row": json.loads(row)})
         cast(asyncio.StreamWriter, self._process.stdin).write(f"{asked}\n".encode())
@@ -438,6 +425,5 @@ class Server:
             for end in (cast(asyncio.StreamWriter, process.stdin).close, process.terminate):
                 with suppress(ProcessLookupError, TimeoutError):
                     end()
-                    async with asyncio.timeout(CLOSE_S):
-                        await process.wait()
+                    await asyncio.wait_for(process.wait(), CLOSE_S)
             await kill(process)
