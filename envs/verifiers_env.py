@@ -61,7 +61,7 @@ class Classic:
 
     def rows(self, held_out: bool) -> Iterator[Json]:
         """Those of training, or those that are held out."""
-        if not (self.env.eval_dataset or getattr(self.env, "eval_dataset_source", None)):
+        if self.env.eval_dataset is None and not getattr(self.env, "eval_dataset_source", None):
             return _split(self.env.get_dataset(), held_out)
         return iter(self.env.get_eval_dataset() if held_out else self.env.get_dataset())
 
