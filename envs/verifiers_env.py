@@ -61,7 +61,7 @@ class Classic:
 
     def rows(self, held_out: bool) -> Iterator[Json]:
         """Those of training, or those that are held out."""
-        if not (self.env.eval_dataset or getattr(self.env, "eval_dataset_source", None)):
+        if self.env.eval_dataset is None and not getattr(self.env, "eval_dataset_source", None):
             return _split(self.env.get_dataset(), held_out)
         return iter(self.env.get_eval_dataset() if held_out else self.env.get_dataset())
 
@@ -199,8 +199,7 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
             body = json.dumps(await env.run(row, url, f"AGENTENV_{key}"), allow_nan=False)
         except Exception as error:
             body = json.dumps({"reward": 0.0, "error": _said(error)})
-        finally:
-            del os.environ[f"AGENTENV_{key}"]
+        del os.environ[f"AGENTENV_{key}"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         with suppress(OSError):  # nobody waits for it any more
             request = Request(f"{url}/reward", body.encode(), headers)

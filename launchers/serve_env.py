@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from agentenv.config import (
     Say,
@@ -75,6 +76,9 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     idle_s: Annotated[float, Meta(gt=0, description="time after which an idle session ends")] = (
         3600.0
     )
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "eval", self.eval.with_sources_of(self.data))
 
 
 _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")

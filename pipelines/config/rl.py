@@ -397,6 +397,23 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
 
+    def with_sources_of(self, data: DataConfig) -> EvalConfig:
+        """With sets of packages of verifiers that run where those of the training rows do, and sets
+        of the same ones with their arguments too, unless `source` of a set says otherwise."""
+        trained, sets = _packages(data.train), dict(self.sets)
+        for name, one in self.sets.items():
+            if trained and (asked := _packages(one.path)):
+                keys = ("python", "folder", "args") if asked == trained else ("python", "folder")
+                given = {key: data.source[key] for key in keys if key in data.source}
+                sets[name] = replace(one, source={**given, **one.source})
+        return replace(self, sets=sets)
+
+
+def _packages(paths: str | list[str]) -> set[str]:
+    """The paths that stand for packages of verifiers."""
+    listed = [paths] if isinstance(paths, str) else paths
+    return {path for path in listed if path.startswith("verifiers:")}
+
 
 MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are written
 
@@ -461,6 +478,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "data.prefix_starts: a resumed run reads earlier trajectories from RUN/trees, "
                 "which archive.max_gb = 0 turns off; set it above 0"
             )
+        force_setattr(self, "eval", self.eval.with_sources_of(self.data))
         check_reachable(self.cluster, self.engine, self.roles)
         if self.refills and self.queue.equal_groups == "count":
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"

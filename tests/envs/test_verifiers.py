@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from agentenv.config import build_config
 from agentenv.dataset import load_tasks
 from agentenv.env import close_shared
 from agentenv.envs.program import NUM_MEASURED
 from agentenv.envs.verifiers_env import KEY, VerifiersEnv, rows
 from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.launchers.serve_env import ServeEnvConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.rows import RowsConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Message, Task, ToolCall, Turn
@@ -251,6 +254,41 @@ def test_a_package_for_another_release_and_one_that_raises_are_named(
     source = {"folder": str(tmp_path), "python": sys.executable}
     with pytest.raises(DataError, match=says):
         list(rows("own-env", source, held_out=False))
+
+
+OF_RUN = {"model": {"path": "m"}, "algorithm": {"name": "grpo"}, "train": {"num_steps": 1}}
+PLACE = {"python": "p", "folder": "f"}
+ARGS = {"args": {"split": "train"}}
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ServeEnvConfig])
+@pytest.mark.parametrize(
+    ("train", "path", "own", "source"),
+    [
+        ("verifiers:desk", "verifiers:desk", {}, {**PLACE, **ARGS}),
+        (["verifiers:desk"], ["verifiers:desk"], {}, {**PLACE, **ARGS}),
+        ("verifiers:desk", "verifiers:dice", {"size": 3}, {**PLACE, "size": 3}),
+        ("verifiers:desk", "verifiers:desk", {"args": {}}, {**PLACE, "args": {}}),
+        ("verifiers:desk", "verifiers:desk", {"python": "q"}, {**PLACE, **ARGS, "python": "q"}),
+        ("verifiers:desk", "reasoning_gym:chain_sum", {"size": 3}, {"size": 3}),
+        ("openenv:desk", "verifiers:desk", {}, {}),
+        ("verifiers:desk", "held_out.jsonl", {}, {}),
+    ],
+)
+def test_evaluation_sets_run_where_training_does(
+    kind: type[TrainConfig | ServeEnvConfig],
+    train: str | list[str],
+    path: str | list[str],
+    own: dict[str, Any],
+    source: dict[str, Any],
+) -> None:
+    raw = {
+        "env": {"id": "agentenv/Verifiers-v0"},
+        "data": {"train": train, "source": {"size": 9, **PLACE, **ARGS}},
+        "eval": {"sets": {"a": {"path": path, "source": own}}},
+        **(OF_RUN if kind is TrainConfig else {}),
+    }
+    assert build_config(kind, raw, "test").eval.sets["a"].source == source
 
 
 def test_a_task_of_elsewhere_is_refused() -> None:
