@@ -1,4 +1,4 @@
-"""Shows a run, or an evaluation, in the browser: `agentenv view RUN`."""
+"""Shows a run, a sweep, or an evaluation in the browser: `agentenv view RUN`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentenv.errors import ConfigError
 from agentenv.pipelines.run.arguments import Parser
 
 MAX_MB = 30.0
@@ -19,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it trains; changes nothing.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or an evaluation")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of a run, a sweep or an evaluation"
+    )
     parser.add_argument(
         "others", type=Path, nargs="*", metavar="DIR", help="evaluations to compare with"
     )
@@ -58,20 +61,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         from agentenv.pipelines.run.terminal import run_until_done
+        from agentenv.pipelines.sets.sweep import SWEEP_FILE
         from agentenv.pipelines.viewing.folder import Folder
-        from agentenv.pipelines.viewing.page import serve
+        from agentenv.pipelines.viewing.page import FolderServer, Server, serve
 
         view.wait_for(f"reading {arguments.run}", "the address")
-        folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
-        if arguments.export is not None:
-            from agentenv.pipelines.viewing.page import export
+        server: Server
+        if (arguments.run / SWEEP_FILE).is_file():
+            from agentenv.pipelines.viewing.sets import SetServer
 
-            for line in export(folder, arguments.export, arguments.max_mb):
-                say(line)
-            return 0
+            if arguments.export is not None or arguments.others:
+                raise ConfigError(
+                    f"{arguments.run} is a sweep; --export and DIR take one of its runs, ARM/seed-N"
+                )
+            server = SetServer(arguments.run, arguments.port)
+        else:
+            folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
+            if arguments.export is not None:
+                from agentenv.pipelines.viewing.page import export
+
+                for line in export(folder, arguments.export, arguments.max_mb):
+                    say(line)
+                return 0
+            server = FolderServer(folder, arguments.port)
         try:
-            serving = serve(folder, arguments.port, say, opens=arguments.open)
-            run_until_done(serving, view)
+            run_until_done(serve(server, say, opens=arguments.open), view)
         except KeyboardInterrupt:
             return 0  # that is how it ends
         return 0

@@ -74,10 +74,10 @@ def static(name: str) -> bytes:
 
 
 class Server:
-    """Serves one folder; `address` is to be opened once it has started."""
+    """Serves a page; `address` is to be opened once it has started. `path` names the content."""
 
-    def __init__(self, folder: Folder, port: int = 0) -> None:
-        self.folder = folder
+    def __init__(self, path: Path, port: int = 0) -> None:
+        self.path = path
         self.port = port
         self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         self._slots = asyncio.Semaphore(NUM_AT_ONCE)
@@ -158,18 +158,32 @@ class Server:
 
     async def _answer(self, request: web.Request) -> web.Response:
         async with self._slots:
-            status, body = await in_thread(
-                self._encoded, request.match_info["path"], dict(request.query)
-            )
+            status, body = await in_thread(self._encoded, request)
         return web.Response(body=body, status=status, content_type="application/json")
 
-    def _encoded(self, path: str, query: dict[str, str]) -> tuple[int, bytes]:
+    def _folder(self, request: web.Request) -> Folder:
+        """Of which something is asked. Raises DataError."""
+        raise NotImplementedError
+
+    def _encoded(self, request: web.Request) -> tuple[int, bytes]:
         try:
-            return 200, encode(self.folder.answer(path, query))
+            asked = request.match_info["path"], dict(request.query)
+            return 200, encode(self._folder(request).answer(*asked))
         except DataError as error:
             return 404, encode({"error": str(error)})
         except OSError as error:
             return 500, encode({"error": f"{error.filename}: {error.strerror}"})
+
+
+class FolderServer(Server):
+    """Serves the page of one run or evaluation."""
+
+    def __init__(self, folder: Folder, port: int = 0) -> None:
+        super().__init__(folder.path, port)
+        self.folder = folder
+
+    def _folder(self, request: web.Request) -> Folder:
+        return self.folder
 
 
 def encode(answer: Any) -> bytes:
@@ -177,19 +191,19 @@ def encode(answer: Any) -> bytes:
     return msgspec.json.encode(answer, enc_hook=str)
 
 
-async def serve(folder: Folder, port: int, say: Callable[[str], None], *, opens: bool) -> None:
+async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
-    server = Server(folder, port)
     gc.freeze()  # rows are many and none refers to another: few looks for cycles
     gc.set_threshold(200_000, 20, 100)
     try:
         await server.start()
     except OSError as error:
         raise ConfigError(
-            f"port {port} of {HOST} is not available: {error.strerror}; --port 0 chooses a free one"
+            f"port {server.port} of {HOST} is not available: {error.strerror}; --port 0 chooses a "
+            "free one"
         ) from error
     try:
-        say(f"{folder.path}: {server.address}")
+        say(f"{server.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"
         say(f"Ctrl-C ends it; from another machine: {tunnel}, then the same address there")
         if opens:

@@ -23,8 +23,10 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.launchers import view
 from agentenv.pipelines.evaluation.figures import figures_of, questions_of
 from agentenv.pipelines.evaluation.store import read_rows
+from agentenv.pipelines.sets.sweep import Made
 from agentenv.pipelines.viewing.folder import Folder
-from agentenv.pipelines.viewing.page import HEADERS, Server, encode, export, serve, static
+from agentenv.pipelines.viewing.page import HEADERS, FolderServer, encode, export, serve, static
+from agentenv.pipelines.viewing.sets import COLUMNS, SetServer
 from tests.support.viewed_run import HOSTILE, ViewedRun, make_run, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,27 +38,27 @@ def run(tmp_path: Path) -> ViewedRun:
 
 
 @pytest.fixture
-async def server(run: ViewedRun) -> AsyncIterator[Server]:
-    server = Server(Folder(run.folder))
+async def server(run: ViewedRun) -> AsyncIterator[FolderServer]:
+    server = FolderServer(Folder(run.folder))
     await server.start()
     yield server
     await server.close()
 
 
-async def get(server: Server, path: str, **keys: Any) -> tuple[int, Any, str]:
+async def get(server: FolderServer, path: str, **keys: Any) -> tuple[int, Any, str]:
     url = f"http://127.0.0.1:{server.port}{path}"
     async with aiohttp.ClientSession() as session, session.get(url, **keys) as reply:
         return reply.status, reply.headers, await reply.text()
 
 
-def cookies(server: Server) -> dict[str, str]:
+def cookies(server: FolderServer) -> dict[str, str]:
     return {server.cookie: server.token}
 
 
 # who is answered
 
 
-async def test_only_who_knows_the_token_sees_the_page(server: Server) -> None:
+async def test_only_who_knows_the_token_sees_the_page(server: FolderServer) -> None:
     for path in ("/", "/?token=x", "/static/viewer.js", "/api/run", "/api/state"):
         status, _, text = await get(server, path)
         assert status == 403
@@ -87,14 +89,14 @@ async def test_only_who_knows_the_token_sees_the_page(server: Server) -> None:
     ],
 )
 async def test_host_and_origin_are_checked(
-    server: Server, headers: dict[str, str], status: int
+    server: FolderServer, headers: dict[str, str], status: int
 ) -> None:
     given = {name: value.format(port=server.port) for name, value in headers.items()}
     found, _, _ = await get(server, "/api/run", headers=given, cookies=cookies(server))
     assert found == status
 
 
-async def test_every_answer_forbids_what_the_page_does_not_need(server: Server) -> None:
+async def test_every_answer_forbids_what_the_page_does_not_need(server: FolderServer) -> None:
     paths = (f"/?token={server.token}", "/static/viewer.js", "/api/run", "/api/nothing", "/x")
     for path in paths:
         _, headers, _ = await get(server, path, cookies=cookies(server))
@@ -104,7 +106,7 @@ async def test_every_answer_forbids_what_the_page_does_not_need(server: Server) 
     assert "unsafe" not in policy
 
 
-async def test_nothing_else_is_served_and_nothing_changed(server: Server) -> None:
+async def test_nothing_else_is_served_and_nothing_changed(server: FolderServer) -> None:
     for path in (
         "/static/../api.py",
         "/static/%2e%2e%2fapi.py",
@@ -124,9 +126,9 @@ async def test_nothing_else_is_served_and_nothing_changed(server: Server) -> Non
         assert reply.status == 405
 
 
-async def test_a_port_that_is_taken_is_said(server: Server) -> None:
+async def test_a_port_that_is_taken_is_said(server: FolderServer) -> None:
     with pytest.raises(ConfigError, match=f"port {server.port} .* --port 0"):
-        await serve(server.folder, server.port, print, opens=False)
+        await serve(FolderServer(server.folder, server.port), print, opens=False)
 
 
 # what is answered
@@ -471,3 +473,44 @@ def test_the_server_loads_no_torch(run: ViewedRun) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == "False"
+
+
+# a set of runs
+
+
+async def test_a_sweep_lists_its_runs_and_each_has_its_page(run: ViewedRun, tmp_path: Path) -> None:
+    made = Made(
+        config="mine.toml", config_digest="", overrides=[], arms={"a": [], "b": []}, seeds=[0]
+    )
+    (tmp_path / "sweep.json").write_bytes(msgspec.json.encode(made))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "seed-0").symlink_to(run.folder)
+    server = SetServer(tmp_path)
+    await server.start()
+    try:
+        assert (await get(server, "/"))[0] == 403
+        status, headers, text = await get(server, f"/?token={server.token}")
+        assert status == 200
+        assert headers["Content-Security-Policy"]
+        assert '<a href="runs/a/0/">a</a>' in text
+        assert "agentenv compare" in text
+        rows = text[text.index("<tbody>") :].split("<tr>")[1:]
+        assert [row.count("<td") for row in rows] == [len(COLUMNS)] * 2
+        assert "waits" in rows[1]
+        known = {"cookies": {server.cookie: server.token}}
+        for path in ("", "static/viewer.js", "api/run", "api/steps"):
+            assert (await get(server, f"/runs/a/0/{path}", **known))[0] == 200, path
+        assert json.loads((await get(server, "/runs/a/0/api/run", **known))[2])["is_run"]
+        assert (await get(server, "/runs/a/0/api/run"))[0] == 403
+        for missing in ("/runs/b/0/api/run", "/runs/c/0/api/run", "/comparison.png"):
+            assert (await get(server, missing, **known))[0] == 404, missing
+    finally:
+        await server.close()
+
+
+def test_a_sweep_is_not_exported_as_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    assert view.main([str(tmp_path), "--export", str(tmp_path / "x.html")]) == 2
+    assert "ARM/seed-N" in capsys.readouterr().err.replace("\n", " ")
