@@ -45,7 +45,7 @@ class KeptCopies:
     def _depth(self, index: int) -> int:
         return self._kept[index][0].num_tool_calls
 
-    async def open(self, branch: Branch) -> bool:
+    async def lend(self, branch: Branch) -> bool:
         """Give a branch a fork of the copy at its place; False where there is none."""
         async with self._lock:
             if branch.cursor.index not in self._kept:

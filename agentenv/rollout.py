@@ -541,7 +541,7 @@ class Rollout:
                 self._start(branch, partial(self._open_led, branch))
 
     async def _open_led(self, branch: Branch) -> None:
-        if await self._copies.open(branch):
+        if await self._copies.lend(branch):
             return
         await self._recovery.open_again(branch, self._stops)
         branch.num_led = branch.num_tool_calls
