@@ -81,3 +81,31 @@ def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
     task = ("--task", "chain", "--arms", "grpo-4")
     done = command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+SMALL_PLAN = """
+trajectories = 128
+evaluations = 2
+questions = 8
+levels = [0.5]
+rates = [1.0]
+most_rates = 0
+[arms]
+grpo-4 = { name = "grpo", group_size = 4 }
+spread = { name = "turnwise", plan_name = "spread", initial_rollouts = 2, group_size = 4 }
+[stages]
+a = { tasks = ["mend"], seeds = [7], rates = [1.0] }
+b = { tasks = ["mend"], seeds = [7, 8] }
+c = { tasks = ["mend", "quickstart"], seeds = [9] }
+d = { tasks = ["mend"], seeds = [10] }
+"""
+
+
+def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(SMALL_PLAN)
+    done = command(clone, "study", "--out", tmp_path / "out", "--plan", plan)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stage d, mend; baseline grpo-4" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").open()]
+    assert len(rows) == 2 * (1 + 1 + 2 + 1)  # a run of stage a is one of stage b too

@@ -130,7 +130,7 @@ def test_every_arm_is_a_valid_configuration(tmp_path: Path) -> None:
     assert tomllib.loads(to_toml(start)) == start
     build_config(TrainConfig, start, "start")
     for arm in ARMS:
-        config = arm_config(raw, arm, tmp_path, 3, 8, 16)
+        config = arm_config(raw, ARMS[arm], tmp_path, 3, 8, 16)
         assert tomllib.loads(to_toml(config)) == config
         built = build_config(TrainConfig, config, arm)
         assert built.sft is None

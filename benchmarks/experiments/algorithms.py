@@ -92,7 +92,7 @@ def run_all(options: argparse.Namespace) -> list[str]:
         start = (folder / START).resolve()
         for arm in options.arms:
             updates = num_updates(arm, options.updates)
-            config = arm_config(raw, arm, start, seed, updates, options.questions)
+            config = arm_config(raw, ARMS[arm], start, seed, updates, options.questions)
             done = train(folder, arm, config)
             print(f"seed {seed} {arm}: {'done' if done else 'FAILED'}", flush=True)
             if not done:

@@ -86,12 +86,14 @@ def num_updates(arm: str, of_eight: int) -> int:
     return math.ceil(of_eight * GROUP_SIZE / int(ARMS[arm]["group_size"]))
 
 
-def arm_config(raw: Raw, arm: str, start: Path, seed: int, num_steps: int, questions: int) -> Raw:
+def arm_config(
+    raw: Raw, algorithm: Raw, start: Path, seed: int, num_steps: int, questions: int
+) -> Raw:
     """Reinforcement learning from the weights and data of `start`, evaluated at every update."""
     raw = json.loads(json.dumps(raw).replace("{run}/data", f"{start}/data"))
     raw["run"] = {"seed": seed}
     raw["model"] = {"path": str(start)}
-    raw["algorithm"] = dict(ARMS[arm])
+    raw["algorithm"] = dict(algorithm)
     raw["train"] = {"num_steps": num_steps}
     raw["learner"].pop("schedule", None)  # which ends with the quick start's own number of updates
     raw["eval"] = {"sets": {SET: _eval_set(str(start), questions, 1)}}

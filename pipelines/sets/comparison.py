@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -174,9 +175,21 @@ def compare(
         read = {seed: read_curve(path, dataset) for seed, path in by_seed.items()}
         curves[arm] = {seed: curve for seed, (curve, _) in read.items()}
         summaries[arm] = [summary for _, summary in read.values()]
+    return compare_curves(curves, baseline, levels, summaries), curves
+
+
+def compare_curves(
+    curves: Curves,
+    baseline: str,
+    levels: Sequence[float] = LEVELS,
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+) -> Comparison:
+    """The figures of curves, by arm and seed; `summaries` of the runs have their CPU seconds."""
     found = Comparison(baseline, {})
     for arm, curve_of in curves.items():
-        found.arms[arm] = _arm(list(curve_of), list(curve_of.values()), summaries[arm], levels)
+        found.arms[arm] = _arm(
+            list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels
+        )
         pairs = {
             seed: (curve, curves[baseline][seed])
             for seed, curve in curve_of.items()
@@ -188,7 +201,7 @@ def compare(
     for level in levels:
         for name in ("calls_ratio", "tokens_ratio"):
             _holm([getattr(arm, name).get(f"{level:g}") for arm in found.arms.values()])
-    return found, curves
+    return found
 
 
 def _arm(
@@ -206,7 +219,7 @@ def _arm(
         after_interval=_interval(last),
         calls=fmean(float(one.calls[-1]) for one in curves),
         tokens=fmean(float(_used(one, "tokens")[-1]) for one in curves),
-        cpu_s=fmean(float(one.get("cpu_s", {}).get("total", 0.0)) for one in summaries),
+        cpu_s=fmean([float(one.get("cpu_s", {}).get("total", 0.0)) for one in summaries] or [0.0]),
         calls_to={level: fmean(calls for calls, _ in found) for level, found in reached.items()},
         missed={level: sum(not met for _, met in found) for level, found in reached.items()},
         calls_ratio={},
