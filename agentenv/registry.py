@@ -38,11 +38,20 @@ def loaded(path: str) -> Any:
     within the module.
     """
     module, _, name = path.partition(":")
+    if "/" in module or module.endswith(".py"):
+        stem = module.rpartition("/")[2].removesuffix(".py")
+        raise ConfigError(
+            f"expected the name of a module, not a path, such as {stem}:{name or 'Name'}"
+        )
     try:
         found = _imported(module)
         return getattr(found, name) if name else found
     except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{error}{place_of(error)}{_renamed(error)}") from error
+        where = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            where = "; it must be installed, or be in the directory in which the command runs"
+        why = f"{error}{place_of(error)}{_renamed(error) or where}"
+        raise ConfigError(why) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 

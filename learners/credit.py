@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agentenv.errors import ConfigError, place_of
 from agentenv.metrics import Metrics
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 from agentenv.types import Limit
@@ -104,6 +105,27 @@ def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))
 
 
+def advantages_of(estimator: Estimator, returns: Floats) -> Floats:
+    """Those of a group, float64 like its returns. Raises ConfigError for a user's estimator that
+    raises, and for advantages of another number or that are not finite."""
+    name = getattr(estimator, "__qualname__", repr(estimator))
+    try:
+        found = np.asarray(estimator(returns), np.float64)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        if getattr(estimator, "__module__", "").startswith("agentenv."):
+            raise  # a bug of this project has its traceback
+        why = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise ConfigError(f"{name} raised {why}; expected advantages(returns)") from error
+    problem = ""
+    if found.shape != returns.shape:
+        problem = f"an array of shape {found.shape} for {len(returns)} returns"
+    elif not np.isfinite(found).all():
+        problem = f"{found.tolist()} for the returns {returns.tolist()}"
+    if problem:
+        raise ConfigError(f"{name} returned {problem}; expected a finite number for each return")
+    return found
+
+
 def tree_credit(
     tree: TrajectoryTree,
     *,
@@ -136,7 +158,7 @@ def tree_credit(
     if penalty is not None:
         returns += [penalty(path) for path in trajectories]
     paths = [path.path for path in trajectories]
-    advantages = estimator(returns)
+    advantages = advantages_of(estimator, returns)
     if are_equal(returns) and np.abs(advantages).max() <= EPSILON * max(1.0, abs(returns[0])):
         advantages = np.zeros_like(returns)
     if step_rewards == "return":

@@ -219,6 +219,7 @@ class HelpKeys(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         prefix = str(values or "")
+        arguments.import_from_working_directory()
         try:
             given = parser.given if isinstance(parser, Parser) else []
             for table, name in _named(" ".join([prefix, *given])):

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import NamedTuple
 
+import numpy as np
+
 from agentenv.archive import Fate
-from agentenv.errors import SHOWN, EnvError
+from agentenv.errors import SHOWN, AgentEnvError, ConfigError, EnvError, place_of
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.credit import CreditedTree, TreeCredit
 from agentenv.learners.learner import Metrics
@@ -248,7 +250,7 @@ class BatchBuilder:
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         """The tree's credit, computed once; None where too few leaves count for a group."""
         if tree.index not in self._credits:
-            self._credits[tree.index] = self.config.algorithm.credit(tree)
+            self._credits[tree.index] = _credit(self.config.algorithm, tree)
         return self._credits[tree.index]
 
     def has_signal(self, tree: TrajectoryTree) -> bool:
@@ -355,3 +357,21 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
         raise EnvError(
             f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
         )
+
+
+def _credit(algorithm: Algorithm, tree: TrajectoryTree) -> TreeCredit | None:
+    """Raises ConfigError for an algorithm of a user that raises, or whose credit is not finite."""
+    kind = type(algorithm)
+    name = f"{kind.__module__}:{kind.__qualname__}.credit"
+    try:
+        found = algorithm.credit(tree)
+    except AgentEnvError:
+        raise
+    except Exception as error:
+        if not (place := place_of(error)):
+            raise  # a bug of this project has its traceback
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}{place}") from error
+    for key in ("adv_pos", "adv_neg", "weight") if found is not None else ():
+        if not np.isfinite(getattr(found, key)).all():
+            raise ConfigError(f"{name} returned {key} that is not finite, for tree {tree.index}")
+    return found

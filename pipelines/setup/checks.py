@@ -160,6 +160,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sandbox", "machine", (), f"{_OF}doctor:sandbox"),
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
+    Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
     Check(
         "names of evaluation sets", "configuration", TRAIN, start_checks.evaluation_sets, NOTHING

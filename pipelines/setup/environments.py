@@ -218,10 +218,7 @@ def import_envs(module: str) -> None:
     try:
         loaded(module)
     except ConfigError as error:
-        raise ConfigError(
-            f"env.module: {module!r} cannot be imported: {error}; it must be installed, or be in "
-            "the directory in which the command runs"
-        ) from error
+        raise ConfigError(f"env.module: {module!r} cannot be imported: {error}") from error
 
 
 async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:

@@ -9,6 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 from msgspec import inspect as mi
 
@@ -16,6 +17,7 @@ from agentenv.data_files import is_generated
 from agentenv.engine import EngineConfig, check_context
 from agentenv.envs.grading.keys import grader_config
 from agentenv.errors import ConfigError, DataError
+from agentenv.learners.credit import advantages_of
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import (
     HubKind,
@@ -129,6 +131,14 @@ def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
             yield key, float(one)
         else:
             yield from _timeouts(key, one)
+
+
+async def advantages(assembly: Assembly[TrainConfig]) -> None:
+    """The estimator has an advantage for each return, whether all are equal or not."""
+    algorithm = assembly.config.algorithm
+    returns = np.arange(algorithm.group_size, dtype=np.float64) % 2
+    for group in (returns, np.ones_like(returns)):
+        advantages_of(algorithm.advantages, group)
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:

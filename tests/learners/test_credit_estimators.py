@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentenv.errors import ConfigError
 from agentenv.learners import minibatch
 from agentenv.learners.algorithm import Band
 from agentenv.learners.baselines import DAPO, GRPO, ReinforcePP
 from agentenv.learners.batch import encode
-from agentenv.learners.credit import leave_one_out, soft_length_penalty
+from agentenv.learners.credit import advantages_of, leave_one_out, soft_length_penalty
 from agentenv.learners.minibatch import LeafMap, coefficients, denominator
 from agentenv.types import Limit
 from tests.learners.flat import grown
@@ -142,3 +145,26 @@ def test_effective_sample_size_falls_when_few_tokens_carry_the_weight() -> None:
     assert peaked["ratio_out_of_band"] == 1.0
     nothing = minibatch.ratio_metrics(minibatch.ratio_moments(ones[:0], ones[:0], None))
     assert nothing == {}, "what was not measured is not reported"
+
+
+def raises(returns: np.ndarray) -> np.ndarray:
+    raise ValueError("my own bug")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"),
+    [
+        (raises, r"raises raised ValueError: my own bug \(test_credit_estimators\.py, line \d+\)"),
+        (lambda returns: returns * np.nan, r"returned \[nan, nan\] for the returns \[0\.0, 1\.0\]"),
+        (lambda returns: returns[:-1], r"an array of shape \(1,\) for 2 returns"),
+        (lambda returns: returns.mean(), r"an array of shape \(\) for 2 returns"),
+        (lambda returns, index: returns, "missing 1 required positional argument"),
+    ],
+)
+def test_an_estimator_has_a_finite_advantage_for_each_return(estimator: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        advantages_of(estimator, np.array([0.0, 1.0]))
+
+
+def test_advantages_may_be_a_list() -> None:
+    assert advantages_of(lambda returns: [1, -1], np.array([1.0, 0.0])).tolist() == [1.0, -1.0]

@@ -382,3 +382,27 @@ def test_figures_of_the_embedded_engine_are_the_learners_in_float32_only(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = load_config(TrainConfig, CONFIG, overrides)
     assert is_exact(config) == (agreement == "exact")
+
+
+class Broken(ARPO, frozen=True, kw_only=True, tag="broken"):
+    factor: float = math.nan
+
+    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
+        found = super().credit(tree)
+        assert found is not None, "mine"
+        return replace_credit(found, found.adv_pos * self.factor)
+
+
+def replace_credit(credit: TreeCredit, adv_pos: Any) -> TreeCredit:
+    rest = (credit.adv_neg, credit.weight, credit.returns, credit.advantages)
+    return TreeCredit(adv_pos, *rest)
+
+
+def test_the_credit_of_a_users_algorithm_is_checked_where_it_is_made() -> None:
+    grown = trees()
+    with pytest.raises(ConfigError, match=r"Broken\.credit returned adv_pos that is not finite"):
+        builder(Broken(group_size=5)).credit(grown[0])
+    with pytest.raises(
+        ConfigError, match=r"(?s)Broken\.credit raised AssertionError: mine.*\(test_b"
+    ):
+        builder(Broken(group_size=5)).credit(grown[3])
