@@ -99,7 +99,10 @@ def read_toml(path: Path) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        is_yaml = path.suffix in (".yaml", ".yml")
+        hint = "; expected TOML: docs/from-verl.md has the names for a YAML of verl"
+        hint = hint if is_yaml else ""
+        raise ConfigError(f"{path}: not valid TOML: {error}{hint}") from error
 
 
 def _meant(path: Path) -> str:
@@ -201,6 +204,10 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         choices = _choices(type_info(config_type), key)
         if choices and reason.startswith("Invalid enum value"):
             raise ConfigError(f"{source}: {key}: {not_one_of(value, choices)}") from error
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
+            name = _join(key, missing[1])
+            hint = f"--help-keys {name} explains it"
+            raise ConfigError(f"{source}: {name} is missing; {hint}") from error
         got = "" if value is None else f"{':' if ', got ' in reason else ', got'} {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
 

@@ -15,6 +15,7 @@ from agentenv.config import (
     keys_in,
     leave_out_old_kinds,
     load_config,
+    read_toml,
     to_plain,
     upgrade,
 )
@@ -115,7 +116,7 @@ def test_a_table_without_a_name_is_of_the_default_kind(tmp_path: Path) -> None:
         ('path = "x"\npaht = 1', (), r"paht: unknown key; did you mean path\?"),
         ('path = "x"', ("queue.max_staleness=-1",), r"queue.max_staleness: Expected `int` >= 0"),
         ('path = "x"', ("queue.max_staleness=two",), r"max_staleness: Expected `int`.*'two'"),
-        ("", (), r"required field `path`"),
+        ("", (), r"path is missing; --help-keys"),
         ('path = "x"', ("engine.name=fats",), r"engine.name: expected one of .* mean 'fast'\?"),
         ('path = "x"', ("engine.name=fast", "engine.patience=2.0"),
          r"engine.patience: unknown key for engine.name = 'fast'"),
@@ -247,3 +248,25 @@ def test_what_an_earlier_version_stored_becomes_that_of_today() -> None:
 def test_a_function_that_was_moved_is_found_where_it_is() -> None:
     raw = {"name": "scripted", "script": "envs.quickstart:scripted_turn"}
     assert build_config(ScriptedConfig, raw, "test") == ScriptedConfig()
+
+
+class Rows(Struct):
+    path: str
+
+
+class Small(Struct):
+    data: Rows
+    name: str = "x"
+
+
+def test_a_key_that_is_missing_is_named_alone() -> None:
+    with pytest.raises(ConfigError, match=r"^a\.toml: data is missing; --help-keys data expl"):
+        build_config(Small, {"name": "y"}, "a.toml")
+    with pytest.raises(ConfigError, match=r"^a\.toml: data\.path is missing; --help-keys data\.p"):
+        build_config(Small, {"data": {}}, "a.toml")
+
+
+def test_a_yaml_file_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data:\n  train_files: x\n")
+    with pytest.raises(ConfigError, match=r"expected TOML: docs/from-verl\.md"):
+        read_toml(tmp_path / "a.yaml")
