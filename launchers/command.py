@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -130,6 +132,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         arguments.resume = LATEST
     check_arguments(parser, arguments)
     return arguments
+
+
+def stopped() -> asyncio.Event:
+    """Set by Ctrl-C or SIGTERM from now on, which is how a server ends."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def run_command(

@@ -34,14 +34,18 @@ EPILOG = """commands:
   checkpoint              save a checkpoint before the next update
   evaluate [SET ...]      evaluate before the next update (default: all sets)
 
-exit codes: 0 done, 1 no process trains in RUN or it does not answer, 2 rejected or bad arguments"""
+exit codes: 0 done, 1 no process trains in RUN or it does not answer, 2 rejected or bad arguments,
+130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 no answer, 2 refused or bad arguments."""
+    """Returns the exit code: 0 done, 1 no answer, 2 refused or bad arguments, 130 interrupted."""
     arguments = make_parser().parse_args(argv)
     view = View()
-    return to_its_end(lambda: _run(arguments, view), view, writing=str(arguments.run))
+    interrupted = "interrupted; the run goes on, and may still do what was asked"
+    return to_its_end(
+        lambda: _run(arguments, view), view, writing=str(arguments.run), interrupted=interrupted
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -90,37 +94,51 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; expected the folder of a run")
+    request = arguments.request(arguments)
+    if not arguments.json:
+        view.wait_for(f"waiting for the process that trains in {run}")
     try:
-        reply = ask.ask(run, arguments.request(arguments))
+        reply = ask.ask(run, request)
     except UnreachableError as error:
-        view.fail(f"{_who(run)}: {error}")
+        view.fail(_why(run, error))
         return EXIT_FAILED
+    view.end()
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply), indent=2).decode() + "\n")
     else:
         show(reply, view)
+        if following := _next(run, request, reply):
+            view.suggest(following)
     return 0
 
 
-def _who(run: Path) -> str:
-    """The process that trains there, as far as the folder says."""
+def _why(run: Path, error: UnreachableError) -> str:
+    """Why no process answers, as far as the folder says, and what to do. Raises ConfigError for a
+    folder that is no run's."""
     try:
         holder = decode((run / "lock").read_bytes() or b"null", Holder | None)
     except (OSError, ForeignError):
         holder = None
+    then = (
+        f"look at it with `agentenv view {run}`, or repeat the command that started it with "
+        "--resume"
+    )
     if holder is None:
         is_evaluation = (run / "rows.jsonl").is_file()
         if is_evaluation or not (run / "config.json").is_file():
-            return f"{run} is not a run"
-        return f"no process trains in {run} now (start it again with --resume)"
+            raise ConfigError(
+                f"{run} is not a run of `agentenv train`; expected a folder such as runs/quickstart"
+            )
+        return f"no process trains in {run} now; {then}"
     if holder.host != socket.gethostname():
         return (
             f"{run} is trained by process {holder.pid} on {holder.host}, which can only be "
             "controlled from that host"
         )
     if not os.path.exists(f"/proc/{holder.pid}"):
-        return f"the process that trained in {run} was killed (start it again with --resume)"
-    return f"process {holder.pid} trains in {run} since {holder.since}, but does not answer"
+        return f"the process that trained in {run} was killed; {then}"
+    who = f"process {holder.pid} trains in {run} since {holder.since}, but does not answer"
+    return f"{who}: {error}"
 
 
 # For people.
@@ -140,6 +158,24 @@ def show(reply: Reply, view: View) -> None:
                 view.say(line)
         case ask.Refused():
             view.fail(reply.why)
+
+
+def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
+    """Commands that may come next, each with its use."""
+    page = {f"agentenv view {run}": "its curves and trees"}
+    match reply:
+        case ask.Status():
+            if reply.is_paused:
+                return {f"agentenv ctl {run} resume": "end the pause"}
+            return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
+        case ask.Waits():
+            trees = [one.tree for one in reply.waits]
+            return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
+        case ask.Done() if isinstance(request, ask.Pause):
+            return {f"agentenv ctl {run} resume": "end the pause"}
+        case ask.Done() if isinstance(request, ask.SLOW):
+            return page
+    return {}
 
 
 def _seconds(seconds: float) -> str:

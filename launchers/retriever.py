@@ -14,8 +14,6 @@ GET /health says {"status": "ok"}.
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -26,20 +24,21 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from agentenv.config import apply_overrides, build_config, load_config
+from agentenv.endpoint.server import Listener
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
-from agentenv.errors import AgentEnvError, ForeignError, InfraError, ToolError
+from agentenv.errors import ForeignError, InfraError, ToolError
+from agentenv.launchers.command import stopped
 from agentenv.pipelines.config.help import key_table
 from agentenv.pipelines.run.arguments import check_arguments
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.untrusted import decode
 
 MAX_BODY_BYTES = 4_000_000
 MAX_QUERY_CHARS = 10_000
-
-logger = logging.getLogger(__name__)
 
 
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,40 +164,34 @@ def _row(hit: Hit, with_score: bool) -> dict[str, object]:
     return {"document": document, "score": hit.score} if with_score else {"document": document}
 
 
-async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
-    """Load the index, listen, and serve until `stop` is set; raises ConfigError, DataError."""
+async def serve(config: RetrieverConfig, view: View) -> None:
+    """Load the index, listen, say the address, and serve until a signal; raises ConfigError,
+    DataError."""
     cache = ResultCache()
     backend = build_backend(SearchConfig(backend=config.backend), cache)
-    runner = web.AppRunner(Retriever(config, backend).app(), access_log=None)
+    listener = Listener()
     try:
-        logger.info("loading the index ...")
+        view.wait_for("loading the index", "the address")
         await backend.start()
-        await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise AgentEnvError(f"cannot listen on {config.host}:{config.port}: {error}") from error
-        port = runner.addresses[0][1]
-        text = "serving on http://%s:%d (POST /retrieve, /search and /batch_search)"
-        logger.info(text, config.host, port)
+        await listener.listen(Retriever(config, backend).app(), config.host, config.port)
+        stop = stopped()
+        view.end()
+        url = f"http://{config.host}:{listener.port}"
+        view.say(f"serving on {url} (POST /retrieve, /search, /batch_search)")
+        view.say("Ctrl-C ends it; in another terminal:")
+        view.say(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
+        view.say("or in the configuration of a run:")
+        view.say(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
         await stop.wait()
+        view.say("stopping")
     finally:
         try:
-            await runner.cleanup()
+            await listener.close()
         finally:
             try:
                 await backend.close()
             finally:
                 await cache.close()
-
-
-async def _serve_until_signal(config: RetrieverConfig) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await serve(config, stop)
 
 
 def read_config(arguments: list[str]) -> RetrieverConfig:
@@ -214,19 +207,19 @@ def read_config(arguments: list[str]) -> RetrieverConfig:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until interrupted; the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted before
+    it served."""
     if {"-h", "--help"} & set(arguments):
         usage = "usage: agentenv retriever [CONFIG] [key.sub=value ...]"
         sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
         return 0
-    try:
+    view = View()
+
+    def work() -> None:
         check_arguments(arguments)
-        asyncio.run(_serve_until_signal(read_config(arguments)))
-    except AgentEnvError as error:
-        logger.error("error: %s", error)
-        return 2
-    return 0
+        run_until_done(serve(read_config(arguments), view), view)
+
+    return to_its_end(work, view, writing="the index")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import os
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentenv.config import Say, Tree, build_config
 from agentenv.errors import ConfigError, require_train
-from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.launchers.command import make_parser, parse, run_command, stopped
 from agentenv.model_files import fetch_from_hub
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import ServeConfig
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
     """Start all, say their addresses, and wait for a signal."""
-    stop = _stopped()
+    stop = stopped()
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
@@ -69,14 +68,6 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
             view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()
         view.say("stopping")
-
-
-def _stopped() -> asyncio.Event:
-    """Set by a signal."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -123,7 +114,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
-    stop = _stopped()
+    stop = stopped()
 
     def say(text: str) -> None:
         view.end()

@@ -9,9 +9,7 @@ data.train. Splits of the server are "train" and the evaluation sets, by their n
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from agentenv.config import (
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
+from agentenv.launchers.command import stopped
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.rl import (
     DataConfig,
@@ -85,7 +84,8 @@ _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grade
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted before
+    it served."""
     parser = Parser(
         prog="agentenv serve-env",
         usage="agentenv serve-env SUBJECT [key.sub=value ...]",
@@ -103,9 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     raw, folder = _found(arguments.subject)
     override_kinds(ServeEnvConfig, raw, arguments.overrides, view.say)
+    if "data" not in raw:
+        raise ConfigError(
+            f"{arguments.subject}: neither a run nor a configuration with [data]; to serve an "
+            "environment by its id, name its questions with data.train=FILE"
+        )
     with blaming(arguments.subject, arguments.overrides):
         config = build_config(ServeEnvConfig, raw, arguments.subject)
-    run_until_done(_until_stopped(config, resolver(folder), view.say), view)
+    run_until_done(_until_stopped(config, resolver(folder), view), view)
     return 0
 
 
@@ -118,6 +123,8 @@ def _found(subject: str) -> tuple[Tree, Path]:
         raw = read_toml(path)
         run = raw.get("run", {})
         folder = Path(run.get("dir", "runs")) / (run.get("name") or path.stem)
+    elif path.is_dir():
+        raise ConfigError(f"{subject}: not the folder of a run (no {CONFIG_FILE} in it)")
     else:
         raw, folder = {"env": {"id": subject}}, Path()
     return {
@@ -125,20 +132,33 @@ def _found(subject: str) -> tuple[Tree, Path]:
     }, folder
 
 
-async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, say: Say) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = await env_server(config, resolve, say)
+async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -> None:
+    view.wait_for("reading the questions", "the address")
     try:
-        await server.start(config.host, config.port)
-        say(f"{server.name} is at http://{config.host}:{server.port}")
-        await stop.wait()
-    finally:
+        server = await env_server(config, resolve, view.say)
         try:
-            await server.close()
+            await server.start(config.host, config.port)
+            stop = stopped()
+            view.end()
+            _say_address(server.name, f"http://{config.host}:{server.port}", config, view.say)
+            await stop.wait()
+            view.say("stopping")
         finally:
-            await close_shared()
+            await server.close()
+    finally:
+        await close_shared()
+
+
+def _say_address(name: str, url: str, config: ServeEnvConfig, say: Say) -> None:
+    """How the server ends, and how it is asked and trained on."""
+    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if config.api_key_env else ""
+    say(f"{name} is at {url}")
+    say("Ctrl-C ends it; in another terminal:")
+    say(f"  curl {url}/metadata{key}")
+    say("or in the configuration of a run (docs/openenv.md):")
+    say('  env.id = "agentenv/OpenEnv-v0"')
+    say(f'  env.kwargs.url = "{url}"')
+    say(f'  data.train = "openenv:{url}"')
 
 
 async def env_server(config: ServeEnvConfig, resolve: Resolve, say: Say) -> EnvServer:

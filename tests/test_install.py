@@ -252,7 +252,7 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
     assert done(base, tmp_path, "agentenv", "view", "ev", "--export", "ev.html")
     assert (tmp_path / "ev.html").stat().st_size > 10_000
     gone = run(base, tmp_path, "agentenv", "ctl", "ev")
-    assert gone.returncode == 1
+    assert gone.returncode == 2
     assert "is not a run" in gone.stdout + gone.stderr
 
 

@@ -11,6 +11,7 @@ of its route, and a name of ERRORS.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -82,7 +83,11 @@ class Listener:
             await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self.close()
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            if error.errno == errno.EADDRINUSE:
+                reason = "another process does; choose another port, or port=0 for any free one"
+            else:
+                reason = error.strerror or str(error)
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -199,7 +201,7 @@ def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
 @pytest.mark.parametrize(
     ("lock", "expected"),
     [
-        (None, "is not a run"),
+        (None, "no process trains in"),
         ('{"pid":1,"host":"elsewhere","since":"noon"}', "trained by process 1 on elsewhere"),
         (f'{{"pid":4194999,"host":"{socket.gethostname()}"}}', "was killed"),
         (
@@ -212,10 +214,74 @@ def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
 def test_where_no_run_is_alive_that_is_said(
     run: Path, lock: str | None, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (run / "config.json").write_text("{}")
     if lock is not None:
         (run / "lock").write_text(lock)
     assert ctl.main([str(run)]) == 1
     assert expected in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_an_ended_run_is_named_with_what_to_do(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.json").write_text("{}")
+    assert ctl.main([str(run)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: no process trains in {run} now; look at it with `agentenv view {run}`, or repeat "
+        "the command that started it with --resume\n"
+    )
+
+
+@pytest.mark.parametrize("files", [[], ["config.json", "rows.jsonl"]], ids=["none", "evaluation"])
+def test_a_folder_that_is_no_run_is_bad_input(
+    run: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (run / name).write_text("{}")
+    assert ctl.main([str(run)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {run} is not a run of `agentenv train`; expected a folder such as "
+        "runs/quickstart\n"
+    )
+
+
+def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes: list[int] = []
+    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
+    assert capsys.readouterr().out.splitlines() == [
+        "Checkpoint",
+        "",
+        "next:",
+        f"  agentenv view {run}  # its curves and trees",
+    ]
+    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
+    assert "next" not in capsys.readouterr().out
+    assert codes == [0, 0]
+
+
+def test_an_interruption_says_that_the_run_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C, while a run that is deaf is asked."""
+    (run / "ctl").mkdir()
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(run / "ctl" / "socket"))
+        deaf.listen(1)
+
+        def interrupt() -> None:
+            with deaf.accept()[0] as asked:
+                asked.recv(1)
+                os.kill(os.getpid(), signal.SIGINT)
+                asked.recv(MAX_REQUEST)  # the rest of the line
+                asked.recv(1)  # until it has hung up
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        assert ctl.main([str(run), "checkpoint"]) == 130
+        thread.join()
+    assert capsys.readouterr().out == (
+        "interrupted; the run goes on, and may still do what was asked\n"
+    )
 
 
 def test_a_folder_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

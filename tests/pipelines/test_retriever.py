@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import signal
+import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -224,11 +227,50 @@ def test_its_configuration(tmp_path: Path) -> None:
         read_config(["prot=1"])
 
 
-def test_errors_and_help_of_the_command(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_it_says_its_address_and_what_to_type_next(
+    corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    caplog.set_level(logging.INFO)
+    """And nothing of other packages before, such as the loggers of BM25."""
+    assert interrupted_when_it_listens([f"backend.corpus={corpus}", "port=0"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    first, *rest = out.splitlines()
+    assert first.startswith("serving on http://127.0.0.1:")
+    address = first.split()[2]
+    assert rest == [
+        "Ctrl-C ends it; in another terminal:",
+        f"""  curl {address}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
+        "or in the configuration of a run:",
+        f"""  search.backend = {{ name = "remote", url = "{address}" }}""",
+        "stopping",
+    ]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def interrupted_when_it_listens(arguments: list[str]) -> int:
+    """Its exit code after Ctrl-C."""
+    command = [sys.executable, "-m", "agentenv.launchers", "retriever", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            if "search.backend" in line:
+                process.send_signal(signal.SIGINT)
+    return process.returncode
+
+
+def test_a_port_that_is_taken(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot listen on 127.0.0.1:{port}: another process does; choose another port, or "
+        "port=0 for any free one\n"
+    )
+
+
+def test_errors_and_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backend.corpus=/nowhere.jsonl", "port=0"]) == 2
-    assert "error: corpus /nowhere.jsonl cannot be read" in caplog.text
+    assert "error: corpus /nowhere.jsonl cannot be read" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "backend[faiss].pooling" in capsys.readouterr().out

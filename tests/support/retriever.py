@@ -21,10 +21,10 @@ def retriever(*overrides: str) -> Iterator[str]:
         "port=0",
         *overrides,
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
-            lines = iter(process.stderr)
+            lines = iter(process.stdout)
             address = next(line for line in lines if line.startswith("serving on "))
             yield address.split()[2]
         finally:
