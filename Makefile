@@ -21,6 +21,7 @@ help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 train:
+	@test -f "$(CONFIG)" || { echo "error: CONFIG=$(CONFIG): no such file; expected a configuration such as configs/quickstart.toml" >&2; exit 2; }
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=quickstart sh .ci/environment
 	$(BIN)/agentenv train $(CONFIG) $(ARGS)
 

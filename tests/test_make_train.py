@@ -1,0 +1,41 @@
+"""`make train` before anything is installed: .ci/environment and the Makefile as users run them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.support.sources import ROOT
+
+INTERRUPTED = """#!/bin/sh
+case "$1" in -m) kill -INT $PPID; exit 130;; -V) echo Python 3.12.0;; esac
+"""
+
+
+def test_a_missing_configuration_is_named_before_anything_is_installed() -> None:
+    command = ["make", "train", "CONFIG=mine.toml", "PYTHON=no-python"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[0] == (
+        "error: CONFIG=mine.toml: no such file; expected a configuration such as "
+        "configs/quickstart.toml"
+    )
+
+
+def test_an_interrupted_installation_says_that_it_begins_again(tmp_path: Path) -> None:
+    """And no longer that venv has failed, with the advice to install it."""
+    python = tmp_path / "python"
+    python.write_text(INTERRUPTED)
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "EXTRA": "quickstart"}
+    result = subprocess.run(
+        ["sh", ".ci/environment"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **given},
+    )
+    assert result.returncode == 130
+    assert result.stderr == (
+        "interrupted; the same command begins again, with the packages downloaded so far\n"
+    )
