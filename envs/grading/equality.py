@@ -208,7 +208,7 @@ class MathEquivalence:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 f"grader: mathematical equivalence requires math-verify: {install_hint('math')}, "
-                "or set math = false to compare expressions as text"
+                "or set grader.math = false to compare expressions as text"
             )
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
