@@ -69,6 +69,8 @@ class Study:
         self.plan: Row = tomllib.loads(text.decode())
         self.out, self.file = out, out / "results.jsonl"
         self.known: dict[Cell, Row] = {}
+        self._calls: dict[Cell, list[tuple[float, bool]]] = {}
+        self._most: dict[str, float] = {}  # calls of the longest run of a task
         for line in self.file.read_text().splitlines() if self.file.is_file() else ():
             self._add(json.loads(line))
 
@@ -79,6 +81,8 @@ class Study:
                 f"{self.digest[:12]}); a study is fixed before its first run: take another --out"
             )
         self.known[Cell(row["task"], row["arm"], row["rate"], row["seed"])] = row
+        made = row["points"][-1]["calls"]
+        self._most[row["task"]] = max(made, self._most.get(row["task"], 0.0))
 
     # one run
 
@@ -128,14 +132,18 @@ class Study:
 
     def cost(self, task: str, arm: str, rate: float, seeds: Sequence[int]) -> float:
         """Mean log of the calls to the levels."""
-        most = max(row["points"][-1]["calls"] for c, row in self.known.items() if c.task == task)
-        costs = []
+        most, costs = self._most[task], []
         for seed in seeds:
-            curve = self.curve(Cell(task, arm, rate, seed))
-            for level in self.plan["levels"]:
-                calls, met = calls_to(curve.calls, curve.success(), level)
+            for calls, met in self._needed(Cell(task, arm, rate, seed)):
                 costs.append(math.log(max(calls, 1.0) if met else 2 * most))
         return fmean(costs)
+
+    def _needed(self, cell: Cell) -> list[tuple[float, bool]]:
+        """Calls to each level, and whether it was met; computed once."""
+        if cell not in self._calls:
+            one, levels = self.curve(cell), self.plan["levels"]
+            self._calls[cell] = [calls_to(one.calls, one.success(), level) for level in levels]
+        return self._calls[cell]
 
     def rates(self, task: str, arm: str, seeds: Sequence[int]) -> list[float]:
         """Those that have a run of each seed."""
