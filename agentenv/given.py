@@ -1,5 +1,5 @@
-"""Given turns: a tree begins behind those of an earlier trajectory, to which each of its
-environments is led by the same actions.
+"""Given turns: the first ones of an earlier trajectory, after which a tree begins. The same actions
+lead each of its environments there.
 
 They are context. Their tokens are a part of the root's observation, so that no loss, ratio or
 entropy is of them, and the tree's advantages compare trajectories from there on; they count as

@@ -178,7 +178,7 @@ class PrefixStarts:
         """Whether the share of groups from the question leaves this place."""
         block, place = divmod(position, BLOCK)
         places = list(range(BLOCK))
-        Random(f"{self.seed}/root/{block}").shuffle(places)
+        Random(f"{self.seed}/block-{block}").shuffle(places)
         return places[place] < int(BLOCK * (1 - self.config.root_share) + 1e-9)
 
     def learn(self, step: int, trees: Sequence[TrajectoryTree]) -> dict[str, float]:

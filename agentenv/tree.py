@@ -158,7 +158,7 @@ class GivenTurn(Struct, array_like=True):
 
 
 class Start(Struct, array_like=True):
-    """A place to begin a tree at: behind the prompt and turns of a trajectory of an earlier `tree`,
+    """The beginning of a tree: the prompt and first turns of a trajectory of an earlier `tree`,
     which ended with this success."""
 
     tree: int
