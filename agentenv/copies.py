@@ -22,10 +22,12 @@ class KeptCopies:
         self._kept: dict[int, tuple[Branch, Env]] = {}  # by node, the branch as it was there
         self._lock = asyncio.Lock()  # no copy is closed while it is forked
 
+    def wants(self, env: Env) -> bool:
+        """Whether copies of such an environment are kept."""
+        return self._most > 0 and env.fork_mode in ("pure", "snapshot")
+
     async def keep(self, place: Branch, env: Env) -> None:
         """Keep a copy of `env`, which is at `place`. One that fails to be made is only logged."""
-        if not self._most or env.fork_mode not in ("pure", "snapshot"):
-            return
         async with self._lock:
             is_full = len(self._kept) >= self._most
             if is_full and self._depth(self._shallowest()) >= place.num_tool_calls:

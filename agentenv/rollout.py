@@ -437,8 +437,9 @@ class Rollout:
             if branch.actions is not None:
                 branch.actions.append(action)
             branch.may_fork = self.has_room_to_fork(branch)
-            if branch.may_fork and branch.actions is not None and branch.next_turn is None:
-                assert branch.env is not None
+            assert branch.env is not None
+            is_known = branch.actions is not None and branch.next_turn is None
+            if branch.may_fork and is_known and self._copies.wants(branch.env):
                 await self._copies.keep(branch.sibling(branch.name, self.clock), branch.env)
 
     async def _generate(self, branch: Branch) -> Completion:
@@ -529,7 +530,7 @@ class Rollout:
                 self._fork_at(node, number)
 
     def _fork_at(self, node: Node, number: int) -> None:
-        """Start siblings behind an earlier tool result, unless the tree is out of time."""
+        """Start siblings after an earlier tool result, unless the tree is out of time."""
         for _ in range(0 if self._is_over else number):
             node.num_forks = (node.num_forks or 0) + 1
             if self._record is not None:
