@@ -104,7 +104,10 @@ async def one(make: Any, plan: RolloutPlan, *at: int) -> int:
 
 
 @pytest.mark.parametrize("make", [own, linked_one])
-@pytest.mark.parametrize("plan", [Independent(2), AlwaysFork(3), Uniform(3, 1), Spread(3, 1)])
+@pytest.mark.parametrize(
+    "plan",
+    [Independent(2), AlwaysFork(3), Uniform(3, 1), Uniform(3, 1, keep_forks=1), Spread(3, 1)],
+)
 def test_nothing_is_left_open(make: Any, plan: RolloutPlan) -> None:
     num = run_virtual(one(make, plan))
     assert num > 10

@@ -160,6 +160,7 @@ PLANS: dict[str, RolloutPlan] = {
     "forks": AlwaysFork(group_size=6),
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),
+    "kept": Uniform(group_size=6, num_roots=2, keep_forks=3),
     "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
     "spread": Spread(group_size=6, num_roots=2, led_cost=0.0),
 }

@@ -1,8 +1,8 @@
-"""A longer task for `algorithms.py --task chain`: questions that need three to five calls.
+"""A longer task for `algorithms.py --task chain`: questions that need two to four calls.
 
     What is the home of the price of the founder of Kaldan Arbow?
 
-Every link is a look-up whose result says what to look up next. One look-up in four finds two
+Every link is a look-up whose result says what to look up next. One look-up in eight finds two
 values, of which one is right, so that there the policy can only guess: uncertainty that a result
 has caused and that another result has not, which the quick start does not have. Facts are
 invented, and so are their relations: they are named by words that the tokenizer of the quick
@@ -30,12 +30,12 @@ from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 
 RELATIONS = ("founder", "price", "birthplace", "home", "birthyear")
-LENGTHS = (3, 4, 5)
-HABITS = {"clean": 0.3, "refuse": 0.15, "quit": 0.45, "slip": 0.1}
+LENGTHS = (2, 3, 4)
+HABITS = {"clean": 0.2, "refuse": 0.2, "quit": 0.5, "slip": 0.1}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 2500, 1000  # demonstrations of each length
-LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 8}
-AMBIGUOUS = 0.25  # share of the look-ups that find two values
+LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 256, "max_turns": 6}
+AMBIGUOUS = 0.125  # share of the look-ups that find two values
 Link = tuple[str, str, str, str]  # relation, person, value, and what a look-up says
 
 register("bench/Chain-v0", "benchmarks.experiments.chain:ChainEnv")
@@ -109,13 +109,19 @@ def prepare(run: Path, seed: int) -> str:
     gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gates)
     build_model(run / "model", seed)
-    return "Questions that take three to five look-ups, each result naming the next."
+    return "Questions that take two to four look-ups, each result naming the next."
+
+
+def wrong_beside(rng: Random, value: str) -> str:
+    """Another person of the same first name, so that a policy cannot mix the two names."""
+    first = value.partition(" ")[0]
+    return rng.choice([one for one in PEOPLE if one != value and one.startswith(f"{first} ")])
 
 
 def link(rng: Random, relation: str, person: str, ambiguous: float = AMBIGUOUS) -> Link:
     """A made-up fact; an ambiguous one is said beside a wrong one, in random order."""
-    value, other = rng.sample(PEOPLE, 2)
-    said = [value, other] if rng.random() < ambiguous else [value]
+    value = rng.choice(PEOPLE)
+    said = [value, wrong_beside(rng, value)] if rng.random() < ambiguous else [value]
     rng.shuffle(said)
     sentence = " ".join(f"The {relation} of {person} is {one}." for one in said)
     return relation, person, value, sentence

@@ -1,7 +1,7 @@
 """The chain of `chain.py` where a mistake shows and can be mended, with exact or noisy rewards.
 
 One look-up in two finds two values, of which one is right. A look-up about the wrong one finds
-"No results.", so that the policy can go back and look up the other: with 8 turns for 4 to 6 links
+"No results.", so that the policy can go back and look up the other: with 6 turns for 2 to 4 links
 there is room for 1 to 3 mistakes. The last link is never ambiguous. With `noise`, that share of
 trajectories is rewarded the wrong way round; their success stays true.
 
@@ -26,15 +26,15 @@ from agentenv.envs.quickstart import PEOPLE, copy_exercise
 from agentenv.envs.quickstart_setup import COPIES, GATE, build_model
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task
-from benchmarks.experiments.chain import LookUp, read_json, write_rows
+from benchmarks.experiments.chain import LookUp, read_json, write_rows, wrong_beside
 
 MIDDLE, LAST = ("founder", "birthplace", "home"), ("price", "birthyear")
 RELATIONS = (*MIDDLE, *LAST)
-LENGTHS = (4, 5, 6)
-HABITS = {"clean": 0.35, "refuse": 0.15, "quit": 0.5}
+LENGTHS = (2, 3, 4)
+HABITS = {"clean": 0.2, "refuse": 0.2, "quit": 0.6}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 3000, 1000  # demonstrations of each length
-LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 448, "max_turns": 8}
+LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
 AMBIGUOUS = 0.5
 NOTHING = "No results."
 
@@ -110,7 +110,7 @@ def prepare(run: Path, seed: int) -> str:
     gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gates)
     build_model(run / "model", seed)
-    return "Questions that take four to six look-ups, whose dead ends show."
+    return "Questions that take two to four look-ups, whose dead ends show."
 
 
 class Fact(NamedTuple):
@@ -129,7 +129,8 @@ class Fact(NamedTuple):
 
 def fact(rng: Random, relation: str, person: str, ambiguous: float = AMBIGUOUS) -> Fact:
     """Made up; a wrong value stands beside the right one in half of the middle links."""
-    value, wrong = rng.sample(PEOPLE, 2)
+    value = rng.choice(PEOPLE)
+    wrong = wrong_beside(rng, value)
     said = [value]
     if relation in MIDDLE and rng.random() < ambiguous:
         said = rng.sample([value, wrong], 2)

@@ -18,7 +18,6 @@ level counts, for a choice, with twice the calls of the longest run of its task.
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import json
 import math
@@ -112,9 +111,10 @@ class Study:
     def config(self, cell: Cell, raw: Row, start: Path) -> Row:
         """Of the run; all arms of a task sample as many trajectories."""
         algorithm = {"group_size": 8, **self.plan["arms"][cell.arm]}
-        groups = copy.deepcopy(raw)["queue"]["groups_per_step"]
+        groups = self.plan["groups"]
         num_steps = math.ceil(self.plan["trajectories"] / (groups * algorithm["group_size"]))
         config = arm_config(raw, algorithm, start, cell.seed, num_steps, self.plan["questions"])
+        config["queue"]["groups_per_step"] = groups
         for key in RATES:
             config["learner"][key] *= cell.rate
         every = max(1, round(num_steps / self.plan["evaluations"]))
