@@ -26,6 +26,7 @@ from agentenv.untrusted import decode
 
 MakeRequest = Callable[[argparse.Namespace], Request]
 
+COMMANDS = ("status", "why", "cancel", "pause", "resume", "checkpoint", "evaluate")
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, longest wait (the default)
   why [TREE]              waits of all rollouts, or of one tree in detail
@@ -66,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
+        "run", type=_folder, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
     )
     parser.set_defaults(request=lambda _: ask.AskStatus(), json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
@@ -88,6 +89,12 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("sets", nargs="*", metavar="SET")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     return parser
+
+
+def _folder(text: str) -> Path:
+    if text in COMMANDS and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"the run comes first: agentenv ctl RUN {text}")
+    return Path(text)
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:

@@ -211,3 +211,9 @@ def test_trees_in_workers_are_reached_but_for_their_texts(
 def test_json_may_stand_anywhere(line: str) -> None:
     assert ctl.make_parser().parse_args(line.split()).json
     assert not ctl.make_parser().parse_args(["R", "why"]).json
+
+
+def test_a_command_before_the_run_is_put_right(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ctl.main(["status", "runs/mine"])
+    assert "the run comes first: agentenv ctl RUN status" in capsys.readouterr().err
