@@ -54,7 +54,7 @@ from agentenv.pipelines.setup.assembly import (
     said,
 )
 from agentenv.reference.helpers import Assist, assist_actor
-from agentenv.renderer import PromptConfig, Renderer
+from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
 
@@ -260,6 +260,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         if is_ours or isinstance(renderer, NativeConfig):
             return ChatRenderer(self.pieces, native=True)
         shown = renderer.tools_in_prompt
+        if shown == "several":  # it was not trained on our tags
+            shown = "none" if prompt.template in WITHOUT_TOOLS else "all"
         return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:

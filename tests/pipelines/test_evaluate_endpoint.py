@@ -41,7 +41,7 @@ def rows(tmp_path: Path) -> Callable[[], list[EvalRow]]:
 def tags(body: Json, _: int) -> Answer:
     """The tag protocol, without the stop string in the text, as OpenAI gives it."""
     said = "".join(str(message["content"]) for message in body["messages"])
-    if "<result>" not in said:
+    if "</result>" not in said:
         return reply("<think>look</think><stock>bolts", usage=(20, 9))
     return reply("<answer>1240</answer>", usage=(40, 5))
 
@@ -58,7 +58,9 @@ def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> Non
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, "sampling.top_p=0.9", n=1) == 0
     first, second = endpoint.requests
-    assert first["messages"] == [{"role": "user", "content": "How many bolts are there? (0)"}]
+    (asked,) = first["messages"]
+    assert asked["role"] == "user"
+    assert asked["content"].endswith("How many bolts are there? (0)")
     assert first["stop"] == ["</stock>"]
     assert (first["model"], first["top_p"], first["max_tokens"]) == ("m", 0.9, 4096)
     assert not {"top_k", "tools", "continue_final_message"} & first.keys()
@@ -72,6 +74,20 @@ def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> Non
     assert (row.prompt_tokens, row.action_tokens, row.tool_tokens) == (20, 14, 11)
     assert [next(iter(segment)) for segment in row.segments] == ["env", "policy", "env", "policy"]
     assert row.tool_calls[0]["arguments"] == {"item": "bolts"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_described"),
+    [((), True), (("renderer.tools_in_prompt=none",), False), (("prompt.template=no_tools",), False)],
+)
+def test_an_endpoint_reads_which_tools_there_are(
+    run: Evaluate, keys: tuple[str, ...], is_described: bool
+) -> None:
+    """A model behind an endpoint was not trained on our tags; a prompt without tools stays so."""
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, *keys, n=1) == 0
+    prompt = "".join(message["content"] for message in endpoint.requests[0]["messages"])
+    assert ("<stock>item</stock>: " in prompt) == is_described
 
 
 @pytest.mark.parametrize(("owner", "keys"), [("vllm", ()), ("x", ("engine.continuation=prefix",))])
