@@ -59,7 +59,8 @@ class Agreement(Struct, kw_only=True):
 
 class Figures(Struct, kw_only=True):
     """The figures of one group of questions. Failed trajectories are in none of them but
-    `num_failed`, `failures` and `success_if_failed_wrong`.
+    `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
+    did; `num_retries` are the failed attempts that another one followed, of all trajectories.
 
     `estimates` holds success (of the environment's grader), reward, the scores, tool_calls (a
     trajectory), tool_productivity (right ones / tool calls), tool_efficiency (right ones among
@@ -81,6 +82,7 @@ class Figures(Struct, kw_only=True):
     tools: dict[str, ToolUse]
     agreement: Agreement | None
     assist: dict[str, float] = {}  # totals of EvalRow.assist
+    num_retries: int = 0
 
 
 class Summary(Struct, kw_only=True):
@@ -169,6 +171,7 @@ def figures_of(
         tools=_tools(done),
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
+        num_retries=sum(row.num_retries for row in rows),
     )
 
 

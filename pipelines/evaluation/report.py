@@ -191,6 +191,8 @@ def _scores_note(summary: Summary) -> str:
             f" {overall.num_failed} failed trajectories ({kinds}) are excluded from scores; if all "
             f"of them counted as wrong, success would be {number(overall.success_if_failed_wrong)}."
         )
+    if overall.num_retries:
+        note += f" {overall.num_retries} failed attempts were retried."
     if summary.compat:
         note += " em, F1, contains and math are those of the published code."
     return note

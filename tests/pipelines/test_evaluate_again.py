@@ -83,7 +83,7 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--n", "6", "concurrency=1", "limits.max_failures=1")
-    assert run("out", *keys, report=True) == 0
+    assert run("out", *keys, report=True) == 1, "half of them failed"
     rows = read_rows(tmp_path / "out")
     failed = [row for row in rows if row.end == "failed"]
     assert len(rows) == 6
@@ -92,7 +92,9 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     assert broken[1] == 3 * 2 * turns, "each was tried once more"
     assert {row.error for row in failed} == {"EngineError: out of memory"}
     assert not any(row.success or row.scores or row.prediction for row in failed)
-    assert "3 trajectories failed" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "3 trajectories failed" in told.out
+    assert "3 of 6 trajectories of sets.a failed" in told.err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["overall"]["num_failed"] == 3
     broken[0] = 0
@@ -109,7 +111,7 @@ def test_an_evaluation_in_which_everything_fails_stops(
     broken[0] = 1
     keys = ("num_samples=20", "concurrency=4", "limits.max_failures=0", "limits.max_turn_retries=0")
     assert run("out", *keys) == 1
-    assert f"all of the first {MAX_FAILED} trajectories failed" in capsys.readouterr().err
+    assert f"all of the first {MAX_FAILED} attempts failed" in capsys.readouterr().err
     assert MAX_FAILED <= len(read_rows(tmp_path / "out")) < 60
 
 
