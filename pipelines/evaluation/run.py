@@ -198,6 +198,12 @@ async def run_evaluation(
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+        if others := len(store.rows.keys() - {one.key for one in wanted}):
+            view.say(
+                f"{out} also holds {others} trajectories of more samples, questions or sets than "
+                "this command asks for: the report is over all; for these alone choose another "
+                "--out"
+            )
         if not missing:
             return Outcome()
         engine = await assembly.engine()

@@ -308,3 +308,13 @@ def test_a_tokenizer_needs_a_server_that_speaks_in_ids(
         assert run(endpoint, "--tokenizer", str(warehouse.parent / "model")) == 2
     assert "omit the tokenizer" in " ".join(capsys.readouterr().err.split())
     assert json.dumps(endpoint.requests) == "[]"
+
+
+def test_every_row_has_every_key(run: Evaluate, tmp_path: Path) -> None:
+    """A wrong answer's, too: nothing that reads the file has to know defaults."""
+    with ScriptedEndpoint(lambda body, _: reply("<answer>7</answer>")) as endpoint:
+        assert run(endpoint, n=1) == 0
+    row = json.loads((tmp_path / "out" / "rows.jsonl").read_text())
+    assert tuple(row) == EvalRow.__struct_fields__
+    assert row["success"] is False
+    assert row["reward"] == 0.0
