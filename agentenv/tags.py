@@ -115,8 +115,8 @@ def with_tools(
     """
     prompt = "\n".join(message.content for message in messages)
     unknown = [tool for tool in tools if f"<{tool['name']}>" not in prompt]
-    is_told = shown == "all" or (shown == "several" and any(map(takes_object, unknown)))
-    if not (is_told and unknown and messages):
+    is_listed = shown == "all" or (shown == "several" and any(map(takes_object, unknown)))
+    if not (is_listed and unknown and messages):
         return list(messages)
     text = "\n".join((_INTRODUCTION, *map(_line, unknown)))
     first, *rest = messages

@@ -20,7 +20,7 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import ConfigError, EngineError, EnvError, TooManyFailuresError
+from agentenv.errors import AgentEnvError, ConfigError, EngineError, EnvError, TooManyFailuresError
 from agentenv.failures import NUM_NAMED, FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, look_again
@@ -180,7 +180,7 @@ class Outcome(NamedTuple):
     share is too large."""
 
     num_failed: int = 0
-    problem: TooManyFailuresError | None = None
+    problem: AgentEnvError | OSError | None = None
 
 
 async def run_evaluation(
@@ -219,7 +219,8 @@ async def run_evaluation(
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
 
-        many, problem = config.concurrency, None
+        many = config.concurrency
+        problem: AgentEnvError | OSError | None = None
         try:
             with rolling_out(), watched(actors.values, view):
                 await ask_into(store, missing, actors, make_row, progress, concurrency=many)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -61,6 +62,9 @@ from agentenv.types import Task
 C = TypeVar("C")
 
 LAST, START = "last", "start"  # of a run, beside BEST
+ADDRESS = re.compile(
+    r"((localhost|\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(:\d+)?|[\w.-]+:\d+|[\w-]+(\.[\w-]+)+(?=/v1))(/|$)"
+)
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
 
 
@@ -74,6 +78,13 @@ class Subject(NamedTuple):
     model: Path | None
 
 
+def is_url(text: str) -> bool:
+    """Whether a subject is the URL of an endpoint. Raises ConfigError for one without http://."""
+    if ADDRESS.match(text) and not Path(text).exists():
+        raise ConfigError(f"{text}: no such directory; did you mean the endpoint http://{text}?")
+    return text.startswith(("http://", "https://"))
+
+
 def find_subject(
     text: str,
     *,
@@ -85,7 +96,7 @@ def find_subject(
     """`sets` are those of a run's evaluation sets that are asked, by default the one it reports;
     `checkpoint` is its last or best one, or the model that it began with; `model` and `tokenizer`
     belong to an endpoint. Raises ConfigError, and DataError for a run that lacks it."""
-    if text.startswith(("http://", "https://")):
+    if is_url(text):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
@@ -275,7 +286,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             ]
             tasks = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
-                ends=self.ends, say=say,
+                ends=self.ends, say=say, key=one.key,
             )  # fmt: skip
         else:
             tasks = await load_set(
