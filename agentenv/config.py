@@ -391,7 +391,8 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
         if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
             return f"did you mean {_join(path, name)}?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if places := [] if difflib.get_close_matches(key, near, cutoff=SAME) else _places(kind, key):
+    is_alike = bool(difflib.get_close_matches(key, near, cutoff=SAME))
+    if places := [] if is_alike else _places(kind, key, cutoff=SAME if known else 1.0):
         return f"did you mean {' or '.join(places)}?"
     if near:
         return f"did you mean {_join(path, near[0])}?"
@@ -404,12 +405,12 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     )
 
 
-def _places(kind: mi.Type, key: str) -> list[str]:
-    """The keys of other tables with this name, or else with one that is nearly the same; only
+def _places(kind: mi.Type, key: str, cutoff: float) -> list[str]:
+    """The keys of other tables with this name, or else with one that is as alike as `cutoff`; only
     those of the tables that are least deep: not of each set what is above all sets, too."""
     names = list(dict.fromkeys(_all_keys(kind)))
     leaves = [name.rpartition(".")[2] for name in names]
-    near = difflib.get_close_matches(key, set(leaves), n=1, cutoff=SAME)
+    near = difflib.get_close_matches(key, set(leaves), n=1, cutoff=cutoff)
     found = [name for name, leaf in zip(names, leaves, strict=True) if leaf in near]
     least = min((name.count(".") for name in found), default=0)
     return [name for name in found if name.count(".") == least][:MAX_PLACES]

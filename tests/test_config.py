@@ -97,7 +97,7 @@ def test_initials_of_a_key_suggest_it() -> None:
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        ({"temperature": 0.5}, "did you mean sampling.train.temperature or sampling.eval.tem"),
+        ({"temperature": 0.5}, "sampling.train.temperature or sampling.eval.temperature?"),
         ({"train": {"max_tool_calls": 3}}, "did you mean limits.max_tool_calls?"),
         ({"learning_rat": 1e-6}, "did you mean learner.learning_rate?"),
         ({"queue": {"max_stalenes": 2}}, "did you mean queue.max_staleness?"),  # as ever: its own

@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
         (
             ("learner.num_ranks=5",),
-            r"engine.servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
+            r"servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
         ),
         (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
         (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
