@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, OPENING
 from agentenv.envs.grading.quantities import unit_of
 from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import Joint, Tables, unify
@@ -48,6 +49,11 @@ _TOKEN = re.compile(
 )
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
 _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
+_CLAUSES = re.compile(
+    r"[;!?\n]+|\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\b(?:and|or|but|while|whereas)\b", re.I
+)
+_BE_OR_HAVE = frozenset(str.split("is are was were be been has have had"))
+_LIGHT = _ARTICLES | FUNCTION_WORDS | _BE_OR_HAVE  # two clauses may share one of these by chance
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
@@ -143,6 +149,42 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
             continue  # a part of a longer phrase
         if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
             yield Rest(part[start:end], between, not place)
+    yield from _parallels(parts)
+
+
+def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
+    """What stands in a clause where the gold stands in another: A reported X, B reported Y; the
+    former is X, the latter Y; X per A, Y per B."""
+    clauses = [
+        [word for word in clause.split() if word.strip(EDGE)]
+        for clause in _CLAUSES.split(" \0 ".join(parts))
+    ]
+    golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1]
+    for number, words in enumerate(clauses):
+        for place in golds if "\0" not in words else ():
+            mine, is_before = clauses[place], number < place
+            for cut in range(1, len(words)):
+                if mine[-1] == "\0" and _leads_alike(mine[:-1], words[:cut], is_before):
+                    yield Rest(" ".join(words[cut:]), ";", is_before)
+                if mine[0] == "\0" and _follows_alike(mine[1:], words[cut:]):
+                    yield Rest(" ".join(words[:cut]), ";", is_before)
+
+
+def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
+    """Whether two clauses lead to an answer by the same word, or the second leaves its verb out."""
+    one, two = ([word.casefold() for word in words[-2:]] for words in (mine, other))
+    if mine and one[-1] == two[-1]:
+        return one[-1] not in _LIGHT or (len(one) == 2 and one == two)
+    later = mine if is_before else other
+    text = " ".join(later)
+    return bool(mine) and not (
+        has_verb(text) or OPENING.match(text) or {*_words(text)} & (FUNCTION_WORDS | ASIDES)
+    )
+
+
+def _follows_alike(mine: list[str], other: list[str]) -> bool:
+    """Whether the same word follows two answers, in clauses without a verb."""
+    return mine[:1] == other[:1] != [] and not any(has_verb(" ".join(side)) for side in (mine, other))
 
 
 def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:

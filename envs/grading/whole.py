@@ -170,7 +170,7 @@ class Whole:
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
             if len(pieces) < 2:
-                text = pieces[0].strip() if pieces else text
+                text = trimmed(pieces[0]) if pieces else text
                 continue
             if own == "equals" and not self._is_derivation(pieces):
                 own = ""
