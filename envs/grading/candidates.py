@@ -54,7 +54,7 @@ _ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
+_TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$)|\s+is\b)", re.I)
 # two words at most say something: This gives 12, one approach yields 12
 _SAID = re.compile(
     r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
@@ -128,7 +128,7 @@ class Gold(Rivalry):
                 return bool(special(bare)) or amount_of(bare) is not None
             case "list":
                 return is_named(bare) or several(bare) is not None or self._is_other(bare, rest)
-            case "words" if is_statement(self.text):
+            case "words" if is_statement(self.text) and not self.is_named:
                 return False
             case "words":
                 is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
@@ -336,10 +336,10 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False
     if is_equated and amount_of(clean(parts[place].text)) is not None:
         return False  # 13 = 14
-    name = parts[place - 1].text
-    return not any(
-        re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :]
-    )
+    name, later = parts[place - 1].text, [part.text for part in parts[place + 1 :]]
+    if len(name) < 3 and re.match(r"\w\s*=", later[-1]) and name not in " ".join(later):
+        return False  # A = 13; B = 14
+    return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", text) for text in later)
 
 
 def _differs(part: Part, after: Part | None) -> bool:

@@ -42,7 +42,7 @@ _ALTERED = re.compile(  # above 13
 )
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
-_ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
+_ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])(?<!frac\{)(?<!\}\{)", r"(?![A-Za-z\d]|[.,/:]\d)"
 _SCRIPT = re.compile(r"[\u0370-\u06ff\u0900-\u0eff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+")
 _TOKEN = re.compile(
     rf"(?P<word>(?<![\\\w])[A-Za-z]+(?![\w(^])|{_SCRIPT.pattern})|(?P<sign>[^\w\s]|_)|\w+"
@@ -59,14 +59,19 @@ _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "d
 
 def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
     """The text around the mentions of the gold, in any of its forms."""
-    forms = {unify(gold).strip().rstrip(".") for gold in golds} - {""}
-    text = _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
+    forms = {_plain(gold).rstrip(".") for gold in golds} - {""}
+    text = _plain(text)
     if not any(re.search(r"\d", form) for form in forms):
         text = _CITED.sub(" ", text).strip()
     if not any(map(_SCRIPT.search, forms)):
         text = _SCRIPT.sub(r" \g<0> ", text)
     either = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
     return re.split(f"{ends[0]}(?:{either}){ends[1]}", text) if forms else []
+
+
+def _plain(text: str) -> str:
+    """Without tags, words of certainty and numbers of sources."""
+    return _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
 
 
 def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:

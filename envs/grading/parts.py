@@ -110,6 +110,9 @@ def is_range(text: str) -> bool:
 def amount_of(text: str) -> Quantity | None:
     """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
     amount = quantity(text)
+    inner = quantity(amount.words) if amount is not None and amount.words else None
+    if inner is not None and not inner.words:
+        return None  # two amounts: 5 six years
     if amount is None or not amount.words or text.split()[-1][:1].islower():
         return amount
     in_small = quantity(text.lower())
@@ -135,7 +138,7 @@ def is_split(text: str, *cuts: Cut) -> bool:
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
     text = re.sub(
-        r"^(?:[*_`~]+(?=[\w$]))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+        r"^(?:[*_`~]+(?=[-\w$])|[/|&]\s+)+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
     )
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
     if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):

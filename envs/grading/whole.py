@@ -217,7 +217,11 @@ class Whole:
         )
 
     def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
-        """Austin, Texas and USA, if the gold is Austin, Texas."""
+        """Austin, Texas and USA, if the gold is Austin, Texas; the parts of a date together."""
+        for place in range(len(pieces) - 1, 0, -1) if self.kind == "date" else ():
+            both = f"{pieces[place - 1]} {pieces[place]}"
+            if dates.dates(clean(both.strip(EDGE))):
+                pieces = [*pieces[: place - 1], both, *pieces[place + 1 :]]
         for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
             head = text[: text.rfind(pieces[count])].rstrip(" ,")
             if self.meets(head):
