@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, OPENING
+from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, HEADS, OPENING
 from agentenv.envs.grading.quantities import unit_of
-from agentenv.envs.grading.sentences import has_verb
+from agentenv.envs.grading.sentences import has_verb, stem
 from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")
@@ -52,8 +52,8 @@ _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
 _CLAUSES = re.compile(
     r"[;!?\n]+|\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\b(?:and|or|but|while|whereas)\b", re.I
 )
-_BE_OR_HAVE = frozenset(str.split("is are was were be been has have had"))
-_LIGHT = _ARTICLES | FUNCTION_WORDS | _BE_OR_HAVE  # two clauses may share one of these by chance
+_LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
+_OWNER = re.compile(r"^(?:my|his|her|their|our|its)\s", re.I)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
@@ -137,14 +137,17 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     for place, part in enumerate(parts if len(parts) > 1 else ()):
         tokens = [*_TOKEN.finditer(part)]
         first, last = 0, len(tokens)
-        while first < last and _is_frame(part, tokens[first], _OPENS):
-            first += 1
-        while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
-            last -= 1
-        if last - first > 1 and not place and _joins(part[tokens[last - 1].start() :]):
-            last -= 1
-        elif last - first > 1 and place and _joins(part[: tokens[first].end()]):
-            first += 1
+        for is_known in (False, True):  # before and after one unknown word beside the gold
+            while first < last and _is_frame(part, tokens[first], _OPENS):
+                first += 1
+            while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
+                last -= 1
+            if is_known or last - first < 2:
+                break
+            word = tokens[first if place else last - 1]
+            if not _joins(part, word):
+                break
+            first, last = (first + 1, last) if place else (first, last - 1)
         if first == last:
             continue
         start, end = tokens[first].start(), tokens[last - 1].end()
@@ -178,13 +181,12 @@ def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
 def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
     """Whether two clauses lead to an answer by the same word, or the second leaves its verb out."""
     one, two = ([word.casefold() for word in words[-2:]] for words in (mine, other))
-    if mine and one[-1] == two[-1]:
+    if mine and stem(one[-1]) == stem(two[-1]):
         return one[-1] not in _LIGHT or (len(one) == 2 and one == two)
     later = mine if is_before else other
-    text = " ".join(later)
-    return bool(mine) and not (
-        has_verb(text) or OPENING.match(text) or {*_words(text)} & (FUNCTION_WORDS | ASIDES)
-    )
+    text = _OWNER.sub("", " ".join(later))
+    is_said = {*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS)
+    return bool(mine) and not (has_verb(text) or OPENING.match(text) or is_said)
 
 
 def _follows_alike(mine: list[str], other: list[str]) -> bool:
@@ -204,11 +206,11 @@ def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
     return word.casefold() in _JOINING or _SCRIPT.fullmatch(word) is not None
 
 
-def _joins(text: str) -> bool:
-    """Whether a text is one unknown word with nothing but spaces around it, as "eller" is."""
-    word = text.strip(" .")
+def _joins(part: str, token: re.Match[str]) -> bool:
+    """Whether a token is one unknown word with nothing but spaces around it, as "eller" is."""
+    word = token[0]
     return (
-        text != word
+        re.fullmatch(r"[\s.]\s?|", f"{part[token.end() :][:1]}") is not None
         and re.fullmatch(r"[^\W\d_]{1,7}", word) is not None
         and word.islower()
         and not word.endswith(("s", "ed", "ing", "ly"))

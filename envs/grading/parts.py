@@ -110,9 +110,10 @@ def is_range(text: str) -> bool:
 def amount_of(text: str) -> Quantity | None:
     """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
     amount = quantity(text)
-    inner = quantity(amount.words) if amount is not None and amount.words else None
-    if inner is not None and not inner.words:
-        return None  # two amounts: 5 six years
+    words = amount.words if amount is not None else ""
+    inner = quantity(words) if words else None
+    if (inner is not None and not inner.words) or _is_number(words.rpartition(" ")[2]):
+        return None  # two amounts: 5 six years, 5 kg of thirteen
     if amount is None or not amount.words or text.split()[-1][:1].islower():
         return amount
     in_small = quantity(text.lower())
@@ -122,6 +123,11 @@ def amount_of(text: str) -> Quantity | None:
     if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
         return amount
     return None
+
+
+def _is_number(word: str) -> bool:
+    found = leading_number(word.lower())
+    return found is not None and not found[1]
 
 
 def _is_number_or_unit(word: str) -> bool:
@@ -149,7 +155,8 @@ def trimmed(text: str) -> str:
         return text
     for pair, count in excess.items():
         if count > 0:
-            text = text.removesuffix(pair[0]).strip().removeprefix(pair[0]).strip()
+            text = text.removesuffix(pair[0]).strip()
+            text = re.sub(rf"^(?:\\left)?\\?{re.escape(pair[0])}\s*", "", text)
         elif count < 0:
             text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
     return text
