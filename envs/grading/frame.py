@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, HEADS, OPENING
+from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, HEADS, LABELS, OPENING, is_number
 from agentenv.envs.grading.quantities import unit_of
 from agentenv.envs.grading.sentences import has_verb, stem
 from agentenv.envs.grading.text import Joint, Tables, unify
@@ -50,7 +50,8 @@ _TOKEN = re.compile(
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
 _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
 _CLAUSES = re.compile(
-    r"[;!?\n]+|\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\b(?:and|or|but|while|whereas)\b", re.I
+    r"[;!?\n]+|\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\s(?=[A-Z]\w{2,}:\s)"
+    r"|\b(?:[Aa]nd|[Oo]r|[Bb]ut|[Ww]hile|[Ww]hereas)\b"
 )
 _LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
 _OWNER = re.compile(r"^(?:my|his|her|their|our|its)\s", re.I)
@@ -137,12 +138,12 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     for place, part in enumerate(parts if len(parts) > 1 else ()):
         tokens = [*_TOKEN.finditer(part)]
         first, last = 0, len(tokens)
-        for is_known in (False, True):  # before and after one unknown word beside the gold
+        for is_last in (False, False, True):  # up to two unknown words beside the gold
             while first < last and _is_frame(part, tokens[first], _OPENS):
                 first += 1
             while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
                 last -= 1
-            if is_known or last - first < 2:
+            if is_last or last - first < 2:
                 break
             word = tokens[first if place else last - 1]
             if not _joins(part, word):
@@ -185,7 +186,8 @@ def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
         return one[-1] not in _LIGHT or (len(one) == 2 and one == two)
     later = mine if is_before else other
     text = _OWNER.sub("", " ".join(later))
-    is_said = {*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS)
+    is_said = {*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS)
+    is_said = is_said or re.search(r"ing\b", text)  # reaching 13
     return bool(mine) and not (has_verb(text) or OPENING.match(text) or is_said)
 
 
@@ -216,4 +218,5 @@ def _joins(part: str, token: re.Match[str]) -> bool:
         and not word.endswith(("s", "ed", "ing", "ly"))
         and not has_verb(word)
         and unit_of(word) is None
+        and not is_number(word)
     )

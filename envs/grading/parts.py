@@ -112,7 +112,7 @@ def amount_of(text: str) -> Quantity | None:
     amount = quantity(text)
     words = amount.words if amount is not None else ""
     inner = quantity(words) if words else None
-    if (inner is not None and not inner.words) or _is_number(words.rpartition(" ")[2]):
+    if (inner is not None and not inner.words) or any(map(is_number, words.split()[1:])):
         return None  # two amounts: 5 six years, 5 kg of thirteen
     if amount is None or not amount.words or text.split()[-1][:1].islower():
         return amount
@@ -125,7 +125,8 @@ def amount_of(text: str) -> Quantity | None:
     return None
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """Whether a word is a number by itself: 13, thirteen."""
     found = leading_number(word.lower())
     return found is not None and not found[1]
 
