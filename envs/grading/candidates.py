@@ -59,6 +59,8 @@ _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|
 _SAID = re.compile(
     r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
 )
+# before a bracket that is not closed: set(['A', 'B'])
+_INSIDE = re.compile(r"^.*(?<!\})[(\[{]['\"]?(?=[^()\[\]{}]*$)", re.DOTALL)
 _DOUBT = _TABLES.pattern("doubt", re.I)
 _MATH_ONLY = _TABLES.pattern("math_only")
 
@@ -93,7 +95,7 @@ class Gold(Rivalry):
         """What stands beside the gold, without the words of answering, and reads as a whole answer
         of its kind."""
         for rest in rests(text, self.forms):
-            bare = clean(trimmed(rest.text))
+            bare = clean(trimmed(_INSIDE.sub("", rest.text)))
             is_nation = is_nationality(bare) and not is_nationality(self.text)
             is_reply = rest.is_before and self.kind != "truth" and truth(bare) is not None
             if not bare or self.meets(bare) or is_role(bare) or is_nation or is_reply:
@@ -336,7 +338,7 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False
     if is_equated and amount_of(clean(parts[place].text)) is not None:
         return False  # 13 = 14
-    name, later = parts[place - 1].text, [part.text for part in parts[place + 1 :]]
+    name, *later = (part.text.strip(" $") for part in (parts[place - 1], *parts[place + 1 :]))
     if len(name) < 3 and re.match(r"\w\s*=", later[-1]) and name not in " ".join(later):
         return False  # A = 13; B = 14
     return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", text) for text in later)

@@ -50,7 +50,7 @@ _TOKEN = re.compile(
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
 _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
 _CLAUSES = re.compile(
-    r"[;!?\n]+|\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\s(?=[A-Z]\w{2,}:\s)"
+    r"[;!?\n]+|(?<!\b[A-Z])\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\s(?=[A-Z]\w{2,}:\s)"
     r"|\b(?:[Aa]nd|[Oo]r|[Bb]ut|[Ww]hile|[Ww]hereas)\b"
 )
 _LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
@@ -181,19 +181,26 @@ def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
 
 def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
     """Whether two clauses lead to an answer by the same word, or the second leaves its verb out."""
-    one, two = ([word.casefold() for word in words[-2:]] for words in (mine, other))
-    if mine and stem(one[-1]) == stem(two[-1]):
-        return one[-1] not in _LIGHT or (len(one) == 2 and one == two)
+    one, two = ([*map(stem, _words(" ".join(words)))] for words in (mine, other))
+    if {*_words(" ".join(mine))} & {*_words(" ".join(other))} & ASIDES:
+        return True  # source one: X, source two: Y
+    if not one or not two:
+        return False
+    if one[-1] == two[-1]:
+        is_light = mine[-1].casefold() in _LIGHT
+        return not is_light or (len(one) > 1 and one[-2:] == two[-2:])
     later = mine if is_before else other
     text = _OWNER.sub("", " ".join(later))
     is_said = {*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS)
     is_said = is_said or re.search(r"ing\b", text)  # reaching 13
-    return bool(mine) and not (has_verb(text) or OPENING.match(text) or is_said)
+    return not (has_verb(text) or OPENING.match(text) or is_said)
 
 
 def _follows_alike(mine: list[str], other: list[str]) -> bool:
-    """Whether the same word follows two answers, in clauses without a verb."""
-    return mine[:1] == other[:1] != [] and not any(has_verb(" ".join(side)) for side in (mine, other))
+    """Whether the same word follows two answers, or the same two, if there is a verb."""
+    count = 1 + any(has_verb(" ".join(side)) for side in (mine, other))
+    is_unit = unit_of(mine[0].strip(EDGE)) if mine and mine[0] not in FUNCTION_WORDS else None
+    return is_unit is None and len(mine) >= count and mine[:count] == other[:count]
 
 
 def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
