@@ -54,10 +54,8 @@ _ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$)|\s+(?:is\b|\w+:))", re.I)
-# two words at most say something: This gives 12, one approach yields 12
-_SAID = re.compile(
-    r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
+_TRUTHS = re.compile(
+    r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$)|\s+(?:is\b|\w+:))", re.I
 )
 # before a bracket that is not closed: set(['A', 'B'])
 _INSIDE = re.compile(r"^.*(?<!\})[(\[{]['\"]?(?=[^()\[\]{}]*$)", re.DOTALL)
@@ -250,8 +248,7 @@ class Gold(Rivalry):
         return len(said) > 1
 
     def _of_twins(self, text: str) -> Iterator[str]:
-        """Where two sentences are alike but for one piece: The capital is A. The capital is B; or
-        say two things with one verb: This gives A. That gives B."""
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
         pieces = [
             piece.strip(EDGE)
             for line in lines(text)
@@ -265,20 +262,9 @@ class Gold(Rivalry):
         start = _num_shared(one, other)
         end = _num_shared(one[start:][::-1], other[start:][::-1])
         if start + end >= 2 and any(has_verb(" ".join(side)) for side in (one, other)):
-            sides = [" ".join(side[start : len(side) - end]) for side in (one, other)]
-        else:
-            said = [_SAID.match(" ".join(side)) for side in (one, other)]
-            if (
-                self.kind == "truth"
-                or said[0] is None
-                or said[1] is None
-                or said[0][1].lower() != said[1][1].lower()
-            ):
-                return
-            sides = [match[2] for match in said if match is not None]
-        for side in sides:
-            if side and not self.meets(side) and self.is_rival(Part(side)):
-                yield side
+            for side in (" ".join(side[start : len(side) - end]) for side in (one, other)):
+                if side and not self.meets(side) and self.is_rival(Part(side)):
+                    yield side
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Letters of other options, or another text at the same letter."""

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from agentenv.envs.grading.parts import ASIDES, EDGE, FUNCTION_WORDS, HEADS, LABELS, OPENING, is_number
+from agentenv.envs.grading.parts import (
+    ASIDES,
+    EDGE,
+    FUNCTION_WORDS,
+    HEADS,
+    LABELS,
+    OPENING,
+    is_number,
+)
 from agentenv.envs.grading.quantities import unit_of
 from agentenv.envs.grading.sentences import has_verb, stem
 from agentenv.envs.grading.text import Joint, Tables, unify
@@ -28,6 +36,7 @@ _TAG = _TABLES.pattern("tag", re.IGNORECASE)
 _NEXT = _TABLES.pattern("next", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
 _TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
+MAX_CLAUSES = 20  # of an answer, and words of a clause, that are compared
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNORECASE)
@@ -54,6 +63,7 @@ _CLAUSES = re.compile(
     r"|\b(?:[Aa]nd|[Oo]r|[Bb]ut|[Ww]hile|[Ww]hereas)\b"
 )
 _LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
+_ING = re.compile(r"ing\b")  # reaching 13
 _OWNER = re.compile(r"^(?:my|his|her|their|our|its)\s", re.I)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
@@ -162,17 +172,17 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
 
 
 def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
-    """What stands in a clause where the gold stands in another: A reported X, B reported Y; the
-    former is X, the latter Y; X per A, Y per B."""
+    """The text of a clause in the place that the gold has in another: A reported X, B reported Y;
+    the former is X, the latter Y; X per A, Y per B."""
     clauses = [
         [word for word in clause.split() if word.strip(EDGE)]
-        for clause in _CLAUSES.split(" \0 ".join(parts))
+        for clause in _CLAUSES.split(" \0 ".join(parts))[:MAX_CLAUSES]
     ]
-    golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1]
+    golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1][:3]
     for number, words in enumerate(clauses):
         for place in golds if "\0" not in words else ():
             mine, is_before = clauses[place], number < place
-            for cut in range(1, len(words)):
+            for cut in range(1, min(len(words), MAX_CLAUSES)):
                 if mine[-1] == "\0" and _leads_alike(mine[:-1], words[:cut], is_before):
                     yield Rest(" ".join(words[cut:]), ";", is_before)
                 if mine[0] == "\0" and _follows_alike(mine[1:], words[cut:]):
@@ -191,9 +201,8 @@ def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
         return not is_light or (len(one) > 1 and one[-2:] == two[-2:])
     later = mine if is_before else other
     text = _OWNER.sub("", " ".join(later))
-    is_said = {*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS)
-    is_said = is_said or re.search(r"ing\b", text)  # reaching 13
-    return not (has_verb(text) or OPENING.match(text) or is_said)
+    is_said = bool({*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS))
+    return not (is_said or has_verb(text) or OPENING.match(text) or _ING.search(text))
 
 
 def _follows_alike(mine: list[str], other: list[str]) -> bool:

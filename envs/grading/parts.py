@@ -144,9 +144,8 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
-    text = re.sub(
-        r"^(?:[*_`~]+(?=[-\w$])|[/|&]\s+)+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
-    )
+    text = text.strip().rstrip(",;\\").strip()
+    text = re.sub(r"^(?:[*_`~]+(?=[-\w$])|[/|&]\s+)+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text)
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
     if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):
         text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text)

@@ -257,7 +257,7 @@ def marks(text: str) -> list[str]:
     """Cells, bullets, numbered alternatives, boxes and spans of markup that follow each other."""
     found = list(_ENUMERATED.finditer(text))
     values = [match[1] or match[2] for match in found]
-    if len(values) > 1 and values[0] in ("1", "a", "A", "i", "\u03b1", "\u0430") and len(set(values)) == len(values):
+    if len(values) > 1 and values[0] in "1aAi\u03b1\u0430" and len(set(values)) == len(values):
         ends = [0, *(match.start() for match in found), len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
         bare = [_ENUMERATED.sub("", piece, count=1) for piece in pieces]

@@ -248,7 +248,9 @@ def test_joints_in_many_registers(kind: str) -> None:
         for sides in ((one, other), (other, one)):
             first, second, last = joint.removeprefix("? ").split("@")
             answer = f"{first}{sides[0]}{second}{sides[1]}{last}"
-            accepted += [(gold, answer) for gold in sides if compare(answer, gold)[0] and joint[:1] != "?"]
+            accepted += [
+                (gold, answer) for gold in sides if compare(answer, gold)[0] and joint[:1] != "?"
+            ]
     assert not accepted
 
 
@@ -293,7 +295,8 @@ def test_frames_that_no_rule_names() -> None:
         ("May 29, 1932", "1 January 2012", '{{"answer": ["{}", "{}"]}}'),
         ("yes", "no", "Census: {} Survey: {}"), ("yes", "no", "{} is plausible; {} is more so."),
         ("AC", "B, D", "From the text: '{}'. From the caption: '{}'."),
-        ("1", "3", 'Source one: "{}". Source two: "{}".'), ("12", "13", "One vote for {}, two votes for {}."),
+        ("1", "3", 'Source one: "{}". Source two: "{}".'), 
+        ("12", "13", "One vote for {}, two votes for {}."),
         ("110", "50%", "{} is given by Smith and {} is given by Jones."),
         ("yes", "no", "{} bzw. {}"), ("9,984", "three centuries", "{} respectively {}"),
         ("30 years.", "2019", "{}\uff5e{}"), ("Paris", "London", "print({})\nprint({})"),
