@@ -174,9 +174,10 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
 def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
     """The text of a clause in the place that the gold has in another: A reported X, B reported Y;
     the former is X, the latter Y; X per A, Y per B."""
+    text = re.sub(r"(?<=[a-z]{3}\()", " ", " \0 ".join(parts))  # print(13)
     clauses = [
         [word for word in clause.split() if word.strip(EDGE)]
-        for clause in _CLAUSES.split(" \0 ".join(parts))[:MAX_CLAUSES]
+        for clause in _CLAUSES.split(text)[:MAX_CLAUSES]
     ]
     golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1][:3]
     for number, words in enumerate(clauses):
