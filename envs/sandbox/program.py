@@ -21,7 +21,8 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from io import BufferedWriter
@@ -43,6 +44,7 @@ from agentenv.envs.sandbox.launch import (
     find_interpreter,
     namespaces,
 )
+from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.offload import check_outside, in_thread
 from agentenv.untrusted import decode
@@ -58,7 +60,8 @@ TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 PREFIX = "agentenv-programs-"
 FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "confine.py")
+INIT_FILES = ("program_init.py", "program_snapshot.py", "snapshot_hook.py", "fork_broker.py",
+              "confine.py")  # fmt: skip
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
 ETC = {
@@ -69,7 +72,17 @@ ETC = {
 }
 
 SEED = "AGENTENV_SEED"
-SITE = f"import os, random\nrandom.seed(int(os.environ['{SEED}']))\n"
+SITE = f"""import os, random, sys
+random.seed(int(os.environ['{SEED}']))
+if '{VARIABLE}' in os.environ:
+    sys.path.insert(0, '{INSIDE}')
+    import snapshot_hook
+    del sys.path[0]
+    snapshot_hook.install()
+"""
+MAX_CONNECTIONS = 256  # of a copy at a time
+
+Adopt = Callable[[socket.socket], Awaitable[None]]
 
 _uids = count()  # of programs where the host is root: each has a user of its own
 
@@ -98,7 +111,7 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ProgramSpec(Struct, frozen=True, kw_only=True):
     """What to start: a command, the folder whose content is copied into its own, more files by
     name, and what it may read beside the system. `seed` fixes hashes and random numbers of Python
-    programs."""
+    programs. `snapshots`: it may be copied while it waits for a reply."""
 
     command: tuple[str, ...]
     folder: str = ""
@@ -107,6 +120,11 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
     limits: ProgramLimits = ProgramLimits()
     allow_unsafe: bool = False
     seed: int = 0
+    snapshots: bool = False
+
+
+class NoSnapshotError(Exception):
+    """A program cannot be copied where it is; the text is the cause."""
 
 
 class Ended(Struct, frozen=True):
@@ -130,6 +148,14 @@ class Ended(Struct, frozen=True):
         return f"ended with exit code {self.exit}"
 
 
+class _Family:
+    """A program and the copies of it, which live in one sandbox: the last one ends it."""
+
+    def __init__(self) -> None:
+        self.num_open = 1
+        self.forking = asyncio.Lock()
+
+
 class Program:
     """A program that runs, in a folder of its own. `stop` ends it and all that it started, and
     `close` removes the folder too; after either no process is left."""
@@ -149,6 +175,9 @@ class Program:
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
+        self._family = _Family()
+        self._adopt: Adopt | None = None  # of a copy: takes each of its connections
+        self._home = -1  # of a copy that has ended
 
     @classmethod
     async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
@@ -201,6 +230,33 @@ class Program:
                 start_new_session=True,
             )
 
+    async def snapshot(self, adopt: Adopt) -> Program:
+        """A copy of it as it is now, in its wait for a reply; `adopt` takes the sockets by which
+        the copy reaches the endpoint. Raises NoSnapshotError."""
+        other = Program(self._outer.parent, self._spec)
+        other._process, other._adopt, other._family = self._process, adopt, self._family
+        other._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        other._kept.callback(other._control.close)
+        other._control.setblocking(False)
+        other._pidfd = os.dup(self._pidfd)
+        other._kept.callback(os.close, other._pidfd)
+        other._family.num_open += 1
+        refused = "failed"
+        try:
+            async with asyncio.timeout(START_S), self._family.forking:
+                with theirs:
+                    socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
+                data, _ = await other._received(1 << 12)
+            refused = str(msgspec.json.decode(data).get("refused", "")) if data else "ended"
+        except (TimeoutError, OSError):
+            pass
+        finally:
+            if refused:
+                await other.close()
+        if refused:
+            raise NoSnapshotError(refused)
+        return other
+
     async def wait(self) -> Ended:
         """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
         its sandbox died."""
@@ -227,6 +283,8 @@ class Program:
     def read(self, name: str, max_bytes: int) -> str:
         """The text of a file that it left in its folder. Raises OSError for one that is none, or
         leads out of the folder; only to be called once it has ended."""
+        if self._home >= 0:
+            return _read_within(self._home, name, max_bytes)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise OSError(f"{name} leads out of the program's folder")
@@ -251,21 +309,25 @@ class Program:
         finally:
             await in_thread(self._kept.close)
 
+    async def _received(self, max_bytes: int) -> tuple[bytes, list[int]]:
+        """The next message of process 1, and the descriptors that come with it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._control, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._control)
+            with suppress(BlockingIOError):
+                data, fds, *_ = socket.recv_fds(self._control, max_bytes, 1)
+                return data, fds
+
     async def _started(self) -> None:
         """Process 1 is there. Raises ConfigError where no sandbox can be had."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_S):
-                while True:
-                    readable: asyncio.Future[None] = loop.create_future()
-                    loop.add_reader(self._control, _set, readable)
-                    try:
-                        await readable
-                    finally:
-                        loop.remove_reader(self._control)
-                    with suppress(BlockingIOError):
-                        data, fds, *_ = socket.recv_fds(self._control, 64, 1)
-                        break
+                data, fds = await self._received(64)
         except TimeoutError as error:
             raise InfraError(f"no sandbox for a program within {START_S:g} s") from error
         except OSError:
@@ -276,10 +338,18 @@ class Program:
         self._kept.callback(os.close, self._pidfd)
 
     async def _ended(self) -> Ended:
-        try:
-            data = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT_BYTES)
-        except OSError:
-            data = b""
+        while True:
+            try:
+                data, fds = await self._received(MAX_REPORT_BYTES)
+            except OSError:
+                data, fds = b"", []
+            if data != b"connection":
+                break
+            for fd in fds:
+                assert self._adopt is not None
+                await self._adopt(socket.socket(fileno=fd))
+        for self._home in fds:
+            self._kept.callback(os.close, self._home)
         if not data:
             raise await in_thread(self._problem)
         try:
@@ -308,12 +378,26 @@ class Program:
     async def _stop(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.cancel()
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # process 1 reads that, and ends all
+        self._family.num_open -= 1
+        is_last = self._family.num_open == 0
+        with suppress(OSError):  # process 1 reads that, and ends all of it
+            self._control.shutdown(socket.SHUT_RDWR if is_last else socket.SHUT_WR)
         try:
-            await in_thread(self._reap)
+            await in_thread(self._reap if is_last else self._leave)
         except InfraError:
             logger.warning("cannot end the processes of a program in %s", self.folder)
+
+    def _leave(self) -> None:
+        """Wait until its processes are gone, where others of its sandbox are there; blocks."""
+        until = time.monotonic() + STOP_S
+        with suppress(OSError):
+            while select.select([self._control], [], [], max(until - time.monotonic(), 0))[0]:
+                data, fds, *_ = socket.recv_fds(self._control, MAX_REPORT_BYTES, 1)
+                for fd in fds:
+                    os.close(fd)
+                if not data:
+                    return
+        raise InfraError("its sandbox does not answer")
 
     def _reap(self) -> None:
         process = self._process
@@ -340,6 +424,22 @@ class Program:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _read_within(folder: int, name: str, max_bytes: int) -> str:
+    """The text of a file below a folder, by no link. Raises OSError."""
+    *folders, last = Path(name).parts or ("",)
+    with ExitStack() as opened:
+        for part in folders:
+            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            opened.callback(os.close, folder)
+        if ".." in (*folders, last) or name.startswith("/"):
+            raise OSError(f"{name} leads out of the program's folder")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(last, flags, dir_fd=folder), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{name} is not a file")
+            return file.read(max_bytes).decode(errors="replace")
 
 
 def bubblewrap(
@@ -405,6 +505,7 @@ def _settings(
         "variables": {**own, **variables},
         "uid": uid,
         "rlimits": rlimits,
+        "snapshots": spec.snapshots,
         "limits": {
             "cpu": limits.cpu_s,
             "memory": limits.memory_bytes,
