@@ -121,7 +121,10 @@ class Snapshots:
         """A copy of the program, or copy, of process `pid`, whose output arrives at `output`.
         Raises RefusedError."""
         pipe = f"pipe:[{os.fstat(output).st_ino}]"
-        connection = _shared_thing(pid, (pipe, channel.link), self._port)
+        try:
+            connection = _shared_thing(pid, (pipe, channel.link), self._port)
+        except (OSError, ValueError) as error:
+            raise RefusedError("failed") from error
         reading, writing = os.pipe()
         gate, child = Channel(), 0
         asked = {"clone": self._clone, "flags": confine.FORK_SNAPSHOT, "port": self._port}
@@ -143,7 +146,7 @@ class Snapshots:
             own = (f"pipe:[{os.fstat(reading).st_ino}]", gate.link)
             _shared_thing(child, own, self._port)
             gate.ours.send(b"go")
-        except (OSError, RefusedError) as error:
+        except (OSError, ValueError, RefusedError) as error:
             with contextlib.suppress(OSError):
                 if child:
                     os.kill(child, signal.SIGKILL)
@@ -275,7 +278,7 @@ def _capabilities(pid: int) -> bool:
 
 def _status(pid: int) -> dict[str, str]:
     with open(f"/proc/{pid}/status") as file:
-        return dict(line.rstrip().split(":\t", 1) for line in file if ":\t" in line)
+        return dict(line.split(":\t", 1) for line in file if ":\t" in line)
 
 
 def disk_bytes_of(folder: str) -> int:
