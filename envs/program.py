@@ -31,7 +31,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
@@ -366,7 +366,7 @@ class ProgramEnv:
         try:
             if not other._session.continue_as(self._session):
                 raise NoSnapshotError("calls")
-            adopt = partial(self._endpoint.adopt, other._session)
+            adopt = self._endpoint.adopter(other._session)
             other._program = await self._program.snapshot(adopt)
             cause = ""
         except NoSnapshotError as error:

@@ -26,7 +26,8 @@ import asyncio
 import secrets
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
@@ -536,9 +537,10 @@ class Endpoint:
         session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
         return session
 
-    async def adopt(self, session: Session, one: socket.socket) -> None:
-        """Serve a connection whose every call is of this session, whatever its key."""
-        await self._server.adopt(one, _Handler(session))
+    def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
+        """Serves each connection that it is given: every call is of this session, whatever its
+        key."""
+        return partial(self._server.adopt, _Handler(session))
 
     def forget(self, session: Session) -> None:
         """Close a session for good; its key is refused from now on."""

@@ -45,6 +45,7 @@ MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
 SHUTDOWN_S = 1.0
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
+MAX_ADOPTED = 256  # connections of one handler at a time
 BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
 
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
@@ -111,7 +112,8 @@ class ApiServer(Listener):
     ) -> None:
         super().__init__()
         self._find, self._models, self._created = find, models, created
-        self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()
+        self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()  # by transport
+        self._adopting: dict[Any, Handler] = {}  # by protocol, before there is a transport
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen; port 0 is any that is free. Raises ConfigError."""
@@ -141,16 +143,26 @@ class ApiServer(Listener):
                 return json_response(model)
         raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
-    async def adopt(self, one: socket.socket, handler: Handler) -> None:
-        """Serve a connection whose every call is for this handler, whatever its key."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_accepted_socket(self._runner.server, one)
-        self._adopted[transport] = handler
+    async def adopt(self, handler: Handler, one: socket.socket) -> None:
+        """Serve a connection whose every call is for this handler, whatever its key; one too many
+        is closed."""
+        live = [to for to, owner in self._adopted.items() if owner is handler]
+        if self._runner is None or len(live) >= MAX_ADOPTED:
+            one.close()
+            return
+        protocol: Any = self._runner.server()  # type: ignore[misc]
+        self._adopting[protocol] = handler
+        try:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, one)
+            self._adopted[transport] = handler
+        except OSError:
+            one.close()
+        finally:
+            del self._adopting[protocol]
 
     def _handler(self, http: web.Request) -> Handler:
-        adopted = self._adopted.get(http.transport)
+        adopted = self._adopted.get(http.transport) or self._adopting.get(http.protocol)
         return self._find(key_of(http)) if adopted is None else adopted
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:

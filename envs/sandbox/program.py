@@ -80,7 +80,6 @@ if '{VARIABLE}' in os.environ:
     del sys.path[0]
     snapshot_hook.install()
 """
-MAX_CONNECTIONS = 256  # of a copy at a time
 
 Adopt = Callable[[socket.socket], Awaitable[None]]
 
@@ -243,10 +242,11 @@ class Program:
         other._family.num_open += 1
         refused = "failed"
         try:
-            async with asyncio.timeout(START_S), self._family.forking:
-                with theirs:
+            with theirs:
+                async with asyncio.timeout(START_S), self._family.forking:
                     socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
-                data, _ = await other._received(1 << 12)
+                    theirs.close()
+                    data, _ = await other._received(1 << 12)
             refused = str(msgspec.json.decode(data).get("refused", "")) if data else "ended"
         except (TimeoutError, OSError):
             pass
@@ -364,7 +364,8 @@ class Program:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        text = (self._outer / "errors").read_text(errors="replace").strip()[-500:]
+        errors = self._outer / "errors"  # a copy has none
+        text = errors.read_text(errors="replace").strip()[-500:] if errors.exists() else ""
         if text.startswith("bwrap:"):
             advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
             return ConfigError(

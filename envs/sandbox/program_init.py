@@ -173,6 +173,7 @@ def _copied(
             control.send(json.dumps({"refused": str(error)}).encode())
         control.close()
         return None
+    branch.watch.look()
     watch = _Watch(settings, copy.pid, copy.folders, branch.watch.cpu_s)
     new = _Branch(control, copy.pid, branch.output.copied(branch.reading), watch, copy.output)
     new.channel, new.listener, new.folders = copy.channel, copy.listener, copy.folders
@@ -373,13 +374,13 @@ class _Watch:
         """How the program ended, empty while it has not; `state` is that of its process."""
         if state is None:
             return {}
-        self.num_left = len(self._look())
+        self.num_left = len(self.look())
         code = os.waitstatus_to_exitcode(state)
         return {"exit": code} if code >= 0 else {"signal": -code}
 
     def limit(self) -> dict[str, Any]:
         """The limit that is reached, empty if none is."""
-        found = self._look()
+        found = self.look()
         taken = {
             "cpu": self.cpu_s,
             "memory": sum(memory for _, memory in found.values()),
@@ -398,7 +399,7 @@ class _Watch:
                 return {"limit": name}
         return {}
 
-    def _look(self) -> dict[int, tuple[float, int]]:
+    def look(self) -> dict[int, tuple[float, int]]:
         """CPU seconds and bytes of each process."""
         found = {pid: one for pid in self.processes() if (one := _figures(pid)) is not None}
         self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}

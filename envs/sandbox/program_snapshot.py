@@ -208,7 +208,7 @@ def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
         mode = stat.S_IMODE(found.st_mode)
         if disk_bytes_of(path) > MAX_COPIED_BYTES:
             raise OSError("too much")
-        options = f"size={disk_bytes + (1 << 20)},mode={mode:o}"
+        options = f"size={2 * disk_bytes},mode={mode:o}"  # the watch comes first
         confine.mount("tmpfs", path, confine.MS_NOSUID | confine.MS_NODEV, options)
         new = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         room = fork_broker.copy_files(old, new, found.st_dev, room)
