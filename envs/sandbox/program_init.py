@@ -105,7 +105,7 @@ def main() -> None:
     snapshots = None
     if channel is not None:
         channel.theirs.close()
-        _be(settings["uid"])  # whose processes it looks into
+        _be(settings["uid"], saved=0)  # whose processes it looks into; its parent may still end it
         confine.die_with_parent()
         snapshots = program_snapshot.Snapshots(
             channel, settings["port"], settings["limits"]["disk"]
@@ -183,11 +183,11 @@ def _copied(
     return new
 
 
-def _be(uid: int | None) -> None:
+def _be(uid: int | None, saved: int | None = None) -> None:
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        os.setresuid(uid, uid, uid if saved is None else saved)
 
 
 def _become(
