@@ -118,13 +118,13 @@ def main() -> None:
     first.channel = channel
     branches, copies = [first], 0
     ended: dict[int, int] = {}  # states by process
+    asking = [] if snapshots is None or snapshots.listener < 0 else [snapshots.listener]
     while branches:
-        asking = [] if snapshots is None else [snapshots.listener]
         sources: list[Any] = [woken, *asking, *(branch.control for branch in branches)]
         ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
         if woken in ready:
             os.read(woken, READ_BYTES)
-        if snapshots is not None and snapshots.listener in ready:
+        if snapshots is not None and asking and asking[0] in ready:
             snapshots.answer_next()
         _reap(ended)
         for branch in [*branches]:
@@ -142,7 +142,7 @@ def main() -> None:
                 _end_all(branch.watch.processes, ended)
             if report is not None:
                 branch.report(report)
-            if copies:
+            if snapshots is not None and copies:
                 snapshots.forget(branch.watch.space)
                 branch.close()
             branches.remove(branch)
@@ -174,7 +174,7 @@ def _copied(
         control.close()
         return None
     branch.watch.look()
-    watch = _Watch(settings, copy.pid, copy.folders, branch.watch.cpu_s)
+    watch = _Watch(settings, copy.space, copy.folders, branch.watch.cpu_s)
     new = _Branch(control, copy.pid, branch.output.copied(branch.reading), watch, copy.output)
     new.channel, new.listener, new.folders = copy.channel, copy.listener, copy.folders
     with contextlib.suppress(OSError):
@@ -210,18 +210,29 @@ def _become(
         if settings["confined"]:
             confine.drop_privileges(True)
             machine = platform.machine()
-            code = confine.assembled(confine.program_filter(machine, channel is not None))
-            listener = confine.install(machine, code, listen=channel is not None)
-            if channel is not None:
-                socket.send_fds(channel.theirs, [b"listener"], [listener])
-                os.close(listener)
-                channel.theirs.set_inheritable(True)
+            if channel is None or not _listened(machine, channel):
+                confine.install(machine, confine.assembled(confine.program_filter(machine)))
+            else:
                 settings["variables"][VARIABLE] = str(channel.theirs.fileno())
         os.execvpe(settings["command"][0], settings["command"], settings["variables"])
     except BaseException as error:  # the boundary: it must not go on as its parent
         with contextlib.suppress(OSError):
             os.write(2, f"{settings['command'][0]}: {error}\n".encode())
         os._exit(127)
+
+
+def _listened(machine: str, channel: program_snapshot.Channel) -> bool:
+    """Bind the program to a filter whose listener process 1 gets; False where there is none."""
+    code = confine.assembled(confine.program_filter(machine, snapshots=True))
+    try:
+        listener = confine.install(machine, code, listen=True)
+    except OSError:
+        channel.theirs.send(b"none")
+        return False
+    socket.send_fds(channel.theirs, [b"listener"], [listener])
+    os.close(listener)
+    channel.theirs.set_inheritable(True)
+    return True
 
 
 def _start(function: Any, *arguments: Any) -> threading.Thread:
@@ -349,7 +360,7 @@ class _Watch:
     def __init__(
         self,
         settings: dict[str, Any],
-        copy: int = 0,
+        space: int = 0,
         folders: list[int] | None = None,
         cpu_s: float = 0.0,
     ) -> None:
@@ -359,7 +370,7 @@ class _Watch:
         self._seen: dict[int, float] = {}  # CPU seconds by process, also of those that are gone
         self._disk_at = 0.0
         self._by_space = bool(settings["snapshots"])
-        self.space = program_snapshot.space_of(copy or os.getpid()) if self._by_space else 0
+        self.space = program_snapshot.space_of(os.getpid()) if folders is None else space
         self.cpu_s = self._before_s = cpu_s
         self.num_left = 0
 

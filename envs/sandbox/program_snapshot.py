@@ -38,7 +38,7 @@ else:  # inside, these files are all there is
     import fork_broker
     from snapshot_hook import SIGNAL
 
-DEADLINE_S = 3.0  # of each step
+DEADLINE_S = 5.0  # of each step
 MAX_ENTRIES = 5000
 MAX_COPIED_BYTES = 64 << 20
 FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
@@ -57,7 +57,6 @@ class Channel:
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link = f"socket:[{os.fstat(self.theirs.fileno()).st_ino}]"
-        self.ours.settimeout(DEADLINE_S)
 
     def close(self) -> None:
         self.ours.close()
@@ -70,6 +69,7 @@ class Copy:
 
     def __init__(self, pid: int, channel: Channel, fds: list[int], output: int) -> None:
         self.pid, self.channel, self.output = pid, channel, output
+        self.space = space_of(pid)
         self.listener = socket.socket(fileno=fds[0])
         self.folders = fds[1:]
 
@@ -80,7 +80,8 @@ class Snapshots:
 
     def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
         _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
-        self.listener = fds[0]
+        self.listener = fds[0] if fds else -1  # -1: the kernel, or a filter around us, has none
+        channel.ours.settimeout(DEADLINE_S)
         self._port, self._disk_bytes = port, disk_bytes
         self._machine = platform.machine()
         self._clone = confine.numbers_of(self._machine, "clone")[0]
@@ -121,6 +122,8 @@ class Snapshots:
         """A copy of the program, or copy, of process `pid`, whose output arrives at `output`.
         Raises RefusedError."""
         pipe = f"pipe:[{os.fstat(output).st_ino}]"
+        if self.listener < 0:
+            raise RefusedError("kernel")
         try:
             connection = _shared_thing(pid, (pipe, channel.link), self._port)
         except (OSError, ValueError) as error:
@@ -135,7 +138,8 @@ class Snapshots:
             socket.send_fds(channel.ours, [json.dumps(asked).encode()], fds)
             os.kill(pid, SIGNAL)
             _expect(channel, b"forks", "busy")
-            child = self._born(pid)
+            child = self._born(pid, channel)
+            gate.ours.settimeout(DEADLINE_S)
             gate.theirs.close()
             _expect(gate, b"born", "namespaces")
             if _capabilities(child):
@@ -157,16 +161,19 @@ class Snapshots:
             os.close(writing)
             with contextlib.suppress(OSError):
                 channel.ours.send(b"go")
-        self._spaces.add(space_of(child))
-        return Copy(child, gate, fds, reading)
+        copy = Copy(child, gate, fds, reading)
+        self._spaces.add(copy.space)
+        return copy
 
-    def _born(self, parent: int) -> int:
+    def _born(self, parent: int, channel: Channel) -> int:
         """The copy that `parent` makes now."""
         until = time.monotonic() + DEADLINE_S
         granted = False
-        while time.monotonic() < until:
-            if not granted and select.select([self.listener], [], [], 0.1)[0]:
-                granted = self.answer_next(parent)
+        while time.monotonic() < until and channel.ours not in (
+            ready := select.select([self.listener, channel.ours], [], [], 0.001)[0]
+        ):
+            if ready:
+                granted |= self.answer_next(0 if granted else parent)
             for pid in processes() if granted else ():
                 if fork_broker.is_child(pid) and space_of(pid) not in {0, *self._spaces}:
                     return pid

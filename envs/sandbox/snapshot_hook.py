@@ -22,7 +22,7 @@ from typing import Any
 
 VARIABLE = "AGENTENV_SNAPSHOTS"  # the number of the socket that leads to process 1
 SIGNAL = 63
-PATIENCE_S = 20.0  # with process 1
+PATIENCE_S = 60.0  # with process 1
 CAPABILITY_VERSION_3 = 0x20080522
 WAITS = "POST /v1/resume HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 0\r\n\r\n"
 
@@ -30,10 +30,16 @@ _python = ctypes.PyDLL(None)
 
 
 def on_signal(channel: socket.socket) -> None:
-    """Fork, if process 1 has asked for it. Never raises in the program."""
+    """Fork, if process 1 still asks for it. Never raises in the program."""
+    data, fds = b"", list[int]()
     with suppress(OSError, ValueError):
-        data, fds, *_ = socket.recv_fds(channel, 4096, 2, socket.MSG_DONTWAIT)
-        if data and len(fds) == 2:
+        while select.select([channel], [], [], 0)[0]:
+            for fd in fds:
+                os.close(fd)
+            data, fds, *_ = socket.recv_fds(channel, 4096, 2)
+            if not data:
+                break
+        if len(fds) == 2:
             _fork(channel, json.loads(data), *fds)
 
 
@@ -52,9 +58,10 @@ def _fork(channel: socket.socket, asked: dict[str, Any], output: int, gate: int)
         return
     os.close(output)
     os.close(gate)
-    if pid > 0:
-        select.select([channel], [], [], PATIENCE_S)  # its files stay as they are until then
-        channel.recv(16, socket.MSG_DONTWAIT)
+    if pid < 0:
+        channel.send(b"refused")
+    elif select.select([channel], [], [], PATIENCE_S)[0]:  # its files stay as they are until then
+        channel.recv(16)
 
 
 def _become(
