@@ -419,13 +419,16 @@ _REFUSED: _Numbers = {
     "open_by_handle_at": (304, 265), "reboot": (169, 142), "swapon": (167, 224),
     "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
 }  # fmt: skip
+_OTHER_SIGNALS: _Numbers = {
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
+}  # fmt: skip
 _SOCKETS: _Numbers = {"socket": (41, 198), "socketpair": (53, 199)}
 SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 
 def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
     """The filter for a program and all that it starts. With `snapshots` its listener is asked about
-    FORK_SNAPSHOT and about kill. Raises ValueError for another machine."""
+    FORK_SNAPSHOT and about signals. Raises ValueError for another machine."""
     column = _column_of(machine)
     code: list[Instruction] = [
         (LOAD, 0, 0, 4),
@@ -441,7 +444,8 @@ def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
     code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     clone = numbers_of(machine, "clone")[0]
     if snapshots:
-        code += [(IF_EQUAL, 0, 1, _OWN_PROCESS["kill"][column] or 0), (RETURN, 0, 0, ASK)]
+        for number in _column((_OWN_PROCESS | _OTHER_SIGNALS).values(), column):
+            code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ASK)]
         asked = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
         code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *asked]
     code += _when(clone, 0, (0,), NAMESPACES)

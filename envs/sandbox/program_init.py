@@ -125,7 +125,7 @@ def main() -> None:
         if woken in ready:
             os.read(woken, READ_BYTES)
         if snapshots is not None and asking and asking[0] in ready:
-            snapshots.answer_next()
+            snapshots.answer()
         _reap(ended)
         for branch in [*branches]:
             if branch.control in ready:
