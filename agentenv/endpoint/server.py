@@ -226,11 +226,11 @@ class ApiServer(Listener):
             answers = await answering
             if response is None:
                 response = await _begin(http, writers)
-            for writer, answer, (thoughts, text) in zip(writers, answers, said, strict=True):
-                rest = answer.message.thoughts[len(thoughts) :], answer.message.text[len(text) :]
+            for writer, found, (thoughts, text) in zip(writers, answers, said, strict=True):
+                rest = found.message.thoughts[len(thoughts) :], found.message.text[len(text) :]
                 for kind, more in zip(("thoughts", "text"), rest, strict=True):
                     await _send(response, _written(writer, kind, more) if more else ())
-                await _send(response, writer.finish(answer))
+                await _send(response, writer.finish(found))
             if request.usage_in_stream and isinstance(dialect, Chat):
                 usage = dialect.usage(request, answers, id, self._created)
                 await _send(response, [("", usage)])

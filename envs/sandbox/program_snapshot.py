@@ -138,8 +138,8 @@ class Snapshots:
             raise RefusedError("failed") from error
         reading, writing = os.pipe()
         gate, child = Channel(), 0
-        asked = {"clone": self._clone, "flags": confine.FORK_SNAPSHOT, "port": self._port}
-        asked |= {"output": pipe, "connection": connection}
+        asked: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
+        asked |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
         try:
             _drain(channel.ours)
             fds = [writing, gate.theirs.fileno()]
@@ -177,9 +177,11 @@ class Snapshots:
         """The copy that `parent` makes now."""
         until = time.monotonic() + DEADLINE_S
         granted = False
-        while time.monotonic() < until and channel.ours not in (
-            ready := select.select([self.listener, channel.ours], [], [], 0.001)[0]
-        ):
+        sources: list[Any] = [self.listener, channel.ours]
+        while time.monotonic() < until:
+            ready = select.select(sources, [], [], 0.001)[0]
+            if channel.ours in ready:  # it could not
+                break
             if ready:
                 granted |= self.answer_next(0 if granted else parent)
             for pid in processes() if granted else ():
