@@ -29,18 +29,37 @@ WAITS = "POST /v1/resume HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 0
 _python = ctypes.PyDLL(None)
 
 
-def on_signal(channel: socket.socket) -> None:
-    """Fork, if process 1 still asks for it. Never raises in the program."""
-    data, fds = b"", list[int]()
-    with suppress(OSError, ValueError):
-        while select.select([channel], [], [], 0)[0]:
+class _Hook:
+    """Answers the requests of process 1."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._is_busy = False
+
+    def on_signal(self, *_: Any) -> None:
+        """Fork, if process 1 still asks for it. Never raises in the program."""
+        while not self._is_busy and select.select([self._channel], [], [], 0)[0]:
+            self._is_busy = True  # a signal that comes now finds its request read below
+            try:
+                if not self._read():
+                    return
+            except (OSError, ValueError):
+                return
+            finally:
+                self._is_busy = False
+
+    def _read(self) -> bool:
+        """Take what has come, of which the last counts; False at the end."""
+        data, fds = b"", list[int]()
+        while select.select([self._channel], [], [], 0)[0]:
             for fd in fds:
                 os.close(fd)
-            data, fds, *_ = socket.recv_fds(channel, 4096, 2)
+            data, fds, *_ = socket.recv_fds(self._channel, 4096, 2)
             if not data:
-                break
+                return False
         if len(fds) == 2:
-            _fork(channel, json.loads(data), *fds)
+            _fork(self._channel, json.loads(data), *fds)
+        return True
 
 
 def _fork(channel: socket.socket, asked: dict[str, Any], output: int, gate: int) -> None:
@@ -119,5 +138,4 @@ def install() -> None:
     """In the first process of the program alone."""
     number = int(os.environ.pop(VARIABLE))
     os.set_inheritable(number, False)
-    channel = socket.socket(fileno=number)
-    signal.signal(SIGNAL, lambda *_: on_signal(channel))
+    signal.signal(SIGNAL, _Hook(socket.socket(fileno=number)).on_signal)
