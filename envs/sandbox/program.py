@@ -21,7 +21,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -247,8 +246,8 @@ class Program:
                     socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
                     theirs.close()
                     data, _ = await other._received(1 << 12)
-            refused = str(msgspec.json.decode(data).get("refused", "")) if data else "ended"
-        except (TimeoutError, OSError):
+            refused = decode(data, dict[str, str]).get("refused", "") if data else "ended"
+        except (TimeoutError, OSError, ForeignError):
             pass
         finally:
             if refused:
@@ -390,9 +389,10 @@ class Program:
 
     def _leave(self) -> None:
         """Wait until its processes are gone, where others of its sandbox are there; blocks."""
-        until = time.monotonic() + STOP_S
+        there = select.poll()  # `select` takes no descriptor above 1023
+        there.register(self._control, select.POLLIN)
         with suppress(OSError):
-            while select.select([self._control], [], [], max(until - time.monotonic(), 0))[0]:
+            while there.poll(STOP_S * 1000):
                 data, fds, *_ = socket.recv_fds(self._control, MAX_REPORT_BYTES, 1)
                 for fd in fds:
                     os.close(fd)
