@@ -45,7 +45,6 @@ MAX_COPIED_BYTES = 64 << 20
 FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-SIGCGT = "SigCgt"
 
 
 class RefusedError(Exception):
@@ -133,7 +132,7 @@ class Snapshots:
         if self.listener < 0:
             raise RefusedError("kernel")
         try:
-            connection = _shared_thing(pid, (pipe, channel.link), self._port)
+            connection = _shared_thing(pid, pipe, channel.link, self._port)
         except (OSError, ValueError) as error:
             raise RefusedError("failed") from error
         reading, writing = os.pipe()
@@ -155,8 +154,8 @@ class Snapshots:
             fds = self._filled(child)
             gate.ours.send(b"go")
             _expect(gate, b"ready", "files")
-            own = (f"pipe:[{os.fstat(reading).st_ino}]", gate.link)
-            _shared_thing(child, own, self._port)
+            pipe = f"pipe:[{os.fstat(reading).st_ino}]"
+            _shared_thing(child, pipe, gate.link, self._port)
             gate.ours.send(b"go")
         except (OSError, ValueError, RefusedError) as error:
             with contextlib.suppress(OSError):
@@ -237,14 +236,16 @@ def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
     return [socket.create_server(("127.0.0.1", port), backlog=128).detach(), *folders]
 
 
-def _shared_thing(pid: int, own: Iterable[str], port: int) -> str:
-    """The link of the connection in which a process waits. Raises RefusedError where it holds
-    anything that a copy would share, or does not wait in one, or could not be copied."""
+def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
+    """The link of the connection in which a process waits, beside that of its output and that of
+    its channel. Raises RefusedError where it holds anything that a copy would share, or does not
+    wait in one, or could not be copied."""
     space = space_of(pid)
     status = _status(pid)
     if int(status["Threads"]) != 1:
         raise RefusedError("threads")
-    if not int(status[SIGCGT], 16) >> (SIGNAL - 1) & 1:
+    links = {fd: os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    if channel not in links.values() or not int(status["SigCgt"], 16) >> (SIGNAL - 1) & 1:
         raise RefusedError("no_hook")
     if any(space_of(one) == space and one not in (pid, os.getpid()) for one in processes()):
         raise RefusedError("children")
@@ -254,9 +255,8 @@ def _shared_thing(pid: int, own: Iterable[str], port: int) -> str:
             if rights[3] == "s" and (rights[1] == "w" or name[0].startswith(FOLDERS)):
                 raise RefusedError("memory")
     found = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        link = os.readlink(f"/proc/{pid}/fd/{fd}")
-        if link in own or link in DEVICES:
+    for fd, link in links.items():
+        if link in (pipe, channel, *DEVICES):
             continue
         if link.startswith("socket:"):
             found.append(link)

@@ -38,15 +38,14 @@ class _Hook:
 
     def on_signal(self, *_: Any) -> None:
         """Fork, if process 1 still asks for it. Never raises in the program."""
-        while not self._is_busy and select.select([self._channel], [], [], 0)[0]:
-            self._is_busy = True  # a signal that comes now finds its request read below
-            try:
-                if not self._read():
-                    return
-            except (OSError, ValueError):
-                return
-            finally:
-                self._is_busy = False
+        with suppress(OSError, ValueError):
+            while not self._is_busy and select.select([self._channel], [], [], 0)[0]:
+                self._is_busy = True  # a signal that comes now finds its request read below
+                try:
+                    if not self._read():
+                        break
+                finally:
+                    self._is_busy = False
 
     def _read(self) -> bool:
         """Take what has come, of which the last counts; False at the end."""

@@ -215,32 +215,45 @@ async def test_files_of_a_copy_can_be_read_after_its_end() -> None:
     await other.close()
 
 
-REFUSED: dict[str, tuple[str, str]] = {
-    "threads": (
-        "from threading import Thread; Thread(target=time.sleep, args=(9,), daemon=True).start()",
-        "",
-    ),
-    "children": ("import subprocess; one = subprocess.Popen(['sleep', '9'])", "one.kill()"),
-    "open_files": ("file = open('x', 'a')", ""),
-    "memory": ("import mmap; shared = mmap.mmap(-1, 4096)", ""),
-    "pipes": ("ends = os.pipe()", ""),
-    "event_loop": ("import select; loop = select.epoll()", ""),
-    "connections": ("import socket; one = socket.socket()", ""),
-    "no_hook": ("import signal; signal.signal(63, signal.SIG_IGN)", ""),
-    "files": ("open('x', 'w').write('x' * (65 << 20))", ""),
-    "busy": ("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {63})", ""),
-}  # fmt: skip
+REFUSED = [
+    ("threads", "import threading; threading.Thread(target=time.sleep, args=(9,)).start()", ""),
+    ("children", "import subprocess; one = subprocess.Popen(['sleep', '9'])", "one.kill()"),
+    ("open_files", "file = open('x', 'a')", ""),
+    ("memory", "import mmap; shared = mmap.mmap(-1, 4096)", ""),
+    ("pipes", "ends = os.pipe()", ""),
+    ("event_loop", "import select; loop = select.epoll()", ""),
+    ("connections", "import socket; one = socket.socket()", ""),
+    ("no_hook", "import signal; signal.signal(63, signal.SIG_IGN)", ""),
+    ("no_hook", "os.closerange(3, 99)", ""),
+    ("files", "open('x', 'w').write('x' * (65 << 20))", ""),
+    ("busy", "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {63})", ""),
+]
 
 
-@pytest.mark.parametrize("cause", REFUSED)
-async def test_what_cannot_be_copied_is_replayed_and_counted(cause: str) -> None:
-    before, after = REFUSED[cause]
-    env = env_of(before, f"{after}\nprint(first)")
+@pytest.mark.parametrize(("cause", "before", "after"), REFUSED)
+async def test_what_cannot_be_copied_is_replayed_and_counted(
+    cause: str, before: str, after: str
+) -> None:
+    env = env_of(before, f"{after}\nprint(first)\nsys.stdout.flush(); os._exit(0)")
     await env.reset(seed=1)
     other = await env.fork()
     stats = env._replays.stats()
     assert stats[f"program/no_snapshot/{cause}"] == stats["program/replays_exact"] == 1
     assert await outputs(env, other) == ["0\n", "1\n"]
+
+
+async def test_a_late_hook_forks_no_more() -> None:
+    """And the next request finds it."""
+    before = "import signal, threading; signal.pthread_sigmask(signal.SIG_BLOCK, {63})"
+    env = env_of(before, "signal.pthread_sigmask(signal.SIG_UNBLOCK, {63})\n" + ASK)
+    await env.reset(seed=1)
+    late = await env.fork()
+    await env.step(said("0"))
+    other = await env.fork()
+    assert env._replays.num_snapshots == 1, env._replays.stats()
+    assert len(pids()) == 3
+    for one in (env, late, other):
+        await one.close()
 
 
 async def test_an_agent_in_a_shell_is_replayed() -> None:
