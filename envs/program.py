@@ -18,7 +18,8 @@ ends with another exit code than `exit_codes`, or by a signal, has failed: Progr
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
 answered from the record as long as they are those of the record, but for what `NORMALIZERS` and
 `normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
-there are no forks any more.
+there are no forks any more. With `fork = "snapshot"` the program itself is copied where that can be
+done, without a replay.
 """
 
 from __future__ import annotations
@@ -44,13 +45,8 @@ from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.sandbox.program import (
-    Ended,
-    NoSnapshotError,
-    Program,
-    ProgramLimits,
-    ProgramSpec,
-)
+from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program
+from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
 from agentenv.offload import in_thread
 from agentenv.registry import loaded

@@ -2,12 +2,13 @@
 
     program_init.py CONTROL      the number of its control socket
 
-It reads an object of JSON (`_settings` in program.py) from its control socket, sends a descriptor
-of itself, starts the program, forwards one port of its loopback to one socket of the host, keeps
-head and tail of its output, watches CPU time, memory, processes and disk of all that the program
-starts, and reports once the program has ended or reached a limit. Its own end is the end of all: of
-the namespace, where there is one, else of each descendant. It ends too when the host closes the
-control socket.
+It reads an object of JSON (`settings_of` in program_launch.py) from its control socket, sends a
+descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
+host, keeps head and tail of its output, watches CPU time, memory, processes and disk of all that
+the program starts, and reports once the program has ended or reached a limit. Its own end is the
+end of all: of the namespace, where there is one, else of each descendant. It ends too when the host
+closes the control socket. At the host's request it copies the program (program_snapshot.py); a copy
+has a control socket, an output, limits and a report of its own, and the last branch ends process 1.
 """
 
 from __future__ import annotations
