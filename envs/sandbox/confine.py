@@ -449,8 +449,10 @@ def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
         asked = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
         code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *asked]
     code += _when(clone, 0, (0,), NAMESPACES)
+    # a copy has its capabilities for a moment, in which it is to reach no packet filter
+    families = SOCKET_FAMILIES[:3] if snapshots else SOCKET_FAMILIES
     for number in _column(_SOCKETS.values(), column):
-        code += _when(number, 0, SOCKET_FAMILIES, refusal=errno.EAFNOSUPPORT)
+        code += _when(number, 0, families, refusal=errno.EAFNOSUPPORT)
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 

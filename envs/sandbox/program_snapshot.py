@@ -10,8 +10,9 @@ A filter of system calls asks process 1 about the one clone by which a program c
     connections    the loopback of the copy leads to the host, which is handed each of them
 
 The copies of one program share its namespace of processes and end with it: a process belongs to
-the copy whose loopback it is in. They see each other, and a signal reaches none but their own.
-What cannot be copied, or shares anything with the program, is refused, for a cause of one word.
+the copy whose loopback it is in. They see each other, and a signal reaches none but their own. A
+copy cannot look into the program; the program, whose user owns the copy's namespaces, could. What
+cannot be copied, or shares anything with the program, is refused, for a cause of one word.
 """
 
 from __future__ import annotations
@@ -64,12 +65,11 @@ class Channel:
 
 
 class Copy:
-    """A copy that is ready to go on: its process, the channel to its hook, its listener, the
-    descriptors of its folders, and where its output arrives."""
+    """A copy that is ready to go on: its process, the number of its loopback, the channel to its
+    hook, its listener, the descriptors of its folders, and where its output arrives."""
 
-    def __init__(self, pid: int, channel: Channel, fds: list[int], output: int) -> None:
-        self.pid, self.channel, self.output = pid, channel, output
-        self.space = space_of(pid)
+    def __init__(self, pid: int, space: int, channel: Channel, fds: list[int], output: int) -> None:
+        self.pid, self.space, self.channel, self.output = pid, space, channel, output
         self.listener = socket.socket(fileno=fds[0])
         self.folders = fds[1:]
 
@@ -136,7 +136,8 @@ class Snapshots:
         except (OSError, ValueError) as error:
             raise RefusedError("failed") from error
         reading, writing = os.pipe()
-        gate, child = Channel(), 0
+        gate, space = Channel(), 0
+        made: list[int] = []
         asked: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
         asked |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
         try:
@@ -146,31 +147,30 @@ class Snapshots:
             os.kill(pid, SIGNAL)
             _expect(channel, b"forks", "busy")
             child = self._born(pid, channel)
+            space = space_of(child)
             gate.ours.settimeout(DEADLINE_S)
             gate.theirs.close()
             _expect(gate, b"born", "namespaces")
             if _capabilities(child):
                 raise RefusedError("capabilities")
-            fds = self._filled(child)
+            made = self._filled(child)
             gate.ours.send(b"go")
             _expect(gate, b"ready", "files")
             pipe = f"pipe:[{os.fstat(reading).st_ino}]"
             _shared_thing(child, pipe, gate.link, self._port)
             gate.ours.send(b"go")
         except (OSError, ValueError, RefusedError) as error:
-            with contextlib.suppress(OSError):
-                if child:
-                    os.kill(child, signal.SIGKILL)
-            os.close(reading)
+            end_all(space)
+            for fd in (reading, *made):
+                os.close(fd)
             gate.close()
             raise error if isinstance(error, RefusedError) else RefusedError("failed") from error
         finally:
             os.close(writing)
             with contextlib.suppress(OSError):
                 channel.ours.send(b"go")
-        copy = Copy(child, gate, fds, reading)
-        self._spaces.add(copy.space)
-        return copy
+        self._spaces.add(space)
+        return Copy(child, space, gate, made, reading)
 
     def _born(self, parent: int, channel: Channel) -> int:
         """The copy that `parent` makes now."""
@@ -354,6 +354,15 @@ def space_of(pid: int) -> int:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
         return 0
+
+
+def end_all(space: int) -> None:
+    """Kill all that is in there, and what it starts meanwhile."""
+    while found := [one for one in processes() if space_of(one) == space != 0]:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
 
 
 def measured(folders: Iterable[int]) -> int:

@@ -193,6 +193,9 @@ def test_a_program_asks_about_copies_of_itself_and_about_signals(machine: Machin
     for number in signals:
         assert simulate(plain, arch, number, 5, 9) == ALLOW
         assert simulate(asking, arch, number, 5, 9) == confine.ASK
+    netlink = 16
+    assert simulate(plain, arch, machine.refused["socket"], netlink) == ALLOW
+    assert simulate(asking, arch, machine.refused["socket"], netlink) != ALLOW
     for code, answer in ((plain, EPERM), (asking, confine.ASK)):
         assert simulate(code, arch, machine.clone, confine.FORK_SNAPSHOT) == answer
         assert simulate(code, arch, machine.clone, 0x11) == ALLOW
