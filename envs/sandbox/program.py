@@ -43,7 +43,7 @@ from agentenv.envs.sandbox.program_launch import (
     ProgramSpec,
     bubblewrap,
     fill_folder,
-    settings_of,
+    program_settings,
 )
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.offload import check_outside, in_thread
@@ -152,7 +152,7 @@ class Program:
         with theirs:
             work = FOLDER if confined else str(self.folder)
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
-            settings = settings_of(spec, variables, uid, work, site)
+            settings = program_settings(spec, variables, uid, work, site)
             settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
             self._control.send(msgspec.json.encode(settings))  # no list of processes shows the key
             script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")

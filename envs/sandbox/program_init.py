@@ -2,8 +2,8 @@
 
     program_init.py CONTROL      the number of its control socket
 
-It reads an object of JSON (`settings_of` in program_launch.py) from its control socket, sends a
-descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
+It reads an object of JSON (`program_settings` in program_launch.py) from its control socket, sends
+a descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
 host, keeps head and tail of its output, watches CPU time, memory, processes and disk of all that
 the program starts, and reports once the program has ended or reached a limit. Its own end is the
 end of all: of the namespace, where there is one, else of each descendant. It ends too when the host

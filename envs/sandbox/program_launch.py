@@ -115,7 +115,7 @@ def bubblewrap(
     return [*command, "--"]
 
 
-def settings_of(
+def program_settings(
     spec: ProgramSpec,
     variables: Mapping[str, str],
     uid: int | None,
