@@ -30,7 +30,7 @@ from tests.test_capture import ForkOnce, places, searches
 
 pytestmark = pytest.mark.timeout(180)
 
-# Stock client; {more} are further arguments of its call.
+# The stock client; MORE arguments of its call, and how its message is READ.
 OPENAI = f"""
 import json, sys
 from openai import OpenAI
@@ -50,13 +50,7 @@ while True:
 PLAIN = OPENAI.replace("MORE", "").replace(
     "READ", "reply.choices[0].message.model_dump(exclude_none=True)"
 )
-STREAMED = (
-    OPENAI.replace("MORE", "stream=True").replace("READ", "read(reply)")
-    + """
-"""
-)
-STREAMED = (
-    """
+STREAMED = """
 def read(stream):
     message = {"role": "assistant", "content": ""}
     for chunk in stream:
@@ -72,9 +66,7 @@ def read(stream):
                                   "function": {"name": call["function"]["name"], "arguments": ""}})
                 calls[-1]["function"]["arguments"] += call["function"].get("arguments") or ""
     return message
-"""
-    + STREAMED
-)
+""" + OPENAI.replace("MORE", "stream=True").replace("READ", "read(reply)")
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("code", [LOOP, PLAIN, STREAMED], ids=["urllib", "openai", "streamed"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(LOOP, id="urllib"),
+        pytest.param(PLAIN, id="openai"),
+        pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("plan", [ForkOnce(8), ForkAll(8)], ids=["roots", "forks of forks"])
 def test_a_copy_asks_what_a_replay_asks(plan: Any, code: str, counts: Counter[str]) -> None:
     """And each turn is sampled once."""
@@ -269,7 +268,7 @@ def test_without_the_sandbox_there_are_none() -> None:
         ProgramEnv(TASK, keys(fork="snapshot", allow_unsafe=True))
 
 
-def pids(mark: str = "agent.py") -> list[int]:
+def pids() -> list[int]:
     """Of the program and its copies, in the order in which they began."""
     found = [
         one
