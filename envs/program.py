@@ -18,7 +18,8 @@ ends with another exit code than `exit_codes`, or by a signal, has failed: Progr
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
 answered from the record as long as they are those of the record, but for what `NORMALIZERS` and
 `normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
-there are no forks any more.
+there are no forks any more. With `fork = "snapshot"` the program itself is copied where that can be
+done, without a replay.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, ProgramSpec
+from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program
+from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
 from agentenv.offload import in_thread
 from agentenv.registry import loaded
@@ -149,6 +151,13 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
+    fork: Annotated[
+        Literal["replay", "snapshot"],
+        Meta(
+            description="replay: a fresh program is answered from the record; snapshot: a program "
+            "in Python that waits in a call is copied as it is, any other is replayed"
+        ),
+    ] = "replay"
     min_replay_rate: Annotated[
         float,
         Meta(
@@ -159,6 +168,11 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 0.5
 
     def __post_init__(self) -> None:
+        if self.fork == "snapshot" and self.allow_unsafe:
+            raise ConfigError(
+                'fork = "snapshot" needs the sandbox, which gives a copy files of its own: remove '
+                'allow_unsafe, or set fork = "replay"'
+            )
         for name, pattern in self.normalise.items():
             try:
                 re.compile(pattern)
@@ -189,6 +203,8 @@ class Replays:
         self.least = least
         self.num_tried = self.num_exact = 0
         self.causes: Counter[str] = Counter()
+        self.num_snapshots = 0
+        self.refusals: Counter[str] = Counter()  # of snapshots, by their causes
 
     @property
     def allowed(self) -> bool:
@@ -213,7 +229,9 @@ class Replays:
     def stats(self) -> dict[str, float]:
         """The counts as metrics."""
         found = {f"program/diverged/{name}": float(one) for name, one in self.causes.items()}
+        found |= {f"program/no_snapshot/{name}": float(n) for name, n in self.refusals.items()}
         counts = {"replays": self.num_tried, "replays_exact": self.num_exact}
+        counts |= {"snapshots": self.num_snapshots} if self.num_snapshots else {}
         return found | {f"program/{name}": float(count) for name, count in counts.items()}
 
 
@@ -302,11 +320,14 @@ class ProgramEnv:
         return await self._grade(self._ended)
 
     async def fork(self) -> Self:
-        """A fresh program, led to the same call from the record. Raises DivergedError."""
+        """A copy of the program where the keys ask for it and one can be made; else a fresh one,
+        led to the same call from the record. Raises DivergedError."""
         from agentenv.endpoint.capture import DivergedError
 
         if self._session is None or self._endpoint is None or self._ended is not None:
             raise EnvError(f"task {self.task.id}: fork before reset or after the end")
+        if self.config.fork == "snapshot" and (taken := await self._snapshot()) is not None:
+            return taken
         other = copy.copy(self)
         other._written, other._program = list(self._written), None
         other._session = self._endpoint.open(after=self._session, same=self._same)
@@ -327,6 +348,31 @@ class ProgramEnv:
                 self._replays.add(cause)
             if cause:
                 await other.close()
+        return other
+
+    async def _snapshot(self) -> Self | None:
+        """A copy of the program as it is; None where none can be made."""
+        assert self._endpoint is not None
+        assert self._session is not None
+        assert self._program is not None
+        other = copy.copy(self)
+        other._written, other._program = list(self._written), None
+        other._session = self._endpoint.open(thoughts=self.config.thoughts)
+        cause = "cancelled"
+        try:
+            if not other._session.continue_as(self._session):
+                raise NoSnapshotError("calls")
+            adopt = self._endpoint.adopter(other._session)
+            other._program = await self._program.snapshot(adopt)
+            cause = ""
+        except NoSnapshotError as error:
+            cause = str(error)
+            self._replays.refusals[cause] += 1
+            return None
+        finally:
+            if cause:
+                await other.close()
+        self._replays.num_snapshots += 1
         return other
 
     async def close(self) -> None:
@@ -374,6 +420,7 @@ class ProgramEnv:
             limits=config.limits,
             allow_unsafe=config.allow_unsafe,
             seed=self._seed,
+            snapshots=config.fork == "snapshot",
         )
         own = {name: filled(text) for name, text in config.variables.items()}
         port = self._session.port

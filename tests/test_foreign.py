@@ -52,6 +52,7 @@ OURS = {
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/verifiers_env.py": "in the process of a package, what the host sends; a row of ours",
     "envs/sandbox/program_init.py": "in the sandbox of a program, the settings of the host",
+    "envs/sandbox/snapshot_hook.py": "in a program, what process 1 asks",
     "agentenv/worker_pool.py": "in a worker, a job of the host",
     "pipelines/viewing/transcripts.py": "a run directory",
     "pipelines/run/transcript.py": "rows and questions of ours",

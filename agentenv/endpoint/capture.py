@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from math import isfinite
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -126,6 +128,7 @@ class Session:
         self._expected: list[Request] = []  # by it, behind those; the first one is to be answered
         self._stray: tuple[str, str] | None = None  # cause and text of a call that is none of them
         self._is_parallel = False  # its calls came while others were under way
+        self._resumed: _Pending | None = None  # the call in which its program was copied
         if after is not None:
             self._follow(after)
         self._same: Same = same or (lambda recorded, now: recorded == now)
@@ -257,6 +260,32 @@ class Session:
             raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
         self._rewarded.set()
+
+    # a copy of a program
+
+    def continue_as(self, after: Session) -> bool:
+        """Stand where another session stands, as the copy of its program does; False where that
+        has several calls under way."""
+        call = after._current
+        if call is None or after._waiting:
+            return False
+        self._follow(after)
+        self._recorded, self._expected, self.posted = {}, [], after.posted
+        self.counts = after.counts.copy()
+        self._current = self._resumed = _Pending(call.request, beside=call.beside)
+        return True
+
+    def resumed(self) -> tuple[Callable[..., Coroutine[Any, Any, Sequence[Answer]]], Request]:
+        """The call in which its program was copied, and what waits for its answer. Raises
+        ApiError."""
+        call = self._resumed
+        if call is None:
+            raise ApiError("no_route", "only a copy of a program has a call to resume")
+
+        async def answered(*_: Any) -> Sequence[Answer]:
+            return [await call.answer]
+
+        return answered, call.request
 
     # a replay
 
@@ -465,7 +494,7 @@ class _Handler:
 
     def __init__(self, session: Session) -> None:
         self.new_id, self.count, self.answer = session.new_id, session.count, session.asked
-        self.rewarded = session.rewarded
+        self.rewarded, self.resumed = session.rewarded, session.resumed
 
 
 class Endpoint:
@@ -507,6 +536,11 @@ class Endpoint:
             raise AgentEnvError(f"the key {key} belongs to another branch")
         session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
         return session
+
+    def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
+        """Serves each connection that it is given: every call is of this session, whatever its
+        key."""
+        return partial(self._server.adopt, _Handler(session))
 
     def forget(self, session: Session) -> None:
         """Close a session for good; its key is refused from now on."""

@@ -78,7 +78,8 @@ class Given(NamedTuple):
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: of the sampled
     tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read.
-    `compact`: its client writes JSON without blanks."""
+    `compact`: its client writes JSON without blanks. `path` is its
+    route, `reply` the id of its reply."""
 
     model: str
     messages: tuple[Given, ...]
@@ -98,6 +99,8 @@ class Request(Struct, kw_only=True):
     session: str = ""
     raw: bool = False
     compact: bool = False
+    path: str = ""
+    reply: str = ""
     body: Json = {}
 
 

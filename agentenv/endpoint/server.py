@@ -3,6 +3,7 @@
     GET   /health, /v1/models, /v1/models/NAME
     POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST  /v1/reward                            {"reward": NUMBER, "success"}, of a captured program
+    POST  /v1/resume                            the reply to the call in which a program was copied
 
 A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of the API
 of its route, and a name of ERRORS.
@@ -14,11 +15,13 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
@@ -42,9 +45,12 @@ MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
 SHUTDOWN_S = 1.0
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
+MAX_ADOPTED = 256  # connections of one handler at a time
 BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
 
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
+
+_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[Answer]]]
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -106,6 +112,8 @@ class ApiServer(Listener):
     ) -> None:
         super().__init__()
         self._find, self._models, self._created = find, models, created
+        self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()  # by transport
+        self._adopting: dict[Any, Handler] = {}  # by protocol, before there is a transport
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen; port 0 is any that is free. Raises ConfigError."""
@@ -117,6 +125,7 @@ class ApiServer(Listener):
             app.router.add_post(dialect.path, partial(self._call, dialect))
         app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
         app.router.add_post("/v1/reward", self._reward)
+        app.router.add_post("/v1/resume", self._resume)
         await self.listen(app, host, port)
 
     async def _list(self, http: web.Request) -> web.Response:
@@ -134,18 +143,50 @@ class ApiServer(Listener):
                 return json_response(model)
         raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
+    async def adopt(self, handler: Handler, one: socket.socket) -> None:
+        """Serve a connection whose every call is for this handler, whatever its key; one too many
+        is closed."""
+        live = [to for to, owner in self._adopted.items() if owner is handler]
+        if self._runner is None or len(live) >= MAX_ADOPTED:
+            one.close()
+            return
+        protocol: Any = self._runner.server()  # type: ignore[misc]
+        self._adopting[protocol] = handler
+        try:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, one)
+            self._adopted[transport] = handler
+        except OSError:
+            one.close()
+        finally:
+            del self._adopting[protocol]
+
     def _handler(self, http: web.Request) -> Handler:
-        return self._find(key_of(http))
+        adopted = self._adopted.get(http.transport) or self._adopting.get(http.protocol)
+        return self._find(key_of(http)) if adopted is None else adopted
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
         request = dialect.read(await _body(http))
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
-        id = handler.new_id()
+        request.reply, request.path = handler.new_id(), dialect.path
+        return await self._replied(http, handler.answer, request)
+
+    async def _replied(
+        self, http: web.Request, answer: _Answer, request: Request
+    ) -> web.StreamResponse:
+        dialect = next(one for one in DIALECTS if one.path == request.path)
         if request.stream:
-            return await self._stream(dialect, http, handler, request, id)
-        answers = await handler.answer(request, None)
-        return json_response(dialect.reply(request, answers, id, self._created))
+            return await self._stream(dialect, http, answer, request)
+        answers = await answer(request, None)
+        return json_response(dialect.reply(request, answers, request.reply, self._created))
+
+    async def _resume(self, http: web.Request) -> web.StreamResponse:
+        """The reply to the call in which a program was copied, as its first client expects it."""
+        resumed = getattr(self._handler(http), "resumed", None)
+        if resumed is None:
+            raise ApiError("no_route", "only a copy of a program has a call to resume")
+        return await self._replied(http, *resumed())
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
@@ -161,15 +202,16 @@ class ApiServer(Listener):
         return json_response({"ok": True})
 
     async def _stream(
-        self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
+        self, dialect: Dialect, http: web.Request, answer: _Answer, request: Request
     ) -> web.StreamResponse:
         """A stream begins with the first delta: what is refused before has its status."""
+        id = request.reply
         queue: asyncio.Queue[tuple[int, str, str] | None] = asyncio.Queue()
 
         def delta(index: int, kind: str, text: str) -> None:
             queue.put_nowait((index, kind, text))
 
-        answering = asyncio.ensure_future(handler.answer(request, delta))
+        answering = asyncio.ensure_future(answer(request, delta))
         answering.add_done_callback(lambda _: queue.put_nowait(None))
         writers = [dialect.writer(request, i, id, self._created) for i in range(request.n)]
         response: web.StreamResponse | None = None
@@ -184,11 +226,11 @@ class ApiServer(Listener):
             answers = await answering
             if response is None:
                 response = await _begin(http, writers)
-            for writer, answer, (thoughts, text) in zip(writers, answers, said, strict=True):
-                rest = answer.message.thoughts[len(thoughts) :], answer.message.text[len(text) :]
+            for writer, found, (thoughts, text) in zip(writers, answers, said, strict=True):
+                rest = found.message.thoughts[len(thoughts) :], found.message.text[len(text) :]
                 for kind, more in zip(("thoughts", "text"), rest, strict=True):
                     await _send(response, _written(writer, kind, more) if more else ())
-                await _send(response, writer.finish(answer))
+                await _send(response, writer.finish(found))
             if request.usage_in_stream and isinstance(dialect, Chat):
                 usage = dialect.usage(request, answers, id, self._created)
                 await _send(response, [("", usage)])

@@ -172,7 +172,7 @@ class ForkBroker:
         if call.pid in self._may_ask:
             self._may_ask.remove(call.pid)
             self._grant(call)
-        elif fork is None or call.pid in self._pids.values() or not _is_child(call.pid):
+        elif fork is None or call.pid in self._pids.values() or not is_child(call.pid):
             self._answer(call, errno.EPERM)
         elif fork.child == 0 and self._initializer is not None:
             fork.child = call.pid
@@ -264,7 +264,7 @@ def _same_process(one: int, other: int) -> bool:
     return os.path.exists(f"/proc/{one}/task/{other}")
 
 
-def _is_child(pid: int) -> bool:
+def is_child(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1]) == os.getpid()
@@ -273,7 +273,7 @@ def _is_child(pid: int) -> bool:
 
 
 def _children() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit() and _is_child(int(name))}
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and is_child(int(name))}
 
 
 def _device_of_files(pid: int) -> int:
@@ -358,28 +358,28 @@ def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) ->
         (f"{child}/ns/mnt", confine.CLONE_NEWNS),
     ]
     opened = [(os.open(f"/proc/{path}", os.O_RDONLY), kind) for path, kind in spaces]
-    _enter(*opened[0])
+    enter(*opened[0])
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/{child}/{name}", "w") as file:
             file.write(f"{confine.SESSION_ID} {confine.SESSION_ID} 1")
-    _enter(*opened[1])
-    _enter(*opened[2])
+    enter(*opened[1])
+    enter(*opened[2])
     old = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     confine.cover_tmp(tmp_bytes)
     new = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    _copy(old, new, os.fstat(old).st_dev, MAX_ENTRIES)
+    copy_files(old, new, os.fstat(old).st_dev, MAX_ENTRIES)
     os.fchdir(old)
     for path in keep:  # seen from the folder that is covered by now
         confine.keep_seen(os.path.relpath(path, "/tmp"), path)
 
 
-def _enter(fd: int, kind: int) -> None:
+def enter(fd: int, kind: int) -> None:
     if _libc.setns(fd, kind) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
-def _copy(old: int, new: int, device: int, room: int) -> int:
+def copy_files(old: int, new: int, device: int, room: int) -> int:
     """Copy what is in one folder to another, links as links; how many more entries may follow.
 
     What is in there was made by untrusted code, which may be changing it.
@@ -397,7 +397,7 @@ def _copy(old: int, new: int, device: int, room: int) -> int:
         if stat.S_ISDIR(found.st_mode):
             os.mkdir(name, 0o700, dir_fd=new)
             below = [os.open(name, _FOLDER, dir_fd=one) for one in (old, new)]
-            room = _copy(below[0], below[1], device, room)
+            room = copy_files(below[0], below[1], device, room)
             target = below[1]
             os.close(below[0])
         elif stat.S_ISREG(found.st_mode):

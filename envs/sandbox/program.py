@@ -5,7 +5,8 @@ read-only system (/usr, the interpreter of this process, `read_only`), its own f
 an empty /tmp, and a loopback on which one port leads to one address of the host: it is forwarded to
 a socket in a file (program_init.py), where the host passes it on. A filter of system calls keeps it
 from namespaces of its own, from tracing and from the kernel's keys. A machine that cannot do that
-is a ConfigError; with `allow_unsafe` a program runs as it is, with the limits alone.
+is a ConfigError; with `allow_unsafe` a program runs as it is, with the limits alone. A copy of a
+program (`snapshot`) is another `Program` in the same sandbox.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from io import BufferedWriter
 from itertools import count
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.deadline import admitted
 from agentenv.disk import own_folder
 from agentenv.env import shared
-from agentenv.envs.sandbox.launch import (
-    HERE,
-    NAMESPACES_ADVICE,
-    UNUSED_ID,
-    Interpreter,
-    find_interpreter,
-    namespaces,
+from agentenv.envs.sandbox.launch import HERE, NAMESPACES_ADVICE, UNUSED_ID, find_interpreter
+from agentenv.envs.sandbox.program_launch import (
+    ETC,
+    FOLDER,
+    INSIDE,
+    SITE,
+    ProgramSpec,
+    bubblewrap,
+    fill_folder,
+    program_settings,
 )
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.offload import check_outside, in_thread
@@ -53,60 +55,14 @@ START_S = 60.0  # of a sandbox, on a busy machine
 STOP_S = 10.0
 MAX_STARTS = 8  # at a time; others wait
 MAX_REPORT_BYTES = 1 << 18
-MAX_OPEN_FILES = 4096
-TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
-THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 PREFIX = "agentenv-programs-"
-FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "confine.py")
-SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
-                "/etc/alternatives", "/etc/mime.types")  # fmt: skip
-ETC = {
-    "passwd": "root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n",
-    "group": "root:x:0:\nagent:x:1000:\n",
-    "hosts": "127.0.0.1 localhost\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-}
-
-SEED = "AGENTENV_SEED"
-SITE = f"import os, random\nrandom.seed(int(os.environ['{SEED}']))\n"
+Adopt = Callable[[socket.socket], Awaitable[None]]
 
 _uids = count()  # of programs where the host is root: each has a user of its own
 
 
-class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of one program and all that it starts, together. Each that is reached ends the
-    episode and has a name: wall, idle, calls, cpu, memory, processes, disk."""
-
-    wall_s: Annotated[
-        float, Meta(gt=0, description="working time of the program, its calls not counted")
-    ] = 600.0
-    idle_s: Annotated[
-        float,
-        Meta(gt=0, description="time without a call or an exit, after which it counts as hung"),
-    ] = 120.0
-    max_calls: Annotated[int, Meta(ge=1, description="calls of the policy")] = 100
-    cpu_s: Annotated[int, Meta(ge=1, description="CPU seconds")] = 300
-    memory_bytes: Annotated[int, Meta(ge=1 << 20, description="of all processes")] = 2 << 30
-    max_processes: Annotated[int, Meta(ge=1, description="at a time")] = 128
-    disk_bytes: Annotated[int, Meta(ge=1 << 12, description="of all files")] = 512 << 20
-    max_output_chars: Annotated[
-        int, Meta(ge=2, description="of its output; head and tail are kept")
-    ] = 8000
-
-
-class ProgramSpec(Struct, frozen=True, kw_only=True):
-    """What to start: a command, the folder whose content is copied into its own, more files by
-    name, and what it may read beside the system. `seed` fixes hashes and random numbers of Python
-    programs."""
-
-    command: tuple[str, ...]
-    folder: str = ""
-    files: dict[str, str] = {}
-    read_only: tuple[str, ...] = ()
-    limits: ProgramLimits = ProgramLimits()
-    allow_unsafe: bool = False
-    seed: int = 0
+class NoSnapshotError(Exception):
+    """A program cannot be copied where it is; the text is the cause."""
 
 
 class Ended(Struct, frozen=True):
@@ -130,6 +86,14 @@ class Ended(Struct, frozen=True):
         return f"ended with exit code {self.exit}"
 
 
+class _Family:
+    """A program and the copies of it, which live in one sandbox: the last one ends it."""
+
+    def __init__(self) -> None:
+        self.num_open = 1
+        self.forking = asyncio.Lock()
+
+
 class Program:
     """A program that runs, in a folder of its own. `stop` ends it and all that it started, and
     `close` removes the folder too; after either no process is left."""
@@ -149,6 +113,9 @@ class Program:
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
+        self._family = _Family()
+        self._adopt: Adopt | None = None  # of a copy: takes each of its connections
+        self._home = -1  # of a copy that has ended
 
     @classmethod
     async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
@@ -185,7 +152,7 @@ class Program:
         with theirs:
             work = FOLDER if confined else str(self.folder)
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
-            settings = _settings(spec, variables, uid, work, site)
+            settings = program_settings(spec, variables, uid, work, site)
             settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
             self._control.send(msgspec.json.encode(settings))  # no list of processes shows the key
             script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
@@ -200,6 +167,34 @@ class Program:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+
+    async def snapshot(self, adopt: Adopt) -> Program:
+        """A copy of it as it is now, in its wait for a reply; `adopt` takes the sockets by which
+        the copy reaches the endpoint. Raises NoSnapshotError."""
+        other = Program(self._outer.parent, self._spec)
+        other._process, other._adopt, other._family = self._process, adopt, self._family
+        other._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        other._kept.callback(other._control.close)
+        other._control.setblocking(False)
+        other._pidfd = os.dup(self._pidfd)
+        other._kept.callback(os.close, other._pidfd)
+        other._family.num_open += 1
+        refused = "failed"
+        try:
+            with theirs:
+                async with asyncio.timeout(START_S), self._family.forking:
+                    socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
+                    theirs.close()
+                    data, _ = await other._received(1 << 12)
+            refused = decode(data, dict[str, str]).get("refused", "") if data else "ended"
+        except (TimeoutError, OSError, ForeignError):
+            pass
+        finally:
+            if refused:
+                await other.close()
+        if refused:
+            raise NoSnapshotError(refused)
+        return other
 
     async def wait(self) -> Ended:
         """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
@@ -227,6 +222,8 @@ class Program:
     def read(self, name: str, max_bytes: int) -> str:
         """The text of a file that it left in its folder. Raises OSError for one that is none, or
         leads out of the folder; only to be called once it has ended."""
+        if self._home >= 0:
+            return _read_within(self._home, name, max_bytes)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise OSError(f"{name} leads out of the program's folder")
@@ -240,7 +237,7 @@ class Program:
 
     def _prepare(self, uid: int | None) -> None:
         """Its folder, and the file of the sandbox's errors; blocks."""
-        _fill_folder(self._spec, uid, self._outer)
+        fill_folder(self._spec, uid, self._outer)
         self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
 
     async def _close(self) -> None:
@@ -251,21 +248,25 @@ class Program:
         finally:
             await in_thread(self._kept.close)
 
+    async def _received(self, max_bytes: int) -> tuple[bytes, list[int]]:
+        """The next message of process 1, and the descriptors that come with it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._control, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._control)
+            with suppress(BlockingIOError):
+                data, fds, *_ = socket.recv_fds(self._control, max_bytes, 1)
+                return data, fds
+
     async def _started(self) -> None:
         """Process 1 is there. Raises ConfigError where no sandbox can be had."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_S):
-                while True:
-                    readable: asyncio.Future[None] = loop.create_future()
-                    loop.add_reader(self._control, _set, readable)
-                    try:
-                        await readable
-                    finally:
-                        loop.remove_reader(self._control)
-                    with suppress(BlockingIOError):
-                        data, fds, *_ = socket.recv_fds(self._control, 64, 1)
-                        break
+                data, fds = await self._received(64)
         except TimeoutError as error:
             raise InfraError(f"no sandbox for a program within {START_S:g} s") from error
         except OSError:
@@ -276,10 +277,18 @@ class Program:
         self._kept.callback(os.close, self._pidfd)
 
     async def _ended(self) -> Ended:
-        try:
-            data = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT_BYTES)
-        except OSError:
-            data = b""
+        while True:
+            try:
+                data, fds = await self._received(MAX_REPORT_BYTES)
+            except OSError:
+                data, fds = b"", []
+            if data != b"connection":
+                break
+            for fd in fds:
+                assert self._adopt is not None
+                await self._adopt(socket.socket(fileno=fd))
+        for self._home in fds:
+            self._kept.callback(os.close, self._home)
         if not data:
             raise await in_thread(self._problem)
         try:
@@ -294,7 +303,8 @@ class Program:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        text = (self._outer / "errors").read_text(errors="replace").strip()[-500:]
+        errors = self._outer / "errors"  # a copy has none
+        text = errors.read_text(errors="replace").strip()[-500:] if errors.exists() else ""
         if text.startswith("bwrap:"):
             advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
             return ConfigError(
@@ -308,12 +318,27 @@ class Program:
     async def _stop(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.cancel()
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # process 1 reads that, and ends all
+        self._family.num_open -= 1
+        is_last = self._family.num_open == 0
+        with suppress(OSError):  # process 1 reads that, and ends all of it
+            self._control.shutdown(socket.SHUT_RDWR if is_last else socket.SHUT_WR)
         try:
-            await in_thread(self._reap)
+            await in_thread(self._reap if is_last else self._leave)
         except InfraError:
             logger.warning("cannot end the processes of a program in %s", self.folder)
+
+    def _leave(self) -> None:
+        """Wait until its processes are gone, where others of its sandbox are there; blocks."""
+        there = select.poll()  # `select` takes no descriptor above 1023
+        there.register(self._control, select.POLLIN)
+        with suppress(OSError):
+            while there.poll(STOP_S * 1000):
+                data, fds, *_ = socket.recv_fds(self._control, MAX_REPORT_BYTES, 1)
+                for fd in fds:
+                    os.close(fd)
+                if not data:
+                    return
+        raise InfraError("its sandbox does not answer")
 
     def _reap(self) -> None:
         process = self._process
@@ -342,100 +367,20 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def bubblewrap(
-    python: Interpreter, spec: ProgramSpec, folder: Path, common: Path, forward: Path | None
-) -> list[str]:
-    """The command line that puts process 1 into the sandbox, with the files in `common` that all
-    programs see. Raises ConfigError."""
-    command = namespaces(python)
-    first = command.index("--ro-bind")  # what lies below /tmp comes behind that
-    command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
-    command += ["--as-pid-1", "--new-session"]
-    for path in (*SYSTEM_FILES, *spec.read_only):
-        if path in spec.read_only and not os.path.exists(path):
-            raise ConfigError(f"read_only: no such path: {path}")
-        for parent in reversed(Path(path).parents[:-1]):  # else only root may pass
-            command += ["--dir", str(parent)]
-        command += ["--ro-bind-try", path, path]
-    for name in ETC:
-        command += ["--ro-bind", str(common / name), f"/etc/{name}"]
-    command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]
-    for name in INIT_FILES:
-        command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
-    if forward is not None:
-        command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
-    command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
-    command += ["--proc", "/proc"]
-    command += [
-        "--dir",
-        "/home",
-        "--bind",
-        str(folder),
-        FOLDER,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-    ]
-    return [*command, "--"]
-
-
-def _settings(
-    spec: ProgramSpec,
-    variables: Mapping[str, str],
-    uid: int | None,
-    work: str,
-    site: str,
-) -> dict[str, object]:
-    """What process 1 reads first, see program_init.py."""
-    limits, confined = spec.limits, not spec.allow_unsafe
-    own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
-    own |= {"TMPDIR": "/tmp"} if confined else {}
-    own |= {"PYTHONHASHSEED": str(spec.seed % 2**32), SEED: str(spec.seed), "PYTHONPATH": site}
-    bin = str(Path(sys.executable).parent)
-    if bin not in own["PATH"].split(os.pathsep):
-        own["PATH"] = f"{bin}{os.pathsep}{own['PATH']}"
-    rlimits = {"CORE": 0, "FSIZE": limits.disk_bytes, "CPU": limits.cpu_s + 1}
-    rlimits |= {"NOFILE": MAX_OPEN_FILES} if confined else {}
-    rlimits |= {"NPROC": limits.max_processes * THREADS_A_PROCESS} if confined else {}
-    return {
-        "command": spec.command,
-        "confined": confined,
-        "folder": work,
-        "variables": {**own, **variables},
-        "uid": uid,
-        "rlimits": rlimits,
-        "limits": {
-            "cpu": limits.cpu_s,
-            "memory": limits.memory_bytes,
-            "processes": limits.max_processes,
-            "disk": limits.disk_bytes,
-        },
-        "watched": [work, "/tmp", "/dev/shm"] if confined else [work],
-        "max_output_chars": limits.max_output_chars,
-    }
-
-
-def _fill_folder(spec: ProgramSpec, uid: int | None, outer: Path) -> None:
-    """Make the folder of a program with its initial files. Raises ConfigError."""
-    outer.mkdir(mode=0o700)
-    folder = outer / "work"
-    if spec.folder:
-        try:
-            shutil.copytree(spec.folder, folder, symlinks=True)
-        except (OSError, shutil.Error) as error:
-            raise ConfigError(f"folder: {spec.folder} cannot be copied: {error}") from error
-    folder.mkdir(exist_ok=True)
-    for name, text in spec.files.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"files: {name!r} leads out of the program's folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    if uid is not None:
-        for place, _, names in os.walk(folder):
-            for one in (place, *(os.path.join(place, name) for name in names)):
-                os.chown(one, uid, uid, follow_symlinks=False)
+def _read_within(folder: int, name: str, max_bytes: int) -> str:
+    """The text of a file below a folder, by no link. Raises OSError."""
+    *folders, last = Path(name).parts or ("",)
+    with ExitStack() as opened:
+        for part in folders:
+            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            opened.callback(os.close, folder)
+        if ".." in (*folders, last) or name.startswith("/"):
+            raise OSError(f"{name} leads out of the program's folder")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(last, flags, dir_fd=folder), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{name} is not a file")
+            return file.read(max_bytes).decode(errors="replace")
 
 
 class _Host:

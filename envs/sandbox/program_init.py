@@ -2,12 +2,13 @@
 
     program_init.py CONTROL      the number of its control socket
 
-It reads an object of JSON (`_settings` in program.py) from its control socket, sends a descriptor
-of itself, starts the program, forwards one port of its loopback to one socket of the host, keeps
-head and tail of its output, watches CPU time, memory, processes and disk of all that the program
-starts, and reports once the program has ended or reached a limit. Its own end is the end of all: of
-the namespace, where there is one, else of each descendant. It ends too when the host closes the
-control socket.
+It reads an object of JSON (`program_settings` in program_launch.py) from its control socket, sends
+a descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
+host, keeps head and tail of its output, watches CPU time, memory, processes and disk of all that
+the program starts, and reports once the program has ended or reached a limit. Its own end is the
+end of all: of the namespace, where there is one, else of each descendant. It ends too when the host
+closes the control socket. At the host's request it copies the program (program_snapshot.py); a copy
+has a control socket, an output, limits and a report of its own, and the last branch ends process 1.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentenv.envs.sandbox import confine
+    from agentenv.envs.sandbox import confine, program_snapshot
+    from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 else:  # inside, these files are all there is
     import confine
+    import program_snapshot
+    from snapshot_hook import VARIABLE
 
 LOOK_EVERY_S = 0.2
 MAX_CONNECTIONS = 256  # at a time
@@ -42,8 +47,42 @@ PR_SET_CHILD_SUBREAPER = 36
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 
+class _Branch:
+    """The program, or a copy of it."""
+
+    def __init__(
+        self, control: socket.socket, pid: int, output: _Output, watch: _Watch, reading: int
+    ) -> None:
+        self.control, self.pid, self.output, self.watch = control, pid, output, watch
+        self.reading = reading
+        self.channel: program_snapshot.Channel | None = None
+        self.listener: socket.socket | None = None  # of a copy
+        self.folders: list[int] = []  # of a copy
+        self.drained = _start(output.read_all, reading)
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Say how it ended; of a copy with its folder."""
+        self.drained.join(LAST_OUTPUT_S)
+        watch = self.watch
+        report |= {"cpu_s": watch.cpu_s, "output": self.output.text(), "num_left": watch.num_left}
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.control, [json.dumps(report).encode()], self.folders[:1])
+
+    def close(self) -> None:
+        """After the end of its processes."""
+        if self.listener is not None:
+            with contextlib.suppress(OSError):
+                self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self.listener.close()
+        if self.channel is not None:
+            self.channel.close()
+        for fd in self.folders:
+            os.close(fd)
+        self.control.close()
+
+
 def main() -> None:
-    """Start the program, watch it to its end, report."""
+    """Start the program, watch it and its copies to their ends, report."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     settings = json.loads(control.recv(MAX_SETTINGS_BYTES))
@@ -59,36 +98,102 @@ def main() -> None:
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    channel = program_snapshot.Channel() if settings["snapshots"] else None
     program = os.fork()
     if program == 0:
-        _become(settings, writing)
+        _become(settings, writing, channel)
     os.close(writing)
+    snapshots = None
+    if channel is not None:
+        channel.theirs.close()
+        _be(settings["uid"], saved=0)  # whose processes it looks into; its parent may still end it
+        confine.die_with_parent()
+        snapshots = program_snapshot.Snapshots(
+            channel, settings["port"], settings["limits"]["disk"]
+        )
     confine.be_seen(False)  # nothing of the program may look into this process
     if listener is not None:
         _start(_forward, listener, settings["socket"])
     output = _Output(settings["max_output_chars"])
-    drained = _start(output.read_all, reading)
-    watch = _Watch(settings)
-    sources: list[Any] = [control, woken]
-    report: dict[str, Any] = {}
-    while not report:
+    first = _Branch(control, program, output, _Watch(settings), reading)
+    first.channel = channel
+    branches, copies = [first], 0
+    ended: dict[int, int] = {}  # states by process
+    asking = [] if snapshots is None or snapshots.listener < 0 else [snapshots.listener]
+    while branches:
+        sources: list[Any] = [woken, *asking, *(branch.control for branch in branches)]
         ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
         if woken in ready:
             os.read(woken, READ_BYTES)
-        if control in ready:  # the host says nothing: it is gone, or wants an end
-            _end_all(is_alone)
-            os._exit(0)
-        report = watch.ended(program) or watch.limit()
-    if not is_alone:
-        _end_all(is_alone)
-    drained.join(LAST_OUTPUT_S)
-    report |= {"cpu_s": watch.cpu_s, "output": output.text(), "num_left": watch.num_left}
-    with contextlib.suppress(OSError):
-        control.send(json.dumps(report).encode())
+        if snapshots is not None and asking and asking[0] in ready:
+            snapshots.answer()
+        _reap(ended)
+        for branch in [*branches]:
+            if branch.control in ready:
+                _, fds, *_ = socket.recv_fds(branch.control, 16, 1)
+                if fds and snapshots is not None:
+                    copy = _copied(branch, socket.socket(fileno=fds[0]), snapshots, settings)
+                    branches += [copy] if copy is not None else []
+                    copies += copy is not None
+                    continue
+                report = None  # the host is gone, or wants an end
+            elif not (report := branch.watch.ended(ended.get(branch.pid)) or branch.watch.limit()):
+                continue
+            if copies or not is_alone:  # else the end of process 1 ends them
+                _end_all(branch.watch.processes, ended)
+            if report is not None:
+                branch.report(report)
+            if snapshots is not None and copies:
+                snapshots.forget(branch.watch.space)
+                branch.close()
+            branches.remove(branch)
+        ended = {branch.pid: ended[branch.pid] for branch in branches if branch.pid in ended}
     os._exit(0)
 
 
-def _become(settings: dict[str, Any], output: int) -> None:
+def _reap(ended: dict[int, int]) -> None:
+    """Add the states in which processes have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (one := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[one[0]] = one[1]
+
+
+def _copied(
+    branch: _Branch,
+    control: socket.socket,
+    snapshots: program_snapshot.Snapshots,
+    settings: dict[str, Any],
+) -> _Branch | None:
+    """A copy of this branch, which is the host's at `control`; None for a refused one."""
+    assert branch.channel is not None
+    control.set_inheritable(False)
+    try:
+        copy = snapshots.take(branch.pid, branch.channel, branch.reading)
+    except program_snapshot.RefusedError as error:
+        with contextlib.suppress(OSError):
+            control.send(json.dumps({"refused": str(error)}).encode())
+        control.close()
+        return None
+    branch.watch.look()
+    watch = _Watch(settings, copy.space, copy.folders, branch.watch.cpu_s)
+    new = _Branch(control, copy.pid, branch.output.copied(branch.reading), watch, copy.output)
+    new.channel, new.listener, new.folders = copy.channel, copy.listener, copy.folders
+    with contextlib.suppress(OSError):
+        control.send(b"{}")
+    _start(_hand_over, copy.listener, control)
+    return new
+
+
+def _be(uid: int | None, saved: int | None = None) -> None:
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid if saved is None else saved)
+
+
+def _become(
+    settings: dict[str, Any], output: int, channel: program_snapshot.Channel | None
+) -> None:
     """In the child: the program, with its limits and without privileges."""
     try:
         signal.set_wakeup_fd(-1)
@@ -101,20 +206,34 @@ def _become(settings: dict[str, Any], output: int) -> None:
             os.dup2(fd, place)
         for name, value in settings["rlimits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        if settings["uid"] is not None:
-            os.setgroups([])
-            os.setresgid(settings["uid"], settings["uid"], settings["uid"])
-            os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+        _be(settings["uid"])
         os.chdir(settings["folder"])
         if settings["confined"]:
             confine.drop_privileges(True)
             machine = platform.machine()
-            confine.install(machine, confine.assembled(confine.program_filter(machine)))
+            if channel is None or not _listened(machine, channel):
+                confine.install(machine, confine.assembled(confine.program_filter(machine)))
+            else:
+                settings["variables"][VARIABLE] = str(channel.theirs.fileno())
         os.execvpe(settings["command"][0], settings["command"], settings["variables"])
     except BaseException as error:  # the boundary: it must not go on as its parent
         with contextlib.suppress(OSError):
             os.write(2, f"{settings['command'][0]}: {error}\n".encode())
         os._exit(127)
+
+
+def _listened(machine: str, channel: program_snapshot.Channel) -> bool:
+    """Bind the program to a filter whose listener process 1 gets; False where there is none."""
+    code = confine.assembled(confine.program_filter(machine, snapshots=True))
+    try:
+        listener = confine.install(machine, code, listen=True)
+    except OSError:
+        channel.theirs.send(b"none")
+        return False
+    socket.send_fds(channel.theirs, [b"listener"], [listener])
+    os.close(listener)
+    channel.theirs.set_inheritable(True)
+    return True
 
 
 def _start(function: Any, *arguments: Any) -> threading.Thread:
@@ -157,6 +276,15 @@ def _forward(listener: socket.socket, path: str) -> None:
             pumps.append(_start(_pump, source, target))
 
 
+def _hand_over(listener: socket.socket, control: socket.socket) -> None:
+    """Each connection to the loopback of a copy goes to the host."""
+    with contextlib.suppress(OSError):
+        while True:
+            inside, _ = listener.accept()
+            with inside:
+                socket.send_fds(control, [b"connection"], [inside.fileno()])
+
+
 def _pump(source: socket.socket, target: socket.socket) -> None:
     """Until one side ends, which ends that direction, or breaks, which ends both."""
     try:
@@ -180,16 +308,24 @@ class _Output:
         self._head = b""
         self._tail: deque[bytes] = deque()
         self._num_tail = self.num_bytes = 0
+        self._lock = threading.Lock()
 
     def read_all(self, fd: int) -> None:
         """To its end."""
-        while True:
+        os.set_blocking(fd, False)
+        with contextlib.suppress(OSError):
+            while True:
+                select.select([fd], [], [])
+                if not self._read(fd):
+                    return
+
+    def _read(self, fd: int) -> bool:
+        """What is there; False at its end."""
+        with self._lock:
             try:
                 data = os.read(fd, READ_BYTES)
-            except OSError:
-                return
-            if not data:
-                return
+            except BlockingIOError:
+                return True
             self.num_bytes += len(data)
             room = self._half - len(self._head)
             self._head += data[:room]
@@ -198,6 +334,17 @@ class _Output:
                 self._num_tail += len(data[room:])
             while self._tail and self._num_tail - len(self._tail[0]) >= self._half:
                 self._num_tail -= len(self._tail.popleft())
+            return bool(data)
+
+    def copied(self, fd: int) -> _Output:
+        """Another one with all that has been written to the pipe so far."""
+        while select.select([fd], [], [], 0)[0] and self._read(fd):
+            pass
+        other = _Output(2 * self._half)
+        with self._lock:
+            other._head, other._tail = self._head, self._tail.copy()
+            other._num_tail, other.num_bytes = self._num_tail, self.num_bytes
+        return other
 
     def text(self) -> str:
         """Head and tail, and between them how much is missing."""
@@ -208,36 +355,44 @@ class _Output:
 
 
 class _Watch:
-    """What all processes below this one take together."""
+    """What all processes of a program take together: those below this one, or with copies those of
+    its space. A copy has the descriptors `folders`, and has used `cpu_s` before it was made."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        space: int = 0,
+        folders: list[int] | None = None,
+        cpu_s: float = 0.0,
+    ) -> None:
         self._limits: dict[str, int] = settings["limits"]
         self._folders: list[str] = settings["watched"]
+        self._copied = folders
         self._seen: dict[int, float] = {}  # CPU seconds by process, also of those that are gone
         self._disk_at = 0.0
-        self.cpu_s = 0.0
+        self._by_space = bool(settings["snapshots"])
+        self.space = program_snapshot.space_of(os.getpid()) if folders is None else space
+        self.cpu_s = self._before_s = cpu_s
         self.num_left = 0
 
-    def ended(self, program: int) -> dict[str, Any]:
-        """Reap; how the program ended, empty while it has not."""
-        found: dict[str, Any] = {}
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if pid == program:
-                code = os.waitstatus_to_exitcode(status)
-                found = {"exit": code} if code >= 0 else {"signal": -code}
-        if found:
-            self.num_left = len(self._look())
-        return found
+    def processes(self) -> list[int]:
+        """All of them."""
+        if not self._by_space:
+            return _descendants()
+        of, own = program_snapshot.space_of, os.getpid()
+        return [one for one in program_snapshot.processes() if one != own and of(one) == self.space]
+
+    def ended(self, state: int | None) -> dict[str, Any]:
+        """How the program ended, empty while it has not; `state` is that of its process."""
+        if state is None:
+            return {}
+        self.num_left = len(self.look())
+        code = os.waitstatus_to_exitcode(state)
+        return {"exit": code} if code >= 0 else {"signal": -code}
 
     def limit(self) -> dict[str, Any]:
         """The limit that is reached, empty if none is."""
-        found = self._look()
+        found = self.look()
         taken = {
             "cpu": self.cpu_s,
             "memory": sum(memory for _, memory in found.values()),
@@ -245,27 +400,32 @@ class _Watch:
         }
         now = time.monotonic()
         if now >= self._disk_at:
-            taken["disk"] = sum(map(_disk_bytes, self._folders))
+            taken["disk"] = (
+                sum(map(program_snapshot.disk_bytes_of, self._folders))
+                if self._copied is None
+                else program_snapshot.measured(self._copied)
+            )
             self._disk_at = now + max(DISK_EVERY_S, 10 * (time.monotonic() - now))
         for name, value in taken.items():
             if value > self._limits[name]:
                 return {"limit": name}
         return {}
 
-    def _look(self) -> dict[int, tuple[float, int]]:
-        """CPU seconds and bytes of each process below this one."""
-        found = {pid: one for pid in _descendants() if (one := _figures(pid)) is not None}
+    def look(self) -> dict[int, tuple[float, int]]:
+        """CPU seconds and bytes of each process."""
+        found = {pid: one for pid in self.processes() if (one := _figures(pid)) is not None}
         self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}
         times = os.times()
-        reaped = times.children_user + times.children_system
+        reaped = 0.0 if self._by_space else times.children_user + times.children_system
         live = sum(seconds for seconds, _ in found.values())
-        self.cpu_s = max(self.cpu_s, reaped + live, sum(self._seen.values()))
+        used = max(reaped + live, sum(self._seen.values()))
+        self.cpu_s = max(self.cpu_s, self._before_s + used)
         return found
 
 
 def _descendants() -> list[int]:
     """All processes below this one: in a namespace of its own, all that are there."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    pids = program_snapshot.processes()
     own = os.getpid()
     if own == 1:
         return [pid for pid in pids if pid != own]
@@ -304,37 +464,13 @@ def _figures(pid: int) -> tuple[float, int] | None:
     return seconds, (resident - shared) * resource.getpagesize()
 
 
-def _disk_bytes(folder: str) -> int:
-    """Blocks of all files below, sizes of names included; links are not followed, and what is
-    mounted there does not count."""
-    total, folders = 0, [folder]
-    device = os.stat(folder).st_dev
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    if found.st_dev != device:
-                        continue
-                    total += found.st_blocks * 512 + 256
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except OSError:
-            continue
-    return total
-
-
-def _end_all(is_alone: bool) -> None:
-    """Kill all below this process; the end of process 1 does it where there is a namespace."""
-    if is_alone:
-        return
-    while found := _descendants():
+def _end_all(processes: Callable[[], list[int]], ended: dict[int, int]) -> None:
+    """Kill them, and those that they start meanwhile."""
+    while found := processes():
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _reap(ended)
         time.sleep(0.001)
 
 

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, ProgramSpec
+from agentenv.envs.sandbox.program import Ended, Program
+from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.timeout(120)
@@ -317,7 +318,8 @@ async def test_a_sandbox_that_is_killed_is_infrastructure() -> None:
 def test_nothing_is_left_of_a_host_that_is_killed(unsafe: bool, tmp_path: Path) -> None:
     code = f"""
     import asyncio, sys
-    from agentenv.envs.sandbox.program import Program, ProgramSpec
+    from agentenv.envs.sandbox.program import Program
+    from agentenv.envs.sandbox.program_launch import ProgramSpec
 
     async def main():
         inner = ("python3", "-c", "import time; time.sleep(600)", "{MARK}")

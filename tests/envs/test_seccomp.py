@@ -182,3 +182,22 @@ def test_calls_by_the_numbers_of_another_machine(machine: Machine) -> None:
 def test_the_filter_of_an_unknown_machine() -> None:
     with pytest.raises(ValueError, match="no system call filter for riscv64"):
         confine.program("riscv64", 1, files=False, threads=False)
+
+
+@pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
+def test_a_program_asks_about_copies_of_itself_and_about_signals(machine: Machine) -> None:
+    arch = AUDIT_ARCH[machine.name]
+    plain = confine.program_filter(machine.name)
+    asking = confine.program_filter(machine.name, snapshots=True)
+    signals = (machine.kill, machine.refused["rt_sigqueueinfo"], machine.refused["pidfd_open"])
+    for number in signals:
+        assert simulate(plain, arch, number, 5, 9) == ALLOW
+        assert simulate(asking, arch, number, 5, 9) == confine.ASK
+    netlink = 16
+    assert simulate(plain, arch, machine.refused["socket"], netlink) == ALLOW
+    assert simulate(asking, arch, machine.refused["socket"], netlink) != ALLOW
+    for code, answer in ((plain, EPERM), (asking, confine.ASK)):
+        assert simulate(code, arch, machine.clone, confine.FORK_SNAPSHOT) == answer
+        assert simulate(code, arch, machine.clone, 0x11) == ALLOW
+        assert simulate(code, arch, machine.clone, confine.CLONE_NEWUSER | 0x11) == EPERM
+        assert simulate(code, arch, machine.refused["mount"]) == EPERM

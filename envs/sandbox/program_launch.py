@@ -1,0 +1,174 @@
+"""What a program is made of, and the command that puts it into its sandbox."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces
+from agentenv.envs.sandbox.snapshot_hook import VARIABLE
+from agentenv.errors import ConfigError
+
+MAX_OPEN_FILES = 4096
+TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
+THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
+FOLDER, INSIDE = "/home/agent", "/sandbox"
+INIT_FILES = ("program_init.py", "program_snapshot.py", "snapshot_hook.py", "fork_broker.py",
+              "confine.py")  # fmt: skip
+SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
+                "/etc/alternatives", "/etc/mime.types")  # fmt: skip
+ETC = {
+    "passwd": "root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n",
+    "group": "root:x:0:\nagent:x:1000:\n",
+    "hosts": "127.0.0.1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+SEED = "AGENTENV_SEED"
+SITE = f"""import os, random, sys
+random.seed(int(os.environ['{SEED}']))
+if '{VARIABLE}' in os.environ:
+    sys.path.insert(0, '{INSIDE}')
+    import snapshot_hook
+    del sys.path[0]
+    snapshot_hook.install()
+"""
+
+
+class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one program and all that it starts, together. Each that is reached ends the
+    episode and has a name: wall, idle, calls, cpu, memory, processes, disk."""
+
+    wall_s: Annotated[
+        float, Meta(gt=0, description="working time of the program, its calls not counted")
+    ] = 600.0
+    idle_s: Annotated[
+        float,
+        Meta(gt=0, description="time without a call or an exit, after which it counts as hung"),
+    ] = 120.0
+    max_calls: Annotated[int, Meta(ge=1, description="calls of the policy")] = 100
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU seconds")] = 300
+    memory_bytes: Annotated[int, Meta(ge=1 << 20, description="of all processes")] = 2 << 30
+    max_processes: Annotated[int, Meta(ge=1, description="at a time")] = 128
+    disk_bytes: Annotated[int, Meta(ge=1 << 12, description="of all files")] = 512 << 20
+    max_output_chars: Annotated[
+        int, Meta(ge=2, description="of its output; head and tail are kept")
+    ] = 8000
+
+
+class ProgramSpec(Struct, frozen=True, kw_only=True):
+    """What to start: a command, the folder whose content is copied into its own, more files by
+    name, and what it may read beside the system. `seed` fixes hashes and random numbers of Python
+    programs. `snapshots`: it may be copied while it waits for a reply."""
+
+    command: tuple[str, ...]
+    folder: str = ""
+    files: dict[str, str] = {}
+    read_only: tuple[str, ...] = ()
+    limits: ProgramLimits = ProgramLimits()
+    allow_unsafe: bool = False
+    seed: int = 0
+    snapshots: bool = False
+
+
+def bubblewrap(
+    python: Interpreter, spec: ProgramSpec, folder: Path, common: Path, forward: Path | None
+) -> list[str]:
+    """The command line that puts process 1 into the sandbox, with the files in `common` that all
+    programs see. Raises ConfigError."""
+    command = namespaces(python)
+    first = command.index("--ro-bind")  # what lies below /tmp comes behind that
+    command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--as-pid-1", "--new-session"]
+    for path in (*SYSTEM_FILES, *spec.read_only):
+        if path in spec.read_only and not os.path.exists(path):
+            raise ConfigError(f"read_only: no such path: {path}")
+        for parent in reversed(Path(path).parents[:-1]):  # else only root may pass
+            command += ["--dir", str(parent)]
+        command += ["--ro-bind-try", path, path]
+    for name in ETC:
+        command += ["--ro-bind", str(common / name), f"/etc/{name}"]
+    command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]
+    for name in INIT_FILES:
+        command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
+    if forward is not None:
+        command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
+    command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--proc", "/proc"]
+    command += [
+        "--dir",
+        "/home",
+        "--bind",
+        str(folder),
+        FOLDER,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+    ]
+    return [*command, "--"]
+
+
+def program_settings(
+    spec: ProgramSpec,
+    variables: Mapping[str, str],
+    uid: int | None,
+    work: str,
+    site: str,
+) -> dict[str, object]:
+    """What process 1 reads first, see program_init.py."""
+    limits, confined = spec.limits, not spec.allow_unsafe
+    own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
+    own |= {"TMPDIR": "/tmp"} if confined else {}
+    own |= {"PYTHONHASHSEED": str(spec.seed % 2**32), SEED: str(spec.seed), "PYTHONPATH": site}
+    bin = str(Path(sys.executable).parent)
+    if bin not in own["PATH"].split(os.pathsep):
+        own["PATH"] = f"{bin}{os.pathsep}{own['PATH']}"
+    rlimits = {"CORE": 0, "FSIZE": limits.disk_bytes, "CPU": limits.cpu_s + 1}
+    rlimits |= {"NOFILE": MAX_OPEN_FILES} if confined else {}
+    rlimits |= {"NPROC": limits.max_processes * THREADS_A_PROCESS} if confined else {}
+    return {
+        "command": spec.command,
+        "confined": confined,
+        "folder": work,
+        "variables": {**own, **variables},
+        "uid": uid,
+        "rlimits": rlimits,
+        "snapshots": spec.snapshots,
+        "limits": {
+            "cpu": limits.cpu_s,
+            "memory": limits.memory_bytes,
+            "processes": limits.max_processes,
+            "disk": limits.disk_bytes,
+        },
+        "watched": [work, "/tmp", "/dev/shm"] if confined else [work],
+        "max_output_chars": limits.max_output_chars,
+    }
+
+
+def fill_folder(spec: ProgramSpec, uid: int | None, outer: Path) -> None:
+    """Make the folder of a program with its initial files. Raises ConfigError."""
+    outer.mkdir(mode=0o700)
+    folder = outer / "work"
+    if spec.folder:
+        try:
+            shutil.copytree(spec.folder, folder, symlinks=True)
+        except (OSError, shutil.Error) as error:
+            raise ConfigError(f"folder: {spec.folder} cannot be copied: {error}") from error
+    folder.mkdir(exist_ok=True)
+    for name, text in spec.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"files: {name!r} leads out of the program's folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if uid is not None:
+        for place, _, names in os.walk(folder):
+            for one in (place, *(os.path.join(place, name) for name in names)):
+                os.chown(one, uid, uid, follow_symlinks=False)

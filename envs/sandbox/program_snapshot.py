@@ -1,0 +1,374 @@
+"""Part of process 1 of a program's sandbox: copies of a program that waits for a reply.
+
+A filter of system calls asks process 1 about the one clone by which a program copies itself
+(snapshot_hook.py), which is granted once for each request of the host:
+
+    the program    waits in its hook until all is done, so that its files stand still
+    the copy       a child of process 1, with users, mounts, a loopback and queues of its own. It
+                   has given up its capabilities before it gets its files: copies of /home/agent,
+                   /tmp and /dev/shm, in memory
+    connections    the loopback of the copy leads to the host, which is handed each of them
+
+The copies of one program share its namespace of processes and end with it: a process belongs to
+the copy whose loopback it is in. They see each other, and a signal reaches none but their own. A
+copy cannot look into the program; the program, whose user owns the copy's namespaces, could. What
+cannot be copied, or shares anything with the program, is refused, for a cause of one word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentenv.envs.sandbox import confine, fork_broker
+    from agentenv.envs.sandbox.snapshot_hook import SIGNAL
+else:  # inside, these files are all there is
+    import confine
+    import fork_broker
+    from snapshot_hook import SIGNAL
+
+DEADLINE_S = 5.0  # of each step
+MAX_ENTRIES = 5000
+MAX_ANSWERS = 100
+MAX_COPIED_BYTES = 64 << 20
+FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+
+
+class RefusedError(Exception):
+    """No copy; its text is the cause."""
+
+
+class Channel:
+    """Leads to the hook of a program; `theirs` is the end that it holds."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link = f"socket:[{os.fstat(self.theirs.fileno()).st_ino}]"
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+class Copy:
+    """A copy that is ready to go on: its process, the number of its loopback, the channel to its
+    hook, its listener, the descriptors of its folders, and where its output arrives."""
+
+    def __init__(self, pid: int, space: int, channel: Channel, fds: list[int], output: int) -> None:
+        self.pid, self.space, self.channel, self.output = pid, space, channel, output
+        self.listener = socket.socket(fileno=fds[0])
+        self.folders = fds[1:]
+
+
+class Snapshots:
+    """Of one sandbox. `channel` leads to the program's hook, and first brings the listener of its
+    filter of system calls."""
+
+    def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
+        _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
+        self.listener = fds[0] if fds else -1  # -1: the kernel, or a filter around us, has none
+        channel.ours.settimeout(DEADLINE_S)
+        self._port, self._disk_bytes = port, disk_bytes
+        self._machine = platform.machine()
+        self._clone = confine.numbers_of(self._machine, "clone")[0]
+        self._spaces = {space_of(os.getpid())}
+
+    def answer(self) -> None:
+        """Answer the system calls that wait, up to a number: the rest of process 1 goes on too."""
+        for _ in range(MAX_ANSWERS):
+            if not select.select([self.listener], [], [], 0)[0]:
+                break
+            self.answer_next()
+
+    def answer_next(self, granted: int = 0) -> bool:
+        """Answer one system call of the program; whether it was the clone that process `granted`
+        may make."""
+        data = bytearray(80)
+        try:
+            fcntl.ioctl(self.listener, fork_broker.RECEIVE, data)
+        except OSError:  # it has ended meanwhile
+            return False
+        id_, pid, _, number, _, _, target, *_ = struct.unpack("=QIIiIQ6Q", data)
+        if number == self._clone:
+            refusal = 0 if pid == granted else 11  # EAGAIN
+        else:
+            refusal = 0 if self._may_end(pid, target) else 1  # EPERM
+        answer = struct.pack("=QqiI", id_, 0, -refusal, 0 if refusal else fork_broker.GO_ON)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.listener, fork_broker.SEND, answer)
+        return number == self._clone and not refusal
+
+    def _may_end(self, pid: int, target: int) -> bool:
+        """Whether a signal of process `pid` stays within its copy: 0 is its own group, a negative
+        number another one, or all."""
+        number = target & 0xFFFFFFFF
+        if number in (0, pid) or len(self._spaces) == 1:
+            return True
+        meant = _group(2**32 - number) if number >> 31 else [number]
+        return number != 0xFFFFFFFF and all(space_of(one) == space_of(pid) for one in meant)
+
+    def forget(self, space: int) -> None:
+        """A copy has ended."""
+        self._spaces.discard(space)
+
+    def take(self, pid: int, channel: Channel, output: int) -> Copy:
+        """A copy of the program, or copy, of process `pid`, whose output arrives at `output`.
+        Raises RefusedError."""
+        pipe = f"pipe:[{os.fstat(output).st_ino}]"
+        if self.listener < 0:
+            raise RefusedError("kernel")
+        try:
+            connection = _shared_thing(pid, pipe, channel.link, self._port)
+        except (OSError, ValueError) as error:
+            raise RefusedError("failed") from error
+        reading, writing = os.pipe()
+        gate, space = Channel(), 0
+        made: list[int] = []
+        asked: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
+        asked |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
+        try:
+            _drain(channel.ours)
+            fds = [writing, gate.theirs.fileno()]
+            socket.send_fds(channel.ours, [json.dumps(asked).encode()], fds)
+            os.kill(pid, SIGNAL)
+            _expect(channel, b"forks", "busy")
+            child = self._born(pid, channel)
+            space = space_of(child)
+            gate.ours.settimeout(DEADLINE_S)
+            gate.theirs.close()
+            _expect(gate, b"born", "namespaces")
+            if _capabilities(child):
+                raise RefusedError("capabilities")
+            made = self._filled(child)
+            gate.ours.send(b"go")
+            _expect(gate, b"ready", "files")
+            pipe = f"pipe:[{os.fstat(reading).st_ino}]"
+            _shared_thing(child, pipe, gate.link, self._port)
+            gate.ours.send(b"go")
+        except (OSError, ValueError, RefusedError) as error:
+            end_all(space)
+            for fd in (reading, *made):
+                os.close(fd)
+            gate.close()
+            raise error if isinstance(error, RefusedError) else RefusedError("failed") from error
+        finally:
+            os.close(writing)
+            with contextlib.suppress(OSError):
+                channel.ours.send(b"go")
+        self._spaces.add(space)
+        return Copy(child, space, gate, made, reading)
+
+    def _born(self, parent: int, channel: Channel) -> int:
+        """The copy that `parent` makes now."""
+        until = time.monotonic() + DEADLINE_S
+        granted = False
+        sources: list[Any] = [self.listener, channel.ours]
+        while time.monotonic() < until:
+            ready = select.select(sources, [], [], 0.001)[0]
+            if channel.ours in ready:  # it could not
+                break
+            if ready:
+                granted |= self.answer_next(0 if granted else parent)
+            for pid in processes() if granted else ():
+                if fork_broker.is_child(pid) and space_of(pid) not in {0, *self._spaces}:
+                    return pid
+        raise RefusedError("namespaces")
+
+    def _filled(self, child: int) -> list[int]:
+        """Descriptors of a listener on the loopback of the copy, and of its folders."""
+        ours, theirs = socket.socketpair()
+        helper = os.fork()
+        if helper == 0:
+            try:
+                fds = _prepare(child, self._port, self._disk_bytes)
+                socket.send_fds(theirs, [b"done"], fds)
+            finally:
+                os._exit(0)
+        theirs.close()
+        with ours:
+            ours.settimeout(2 * DEADLINE_S)
+            try:
+                data, fds, *_ = socket.recv_fds(ours, 16, 1 + len(FOLDERS))
+            except TimeoutError:
+                data, fds = b"", []
+                os.kill(helper, signal.SIGKILL)
+        os.waitpid(helper, 0)
+        if not data:
+            raise RefusedError("files")
+        return fds
+
+
+def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
+    """In a helper that ends thereafter: enter the namespaces of the copy and fill them."""
+    process = os.pidfd_open(child)
+    fork_broker.enter(process, confine.SNAPSHOT_SPACES)
+    folders = []
+    room = MAX_ENTRIES
+    for path in FOLDERS:
+        old = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        found = os.fstat(old)
+        mode = stat.S_IMODE(found.st_mode)
+        if disk_bytes_of(path) > MAX_COPIED_BYTES:
+            raise OSError("too much")
+        options = f"size={2 * disk_bytes},mode={mode:o}"  # the watch comes first
+        confine.mount("tmpfs", path, confine.MS_NOSUID | confine.MS_NODEV, options)
+        new = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        room = fork_broker.copy_files(old, new, found.st_dev, room)
+        folders.append(new)
+    if os.path.exists("/sandbox/endpoint"):  # which is the program's
+        confine.mount("/dev/null", "/sandbox/endpoint", confine.MS_BIND)
+    with socket.socket() as one:
+        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    return [socket.create_server(("127.0.0.1", port), backlog=128).detach(), *folders]
+
+
+def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
+    """The link of the connection in which a process waits, beside that of its output and that of
+    its channel. Raises RefusedError where it holds anything that a copy would share, or does not
+    wait in one, or could not be copied."""
+    space = space_of(pid)
+    status = _status(pid)
+    if int(status["Threads"]) != 1:
+        raise RefusedError("threads")
+    links = {fd: os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    if channel not in links.values() or not int(status["SigCgt"], 16) >> (SIGNAL - 1) & 1:
+        raise RefusedError("no_hook")
+    if any(space_of(one) == space and one not in (pid, os.getpid()) for one in processes()):
+        raise RefusedError("children")
+    with open(f"/proc/{pid}/maps") as file:
+        for line in file:
+            _, rights, _, _, _, *name = line.split(maxsplit=5)
+            if rights[3] == "s" and (rights[1] == "w" or name[0].startswith(FOLDERS)):
+                raise RefusedError("memory")
+    found = []
+    for fd, link in links.items():
+        if link in (pipe, channel, *DEVICES):
+            continue
+        if link.startswith("socket:"):
+            found.append(link)
+        elif not link.startswith("/"):
+            kind = "event_loop" if link == "anon_inode:[eventpoll]" else "pipes"
+            raise RefusedError(kind)
+        elif _writes(pid, fd) or link.endswith(" (deleted)"):
+            raise RefusedError("open_files")
+    waits = {f"socket:[{inode}]" for inode in _connections(pid, port)}
+    if not waits & {*found}:
+        raise RefusedError("elsewhere")
+    if len(found) > 1:
+        raise RefusedError("connections")
+    return found[0]
+
+
+def _writes(pid: int, fd: str) -> bool:
+    with open(f"/proc/{pid}/fdinfo/{fd}") as file:
+        flags = dict(line.split(":", 1) for line in file if ":" in line)["flags"]
+    return bool(int(flags, 8) & os.O_ACCMODE)
+
+
+def _connections(pid: int, port: int) -> Iterable[str]:
+    """Inodes of the connections of its loopback to the port."""
+    with open(f"/proc/{pid}/net/tcp") as file:
+        for line in [*file][1:]:
+            _, _, other, state, *rest = line.split()
+            if int(other.split(":")[1], 16) == port and state == "01":
+                yield rest[5]
+
+
+def _capabilities(pid: int) -> bool:
+    status = _status(pid)
+    return any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb"))
+
+
+def _status(pid: int) -> dict[str, str]:
+    with open(f"/proc/{pid}/status") as file:
+        return dict(line.split(":\t", 1) for line in file if ":\t" in line)
+
+
+def disk_bytes_of(folder: str) -> int:
+    """Blocks of all files below, sizes of names included; links are not followed, and what is
+    mounted there does not count."""
+    total, folders = 0, [folder]
+    device = os.stat(folder).st_dev
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    if found.st_dev != device:
+                        continue
+                    total += found.st_blocks * 512 + 256
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError:
+            continue
+    return total
+
+
+def _drain(channel: socket.socket) -> None:
+    """What came too late."""
+    while select.select([channel], [], [], 0)[0] and channel.recv(256):
+        pass
+
+
+def _expect(channel: Channel, word: bytes, cause: str) -> None:
+    try:
+        found = channel.ours.recv(256)
+    except TimeoutError:
+        found = b""
+    if found != word:
+        raise RefusedError(cause)
+
+
+def _group(number: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for pid in processes():
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == number:
+                found.append(pid)
+    return found
+
+
+def processes() -> list[int]:
+    """All that are there, in the order in which they began, more or less."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def space_of(pid: int) -> int:
+    """The number of the loopback that a process is in; 0 for one that is gone."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def end_all(space: int) -> None:
+    """Kill all that is in there, and what it starts meanwhile."""
+    while found := [one for one in processes() if space_of(one) == space != 0]:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def measured(folders: Iterable[int]) -> int:
+    """Bytes in the file systems of these descriptors."""
+    total = 0
+    for fd in folders:
+        found: Any = os.fstatvfs(fd)
+        total += (found.f_blocks - found.f_bfree) * found.f_frsize
+    return total
