@@ -154,6 +154,7 @@ class Actor:
         session: str = "",
         first_root: int = 0,
         max_failures: int | None = None,
+        again: bool = False,
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
@@ -169,7 +170,8 @@ class Actor:
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
         default `index` does), and the first from-scratch branch gets the name `first_root`.
-        `max_failures` takes the place of that of the limits.
+        `max_failures` takes the place of that of the limits; the caller rolls out the same tree
+        `again` if it fails.
 
         Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
@@ -186,6 +188,7 @@ class Actor:
             session=session or str(index),
             record=record,
             start=order.start,
+            again=again,
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
             try:
@@ -279,6 +282,7 @@ class Answer(NamedTuple):
 async def ask(
     questions: Iterable[Question],
     on_answer: Callable[[Answer], Awaitable[None] | None],
+    on_retry: Callable[[Answer], None] = lambda answer: None,
     *,
     concurrency: int,
 ) -> None:
@@ -287,13 +291,14 @@ async def ask(
 
     Samples depend on the actor's seed, the task and the sample number, never on order, concurrency
     or the number of samples. A failed trajectory is retried with the same seeds, up to
-    `max_failures` of the limits. Raises what Actor.rollout raises.
+    `max_failures` of the limits; `on_retry` gets each failed attempt before its retry. Raises what
+    Actor.rollout and the two functions raise.
     """
     waiting = iter(questions)
 
     async def work() -> None:
         for question in waiting:
-            heard = on_answer(await _answer(question))
+            heard = on_answer(await _answer(question, on_retry))
             if heard is not None:
                 await heard
 
@@ -321,15 +326,18 @@ async def evaluate(
     return [one.result() for one in growing]
 
 
-async def _answer(question: Question) -> Answer:
+async def _answer(question: Question, on_retry: Callable[[Answer], None]) -> Answer:
     actor, task, sample = question
     loop = asyncio.get_running_loop()
     num_retries = 0
     while True:
         begin = loop.time()
+        again = num_retries < actor.limits.max_failures
         tree = await actor.rollout(
-            task, Independent(1), session=task.id, first_root=sample, max_failures=0
+            task, Independent(1), session=task.id, first_root=sample, max_failures=0, again=again
         )
-        if not tree.failures() or num_retries == actor.limits.max_failures:
-            return Answer(question, tree, num_retries, loop.time() - begin)
+        answer = Answer(question, tree, num_retries, loop.time() - begin)
+        if not (again and tree.failures()):
+            return answer
+        on_retry(answer)
         num_retries += 1

@@ -46,6 +46,8 @@ Resolve = Callable[[str], Path]
 ESSENTIAL = {"essential": True}
 PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
+SAME = 0.8  # how alike two keys are of which one is a misspelling
+MAX_PLACES = 3  # that are suggested for a key
 RUN = "{run}"  # in a path of a configuration: the run's directory
 
 
@@ -389,6 +391,9 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
         if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
             return f"did you mean {_join(path, name)}?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    is_alike = bool(difflib.get_close_matches(key, near, cutoff=SAME))
+    if places := [] if is_alike else _places(kind, key, cutoff=SAME if known else 1.0):
+        return f"did you mean {' or '.join(places)}?"
     if near:
         return f"did you mean {_join(path, near[0])}?"
     if not known:
@@ -398,6 +403,29 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     return f"known: {sorted(known)}" + (
         "" if path else "; or does the file belong to another command?"
     )
+
+
+def _places(kind: mi.Type, key: str, cutoff: float) -> list[str]:
+    """The keys of other tables with this name, or else with one that is as alike as `cutoff`; only
+    those of the tables that are least deep: not of each set what is above all sets, too."""
+    names = list(dict.fromkeys(_all_keys(kind)))
+    leaves = [name.rpartition(".")[2] for name in names]
+    near = difflib.get_close_matches(key, set(leaves), n=1, cutoff=cutoff)
+    found = [name for name, leaf in zip(names, leaves, strict=True) if leaf in near]
+    least = min((name.count(".") for name in found), default=0)
+    return [name for name in found if name.count(".") == least][:MAX_PLACES]
+
+
+def _all_keys(kind: mi.Type, path: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
+    """The dotted keys of all tables below; NAME stands for a name of the user's."""
+    kind = unwrap(kind)
+    if isinstance(kind, mi.DictType):
+        kind, path = kind.value_type, _join(path, "NAME")
+    for struct in struct_types(kind):
+        for field in struct.fields if struct.cls not in above else ():
+            name = _join(path, field.encode_name)
+            yield name
+            yield from _all_keys(field.type, name, (*above, struct.cls))
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from agentenv.disk import undecodable
-from agentenv.errors import ConfigError, DataError, ForeignError, install_hint
+from agentenv.errors import DataError, ForeignError, MissingError, install_hint
 from agentenv.registry import loaded
 from agentenv.untrusted import decode_loose
 
@@ -274,7 +274,7 @@ def _batches(path: Path) -> Iterator[Any]:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(
+        raise MissingError(
             f"{path}: reading this file requires pyarrow, which cannot be imported ({error}); "
             f"install it with: {install_hint('data')}"
         ) from error

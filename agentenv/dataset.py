@@ -60,17 +60,18 @@ def load_tasks(
     say: Callable[[str], None] = logger.warning,
     adapt: Adapt | None = None,
     held_out: bool = False,
+    key: str = "data",
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
     all), `ends` reads only so many rows of each end of a file (0: all). `say` reports rows that
     `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
-    leave it out. Rows that are made are those of training unless `held_out`. Raises DataError
-    with file, row, key and what was expected, or for no rows at all, and ConfigError for an
-    environment of `config.env_by` that no row chooses.
+    leave it out. Rows that are made are those of training unless `held_out`. `key` begins the keys
+    of `config` in messages. Raises DataError with file, row, key and what was expected, or for no
+    rows at all, and ConfigError for an environment of `config.env_by` that no row chooses.
     """
-    reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None)
+    reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None, key=key)
     tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends, held_out=held_out)
     if not (max_samples or ends):
         _check_env_by([reader])
@@ -88,7 +89,7 @@ def load_mix(
 ) -> TaskMix:
     """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` makes its paths."""
     readers, loaded = [], []
-    for part in parts:
+    for number, part in enumerate(parts):
         own = RowsConfig(
             columns=part.columns or config.columns,
             env_by=config.env_by,
@@ -96,7 +97,8 @@ def load_mix(
             compat=config.compat,
             source=part.source or config.source,
         )
-        reader = RowReader(own, part.env_id or env_id)
+        key = f"data.mix[{number}]" if part.columns else "data"
+        reader = RowReader(own, part.env_id or env_id, key=key)
         paths = [resolve(str(path)) for path in _listed(part.path)]
         loaded.append(_read(reader, paths, part.max_samples, say, ends=ends))
         readers.append(reader)

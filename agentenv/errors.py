@@ -2,6 +2,7 @@
 
     AgentEnvError
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts
+    |   +-- MissingError   a package that the chosen parts need is not installed here
     +-- DataError      a file, a dataset row or a model directory is wrong
     +-- ToolError      the tool call is at fault; its text is what the policy reads
     +-- InfraError     machinery of a tool or a grader is down; retried, never shown to the policy
@@ -57,6 +58,11 @@ class AgentEnvError(Exception):
 
 class ConfigError(AgentEnvError):
     """A configuration key is unknown, ill-typed, out of range, or not read by the chosen parts."""
+
+
+class MissingError(ConfigError):
+    """A package that the chosen parts need is not installed here; the text has the command that
+    installs it. A dry run, which may be one for another machine, lists it and goes on."""
 
 
 class DataError(AgentEnvError):
@@ -166,10 +172,10 @@ def _origin() -> str:
 
 
 def require_train(*modules: str) -> None:
-    """Raises ConfigError if one of these modules of the extra `train` is missing; loads none."""
+    """Raises MissingError if one of these modules of the extra `train` is missing; loads none."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise ConfigError(needs_train(", ".join(missing)))
+        raise MissingError(needs_train(", ".join(missing)))
 
 
 def needs_train(missing: str) -> str:

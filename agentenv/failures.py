@@ -257,14 +257,14 @@ class FailureLog:
         found = sorted(self._seen.items(), key=lambda pair: -pair[1].count)
         return [self.named(same, seen.count) for same, seen in found]
 
-    def report(self) -> None:
+    def report(self, what: str = "failed rollouts") -> None:
         """Log each cause with its count, the most frequent ones also on the terminal."""
         lines = self.lines()
         for number, line in enumerate(lines):
-            logger.warning("failed rollouts: %s", line, extra=SHOWN if number < NUM_SHOWN else {})
+            logger.warning("%s: %s", what, line, extra=SHOWN if number < NUM_SHOWN else {})
         if len(lines) > NUM_SHOWN:
             left = len(lines) - NUM_SHOWN
-            logger.warning("failed rollouts: %d other messages, see the log", left, extra=SHOWN)
+            logger.warning("%s: %d other messages, see the log", what, left, extra=SHOWN)
 
 
 class Failures:
@@ -279,11 +279,18 @@ class Failures:
         self._recent: deque[str | None] = deque(maxlen=WINDOW)  # causes of those that count
 
     def add(
-        self, failure: Failure | None, error: BaseException | None = None, who: str = ""
+        self,
+        failure: Failure | None,
+        error: BaseException | None = None,
+        who: str = "",
+        *,
+        again: bool = False,
     ) -> None:
-        """A rollout has ended, with a failure or without. Raises TooManyFailuresError."""
-        counts = failure is not None and failure.counts
-        self._recent.append(failure.same if failure is not None and counts else None)
+        """A rollout has ended, with a failure or without. A failure after which the same rollout is
+        tried `again` is only logged. Raises TooManyFailuresError."""
+        counts = failure is not None and failure.counts and not again
+        if not again:
+            self._recent.append(failure.same if failure is not None and counts else None)
         if failure is None:
             return
         self.num += 1

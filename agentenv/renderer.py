@@ -152,6 +152,8 @@ def preset(name: str) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
+WITHOUT_TOOLS = ("no_tools", "direct")  # presets that ask for an answer without any call
+
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
 THOUGHT_OPEN = "<think>"
@@ -176,8 +178,10 @@ class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     tools_in_prompt: Annotated[
         Shown,
         Meta(
-            description="tools that the prompt describes, unless it already shows their tags: "
-            "those with several parameters and their call format; all; none"
+            description="whether the prompt describes the tools whose tags it does not show yet, "
+            "and their call format: 'several', if one of them has several parameters, or if an "
+            "endpoint of chat messages is asked, which was not trained on them; 'all', always; "
+            "'none', never"
         ),
     ] = "several"
 

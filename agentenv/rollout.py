@@ -107,6 +107,7 @@ class Rollout:
         session: str,
         record: TreeRecord | None = None,
         start: Start | None = None,
+        again: bool = False,
     ) -> None:
         self.actor = actor
         self.tree = tree
@@ -115,6 +116,7 @@ class Rollout:
         self.prompt_messages: list[Message] | None = None  # of the first root
         self._session = session
         self._record = record
+        self._again = again
         self.clock = WorkClock()  # runs while that of any branch does
         self.branches: set[Branch] = set()  # that are not over
         self._is_over = False  # the tree has no time left: nothing begins any more
@@ -503,7 +505,8 @@ class Rollout:
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
         self._complete(leaf, branch)
-        self.actor.failures.add(failure_of(error, self.tree.task, branch.action), error)
+        failure = failure_of(error, self.tree.task, branch.action)
+        self.actor.failures.add(failure, error, again=self._again)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
             self._end(leaf, branch)
             return

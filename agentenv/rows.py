@@ -157,7 +157,7 @@ BROKEN_BOXED = "\x08oxed"  # "\boxed" whose \b was read as an escape
 
 A_SOLUTION = (
     "gold answers look like whole solutions, which no answer equals; expected the answer alone, or "
-    "'#### ANSWER' as last line: set its column by data.columns.answer"
+    "'#### ANSWER' as last line: set its column by {key}.columns.answer"
 )
 NO_KNOWN_KEY = (
     "gold answers are objects without any of the keys text, answer, target: only a custom grader "
@@ -173,15 +173,19 @@ class Found(NamedTuple):
 
 
 class RowReader:
-    """Makes tasks of rows; `env_id` is the environment of rows that choose none. With `keep_golds`
-    the metadata holds an answer as the row does, where the task holds it otherwise.
+    """Makes tasks of rows; `env_id` is the environment of rows that choose none, `key` begins the
+    keys of `config` in messages. With `keep_golds` the metadata holds an answer as the row does,
+    where the task holds it otherwise.
 
     `env_by_used` collects the keys of `config.env_by` that chose an environment, `env_by_seen` the
     values that rows have, `doubts` by file what is doubtful in its golds: how often, and the first.
     """
 
-    def __init__(self, config: RowsConfig, env_id: str, *, keep_golds: bool = True) -> None:
+    def __init__(
+        self, config: RowsConfig, env_id: str, *, keep_golds: bool = True, key: str = "data"
+    ) -> None:
         self.config = config
+        self.key = key
         self.env_id = env_id
         self.keep_golds = keep_golds
         self.env_by_used: set[str] = set()
@@ -237,7 +241,7 @@ class RowReader:
         if isinstance(value, list):
             value, system = _chat(value, asked.column)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(_expected("question", "a non-empty string", asked, raw.row))
+            raise DataError(self._expected("question", "a non-empty string", asked, raw.row))
         return self._repaired(value), system
 
     def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:
@@ -256,11 +260,11 @@ class RowReader:
             self._doubt(raw, NO_KNOWN_KEY, values[0])
         if not values or not all(map(_is_answer, values)):
             wanted = "a string, a number, or a non-empty list of them"
-            raise DataError(_expected("answer", wanted, gold, raw.row))
+            raise DataError(self._expected("answer", wanted, gold, raw.row))
         texts = [self._repaired(str(value)) for value in values]
         for text in texts:
             if _is_solution(text):
-                self._doubt(raw, A_SOLUTION, text)
+                self._doubt(raw, A_SOLUTION.format(key=self.key), text)
                 break
         return tuple(dict.fromkeys(texts)), solution
 
@@ -279,6 +283,19 @@ class RowReader:
         found = self.doubts.setdefault(raw.path, {})
         number, first = found.get(what, (0, f"row {raw.number}: {text[:80]!r}"))
         found[what] = number + 1, first
+
+    def _expected(self, key: str, wanted: str, found: Found, row: Row) -> str:
+        if not found.column:
+            known = {"question": QUESTIONS, "answer": ANSWERS}[key]
+            return (
+                f"key {key!r} must be {wanted}, and is missing, as are {', '.join(known[1:])}; the "
+                f"row has {sorted(row)}: set the column by {self.key}.columns.{key}"
+            )
+        if isinstance(found.value, str) and not found.value.strip():
+            got = "an empty string"
+        else:
+            got = f"{found.value!r:.60} ({type(found.value).__name__})"
+        return f"key {found.column!r} must be {wanted}, got {got}"
 
     def _env_by(self, row: Row) -> str:
         if not self.config.env_by:
@@ -472,18 +489,3 @@ def _rest(row: Row, used: list[str]) -> Row:
     holds; objects stay whole."""
     left_out = {*used} - {*KEPT}
     return {key: value for key, value in row.items() if value is not None and key not in left_out}
-
-
-def _expected(key: str, wanted: str, found: Found, row: Row) -> str:
-    if not found.column:
-        known = {"question": QUESTIONS, "answer": ANSWERS}[key]
-        return (
-            f"key {key!r} must be {wanted}, and is missing, as are {', '.join(known[1:])}; the row "
-            f"has {sorted(row)}: set the column by data.columns.{key} (for an evaluation set: by "
-            f"its columns.{key})"
-        )
-    if isinstance(found.value, str) and not found.value.strip():
-        got = "an empty string"
-    else:
-        got = f"{found.value!r:.60} ({type(found.value).__name__})"
-    return f"key {found.column!r} must be {wanted}, got {got}"

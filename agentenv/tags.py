@@ -110,18 +110,15 @@ def with_tools(
     messages: Sequence[Message], tools: Sequence[ToolSchema], shown: Shown
 ) -> list[Message]:
     """The messages of a prompt, with descriptions of the tools that they do not show yet: at the
-    end of the system message, else before the question.
+    end of the system message, else before the question. With "several" all of these, if one of them
+    has several parameters: a list with some of the tools denies the others.
     """
     prompt = "\n".join(message.content for message in messages)
-    lines = [
-        _line(tool)
-        for tool in tools
-        if (shown == "all" or (shown == "several" and takes_object(tool)))
-        and f"<{tool['name']}>" not in prompt
-    ]
-    if not lines or not messages:
+    unknown = [tool for tool in tools if f"<{tool['name']}>" not in prompt]
+    is_listed = shown == "all" or (shown == "several" and any(map(takes_object, unknown)))
+    if not (is_listed and unknown and messages):
         return list(messages)
-    text = "\n".join((_INTRODUCTION, *lines))
+    text = "\n".join((_INTRODUCTION, *map(_line, unknown)))
     first, *rest = messages
     if first.role == "system":
         return [Message("system", f"{first.content}\n\n{text}"), *rest]

@@ -26,7 +26,14 @@ from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
 from agentenv.env import ForkMode, shared
-from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError, install_hint
+from agentenv.errors import (
+    ConfigError,
+    ForeignError,
+    InfraError,
+    MissingError,
+    ToolError,
+    install_hint,
+)
 from agentenv.guard import guarded
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
@@ -78,7 +85,7 @@ class MCPTools:
         if isinstance(only, str):
             raise ConfigError(f"MCPTools: only: expected a list of names, such as [{only!r}]")
         if importlib.util.find_spec("mcp") is None:
-            raise ConfigError(
+            raise MissingError(
                 f"MCPTools requires the package mcp, which is not installed: {install_hint('mcp')}"
             )
         extra, secrets = (

@@ -26,7 +26,7 @@ from typing import Any
 from agentenv.data_files import Row
 from agentenv.envs.grading.custom import CustomGrader
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import DataError, install_hint
+from agentenv.errors import DataError, MissingError, install_hint
 from agentenv.types import Message, Task
 from agentenv.untrusted import decode_python
 
@@ -90,7 +90,9 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         hint = install_hint("reasoning-gym")
-        raise DataError(f"reasoning_gym:{name}: reasoning-gym is not installed: {hint}") from error
+        raise MissingError(
+            f"reasoning_gym:{name}: reasoning-gym is not installed: {hint}"
+        ) from error
     if name not in DATASETS:
         close = get_close_matches(name, DATASETS, 1)
         listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(DATASETS)}"

@@ -34,6 +34,7 @@ from agentenv.pipelines.evaluation.subject import (
     START,
     configured,
     find_subject,
+    is_url,
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
@@ -110,7 +111,7 @@ def next_commands(out: Path) -> dict[str, str]:
 
 def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
     """A model that is named by its id on the hub; of a dry run only from the cache."""
-    if arguments.subject.startswith(("http://", "https://")):
+    if is_url(arguments.subject):
         return
     if arguments.dry_run:
         find_on_hub(arguments.subject, "model")

@@ -21,7 +21,7 @@ from agentenv.engines.remote.weights import (
     TransferError,
     Wire,
 )
-from agentenv.errors import ConfigError, EngineError, LearnerError
+from agentenv.errors import SHOWN, ConfigError, EngineError, LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree, computed, encode
@@ -57,6 +57,7 @@ def report_skipped(
         "an optimizer step of policy version %d was skipped: its loss (%s) or gradient was not "
         "finite; in its batch: %s",
         *(version, step["loss"], "; ".join(blamed) or "every value is finite"),
+        extra=SHOWN,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError, install_hint
+from agentenv.errors import ConfigError, MissingError, install_hint
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +204,7 @@ def write_adapter(
 def check_installed() -> None:
     """Raises ConfigError if peft is missing; loads nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"learner.lora requires peft: install it with {install_hint('lora')}")
+        raise MissingError(f"learner.lora requires peft: install it with {install_hint('lora')}")
 
 
 def _peft_config(config: LoRAConfig, targets: list[str]) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from agentenv.errors import ConfigError, install_hint
+from agentenv.errors import ConfigError, MissingError, install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.context import ContextGroup, Share, padded
 from agentenv.learners.partition import MicroBatch
@@ -330,7 +330,7 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
     try:
         import tree_recurrence
     except ImportError as error:
-        raise ConfigError(
+        raise MissingError(
             f"{type(model).__name__}: layers of type {', '.join(found)} require tree-recurrence: "
             f"install it with {install_hint('hybrid')}"
         ) from error

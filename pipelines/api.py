@@ -49,7 +49,7 @@ from agentenv.pipelines.evaluation.figures import Summary
 from agentenv.pipelines.evaluation.report import report_of
 from agentenv.pipelines.evaluation.run import chosen_sets, default_folder, run_evaluation
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.evaluation.subject import LAST, find_subject, of_env, resolve
+from agentenv.pipelines.evaluation.subject import LAST, find_subject, is_url, of_env, resolve
 from agentenv.pipelines.run.arguments import EXIT_FAILED, LATEST, check_places
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
@@ -277,7 +277,7 @@ def evaluate(
             name = Path(str(subject.name_or_path)).name or "model"
             found = find_subject(str(memory / "model"))._replace(name=name)
         else:
-            if not str(subject).startswith(("http://", "https://")):
+            if not is_url(str(subject)):
                 fetch_from_hub(str(subject), "model", view.say)
             where = str(tokenizer or "")
             chosen = [] if raw else list(sets)

@@ -94,6 +94,22 @@ def test_initials_of_a_key_suggest_it() -> None:
         build_config(TrainConfig, {"learner": {"lr": 1e-4}}, "run.toml")
 
 
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"temperature": 0.5}, "sampling.train.temperature or sampling.eval.temperature?"),
+        ({"train": {"max_tool_calls": 3}}, "did you mean limits.max_tool_calls?"),
+        ({"learning_rat": 1e-6}, "did you mean learner.learning_rate?"),
+        ({"queue": {"max_stalenes": 2}}, "did you mean queue.max_staleness?"),  # as ever: its own
+        ({"wholly": 1}, "known: ["),
+    ],
+)
+def test_the_name_of_a_key_of_another_table_suggests_it(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config(TrainConfig, raw, "run.toml")
+    assert says in str(raised.value)
+
+
 def test_none_stays_a_value_where_it_is_one() -> None:
     raw: dict[str, Any] = {"learner": {}, "sft": {}}
     apply_overrides(raw, ["learner.offload=none", "sft=none"], TrainConfig)

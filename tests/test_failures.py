@@ -130,6 +130,16 @@ def test_strict_ends_at_the_first_bug_and_at_nothing_else() -> None:
         failures.add(failure_of(CrashError("the tool 'x' raised KeyError"), TASK))
 
 
+def test_an_attempt_that_is_tried_again_is_logged_and_no_failure_of_a_rollout() -> None:
+    failures = Failures(0.0, strict=False)
+    failures.add(failure_of(EnvError("down"), TASK), again=True)
+    failures.add(None)
+    failures.check_share()
+    assert failures.log.lines() == [
+        "1 x EnvError: down (the environment me/Shop-v0), first in task t7"
+    ]
+
+
 def test_a_short_run_is_judged_at_its_end() -> None:
     failures = Failures(0.25, strict=False)
     for _ in range(5):

@@ -194,7 +194,8 @@ def test_arguments_are_written_as_they_are_read() -> None:
     assert written_arguments({"code": "1"}, None) == "1"
 
 
-def test_a_prompt_tells_of_the_tools_whose_form_cannot_be_guessed() -> None:
+def test_a_prompt_describes_all_tools_if_the_form_of_one_cannot_be_guessed() -> None:
+    """All that it does not show yet: a list without `stock` would say that there is none."""
     tools = [schema(stock), schema(order)]
     system, question = Message("system", "Be brief."), Message("user", "How many?")
     told = with_tools([system, question], tools, "several")
@@ -203,13 +204,17 @@ def test_a_prompt_tells_of_the_tools_whose_form_cannot_be_guessed() -> None:
     assert (
         f"{form(schema(order))}: Order pieces of an item.\n  item: what to order" in told[0].content
     )
-    assert "<stock>" not in told[0].content
+    assert "<stock>item</stock>: How many pieces" in told[0].content
+    shown = Message("system", "Write <stock>item</stock>.")
+    assert "<stock>item</stock>: " not in with_tools([shown, question], tools, "several")[0].content
     (alone,) = with_tools([question], tools, "all")
     assert alone.content.endswith("\n\nHow many?")
     assert "<stock>item</stock>: How many pieces" in alone.content
     assert with_tools([system, question], tools, "none") == [system, question]
     shown = Message("system", 'Write <order>{"item": .., "count": ..}</order>.')
-    assert with_tools([shown, question], tools, "several") == [shown, question]
+    told = with_tools([shown, question], [schema(order)], "several")
+    assert told == [shown, question]
+    assert with_tools([shown, question], tools, "several") == [shown, question], "one parameter"
     assert with_tools([question], [schema(stock)], "several") == [question]
 
 

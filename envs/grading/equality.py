@@ -20,7 +20,7 @@ from agentenv.envs.grading.numbers import long_decimals
 from agentenv.envs.grading.values import Values
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.envs.search.cache import ResultCache
-from agentenv.errors import ConfigError, InfraError, install_hint
+from agentenv.errors import InfraError, MissingError, install_hint
 from agentenv.untrusted import decode
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
@@ -206,7 +206,7 @@ class MathEquivalence:
         """Refuse where math-verify is missing. It is loaded, which takes seconds, for the first
         pair that no cheaper rule decides."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
+            raise MissingError(
                 f"grader: mathematical equivalence requires math-verify: {install_hint('math')}, "
                 "or set grader.math = false to compare expressions as text"
             )

@@ -48,8 +48,7 @@ class BM25Index:
     def __init__(self, passages: list[Passage]) -> None:
         # Where JAX is installed, bm25s imports it, and it would take most of a GPU.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        import bm25s  # slow to load
-
+        bm25s = needed("bm25s", "bm25s", "search", "BM25 search")  # slow to load
         self.passages = passages
         self._vocabulary: dict[str, int] = {}
         number = self._vocabulary

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, ForeignError, install_hint
+from agentenv.errors import ConfigError, DataError, ForeignError, MissingError, install_hint
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 
@@ -279,7 +279,7 @@ def needed(module: str, package: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
+        raise MissingError(
             f"{what} requires the package {package!r} ({error}); install it with: "
             f"{install_hint(extra)}"
         ) from error

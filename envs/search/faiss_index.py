@@ -180,14 +180,14 @@ class Encoder:
     """A text encoder of transformers. `size` is the length of its vectors."""
 
     def __init__(self, config: FaissConfig) -> None:
-        import torch
-        import transformers
-
+        what = "search.backend.encoder"
+        torch = needed("torch", "torch", "train", what)
+        transformers = needed("transformers", "transformers", "train", what)
         self._torch: Any = torch
         self._config = config
         try:
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(config.encoder)
-            model: Any = transformers.AutoModel.from_pretrained(config.encoder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(config.encoder)
+            model = transformers.AutoModel.from_pretrained(config.encoder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"search.backend.encoder: {config.encoder} cannot be loaded: {error}"

@@ -211,8 +211,9 @@ class BenchmarkRows:
     Columns are found whatever their case; `columns` names those of a file with other names.
     """
 
-    def __init__(self, benchmark: Benchmark, columns: ColumnsConfig) -> None:
+    def __init__(self, benchmark: Benchmark, columns: ColumnsConfig, key: str) -> None:
         self.benchmark = benchmark
+        self.key = key
         self.columns = columns
         self.num_left_out = 0
         self.fields_seen: set[str] = set()
@@ -261,7 +262,8 @@ class BenchmarkRows:
             wanted = f"the column {mapped!r}" if mapped else f"a column {' or '.join(known)}"
             raise DataError(
                 f"expected {wanted} of {self.benchmark.title} (published columns: "
-                f"{', '.join(self.benchmark.columns)}), the row has {sorted(row)}"
+                f"{', '.join(self.benchmark.columns)}), the row has {sorted(row)}: set the column "
+                f"by {self.key}.columns.{key}"
             )
         return value
 
@@ -334,14 +336,15 @@ def load_benchmark(
     rows: RowsConfig | None = None,
     ends: int = 0,
     say: Callable[[str], None] = logger.warning,
+    key: str = "sets.NAME",
 ) -> list[Task]:
     """Tasks of the benchmark in the order of its file: as many as the papers ask, the first `n`,
     or, for 0, all.
 
     `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
-    as for any dataset, `ends` is as in `load_tasks`. `say` gets a line for skipped rows and the
-    groups have no column. Raises ConfigError for an unknown name, DataError for a missing file,
-    with where to get it, or a bad row.
+    as for any dataset, `ends` and `key` are as in `load_tasks`. `say` gets a line for skipped rows
+    and where groups have no column. Raises ConfigError for an unknown name, DataError for a missing
+    file, with where to get it, or a bad row.
     """
     spec, config = benchmark(name), rows or RowsConfig()
     if not path:
@@ -353,7 +356,7 @@ def load_benchmark(
         raise DataError(f"{spec.name}: {error}; {spec.how_to_get}") from None
     if absent:
         raise DataError(f"{spec.name}: missing files: {', '.join(absent)}; {spec.how_to_get}")
-    adapt = BenchmarkRows(spec, config.columns)
+    adapt = BenchmarkRows(spec, config.columns, key)
     tasks = load_tasks(
         files,
         env_id or ENV_ID,

@@ -152,11 +152,16 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
     data, sets = raw.get("data"), raw.get("sets") or {}
     if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
         build_config(EvaluateConfig, raw, source)  # which says what is wrong
-    if data and sets:
-        raise ConfigError(f"{source}: data and [sets]: set only one of them")
     if data:
         first = data[0] if isinstance(data, list) else data
-        sets = {Path(str(first)).stem: {"path": data}}
+        name = Path(str(first)).stem
+        more = [*(sets.keys() - {name}), *({"path", "benchmark"} & sets.get(name, {}).keys())]
+        if more:
+            raise ConfigError(
+                f"{source}: data and [sets]: set only one of them; with data, keys of its set, "
+                f"such as sets.{name}.columns.answer, may be set"
+            )
+        sets = {name: {**sets.get(name, {}), "path": data}}
     if not sets:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
         build_config(

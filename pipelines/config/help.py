@@ -418,9 +418,9 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     `+key` and `++key`, as Hydra writes overrides, are the same keys.
     """
-    found = {key: entry for key, entry in map(_entry, _dotted(raw)) if entry is not None}
-    if found:
-        lines = [f"  {key}: {advice(*entry)}" for key, entry in found.items()]
+    told = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
+    if told:
+        lines = [f"  {key.lstrip('+')}: {text}" for key, text in told.items()]
         raise ConfigError(
             f"{source}: keys of verl, which have different names here ({DOCUMENT}):\n"
             + "\n".join(lines)
@@ -449,14 +449,27 @@ def find(key: str) -> tuple[str, str] | None:
     return next((verl_keys()[name] for name in (key, *tables) if name in verl_keys()), None)
 
 
-def _entry(key: str) -> tuple[str, tuple[str, str] | None]:
-    key = key.lstrip("+")
+def _advice(key: str) -> str:
+    """Our key in the place of one of verl's, also of a misspelled one; empty for other keys."""
+    table, _, leaf = key.rpartition(".")
+    alike = {
+        name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == table
+    }
+    near = difflib.get_close_matches(leaf, alike, n=1, cutoff=MISSPELLED) if table else []
+    meant = alike[near[0]] if near else key
+    if meant != key and key not in verl_keys():
+        return f"did you mean {meant}? {advice(*verl_keys()[meant])}"
+    root = key.partition(".")[0]
     # Tables that both have: only names that are not ours get a general answer.
-    if key.partition(".")[0] in ("data", "algorithm") and key not in verl_keys():
-        return key, find(key) if key.startswith(_THEIR_TABLES) else None
-    return key, find(key)
+    if root in BOTH and key not in verl_keys() and not key.startswith(_THEIR_TABLES):
+        return ""
+    entry = find(key)
+    is_theirs = root not in BOTH and any(one.startswith(f"{root}.") for one in verl_keys())
+    return advice(*entry) if entry else "no key with a counterpart here" if is_theirs else ""
 
 
+MISSPELLED = 0.85  # how alike the last parts of two keys are
+BOTH = ("data", "algorithm")  # tables of verl and ours
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
 
 

@@ -331,7 +331,11 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.num_epochs is None):
-            raise ConfigError("train: set exactly one of train.num_steps and train.num_epochs")
+            hint = "; train.num_epochs=none on the command line removes the one of the file"
+            raise ConfigError(
+                "train: set exactly one of train.num_steps and train.num_epochs"
+                f"{'' if self.num_steps is None else hint}"
+            )
 
     def count_steps(self, num_tasks: int, groups_per_step: int) -> int:
         """Updates of a run; from `num_epochs`, the last incomplete one is dropped."""

@@ -166,7 +166,10 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_epochs is not None:
-            raise ConfigError("num_steps and num_epochs: set only one of them")
+            raise ConfigError(
+                "num_steps and num_epochs: set only one of them; KEY=none on the command line "
+                "removes the one of the file"
+            )
 
     def count_steps(self, num_rows: int) -> int:
         """Optimizer steps of the run; the last one of an epoch may hold fewer rows."""

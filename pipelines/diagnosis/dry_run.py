@@ -25,7 +25,7 @@ from agentenv.config import resolver
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
-from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, DataError
+from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, DataError, MissingError
 from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
 from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.model_files import find_on_hub, hub_id
@@ -258,9 +258,14 @@ def dry_run(
     resolve = resolver(run)
 
     assembly = Assembly[Any](config, run, AsyncExitStack(), view.say)
-    asyncio.run(refuse(assembly, "configuration"))
+    not_installed = list[str]()
+    try:
+        asyncio.run(refuse(assembly, "configuration"))
+    except MissingError as error:
+        not_installed.append(str(error))
     to_fetch = [*_not_cached(config)]
     plan = make_plan(config, machine, resolve, model)
+    plan.missing += not_installed
     plan.missing += to_fetch
     absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)
@@ -273,7 +278,7 @@ def dry_run(
             keys = {one.key for one in absent}
             _read(config, run, place, keys, view, is_elsewhere=arguments.gpus is not None)
         except (AgentEnvError, OSError) as error:
-            plan.problems.append(str(error))
+            (plan.missing if _is_missing(error) else plan.problems).append(str(error))
     show_plan(plan, view)
     if plan.problems:
         raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
@@ -285,10 +290,18 @@ def dry_run(
         view.say("next: the same command without --dry-run")
         return 0
     view.say(
-        f"missing items are listed above (exit code {EXIT_MISSING}); docs/data.md describes the "
-        "files that are read, docs/reproduce.md where to get those of the papers"
+        f"missing items are listed above (exit code {EXIT_MISSING}: nothing is wrong, something is "
+        "not here); docs/data.md describes the files that are read, docs/reproduce.md where to get "
+        "those of the papers"
     )
     return EXIT_MISSING
+
+
+def _is_missing(error: BaseException | None) -> bool:
+    """Whether a package that is not installed here is the cause."""
+    while error is not None and not isinstance(error, MissingError):
+        error = error.__cause__
+    return error is not None
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:

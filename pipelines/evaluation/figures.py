@@ -59,7 +59,9 @@ class Agreement(Struct, kw_only=True):
 
 class Figures(Struct, kw_only=True):
     """The figures of one group of questions. Failed trajectories are in none of them but
-    `num_failed`, `failures` and `success_if_failed_wrong`.
+    `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
+    did; `num_retries` are the failed attempts that another one followed, of all trajectories.
+    `num_misformatted` answers equal a gold (em), and were refused for the format around them.
 
     `estimates` holds success (of the environment's grader), reward, the scores, tool_calls (a
     trajectory), tool_productivity (right ones / tool calls), tool_efficiency (right ones among
@@ -75,12 +77,15 @@ class Figures(Struct, kw_only=True):
     success_if_failed_wrong: float
     pass_at: dict[int, Estimate]
     majority_at: dict[int, Estimate]
-    arpo_tool_productivity: float  # success * calls / (calls + 0.1) * 100, calls a trajectory
+    # success * calls / (calls + 0.1) * 100, calls a trajectory; None without any call
+    arpo_tool_productivity: float | None
     spreads: dict[str, Spread]
     truncations: dict[str, int]
     tools: dict[str, ToolUse]
     agreement: Agreement | None
     assist: dict[str, float] = {}  # totals of EvalRow.assist
+    num_retries: int = 0
+    num_misformatted: int = 0
 
 
 class Summary(Struct, kw_only=True):
@@ -102,6 +107,7 @@ Floats = NDArray[np.float64]
 Ratios = dict[str, tuple[float, float]]  # of a question: numerator and denominator by figure
 
 
+FORMAT = "format"  # a part of a reward
 SCORES = ("em", "f1", "contains", "math", "rule", "judge")
 CALLS_OFFSET = 0.1  # of ARPO's tool productivity
 _NONE = (0.0, 0.0)
@@ -129,11 +135,11 @@ def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
     return list(found.values())
 
 
-def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
-    """1, 2, 4, ... and the largest number of samples that a question has."""
+def default_ks(questions: Iterable[QuestionRows], asked: Iterable[int] = ()) -> tuple[int, ...]:
+    """1, 2, 4, ..., the largest number of samples that a question has, and those `asked` for."""
     most = max((len(question.rows) for question in questions), default=1)
-    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
-    return (*powers, most)
+    powers = [2**power for power in range(most.bit_length())]
+    return tuple(sorted({k for k in (*powers, *asked) if k < most} | {most}))
 
 
 def figures_of(
@@ -163,13 +169,21 @@ def figures_of(
         success_if_failed_wrong=fmean(least) if least else 0.0,
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
-        arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100,
+        arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100 if calls else None,
         spreads=spreads,
         truncations=_counted(row.limit or "unknown" for row in done if row.end == "truncated"),
         tools=_tools(done),
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
+        num_retries=sum(row.num_retries for row in rows),
+        num_misformatted=sum(map(_is_misformatted, done)),
     )
+
+
+def _is_misformatted(row: EvalRow) -> bool:
+    """Whether only its format is wrong, by the part that `ToolReward` gives, also in a sum."""
+    bad = any(key.split(".")[-1] == FORMAT and part < 0 for key, part in row.parts.items())
+    return bad and not row.success and row.scores.get("em", 0.0) >= 1
 
 
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
@@ -307,14 +321,15 @@ async def summarize(
     scorer: Scorer,
     *,
     ks: Sequence[int] = (),
+    asked: Iterable[int] = (),
     again: bool = False,
 ) -> Summary:
-    """The summary of an evaluation. `ks` are those of pass@k and maj@k, by
-    default powers of two; `again` computes scores that the rows have already."""
+    """The summary of an evaluation. `ks` are those of pass@k and maj@k, by default powers of two
+    and the numbers of samples `asked` for; `again` computes scores that the rows have already."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    return summary_of(name, questions, ks, compat=scorer.compat)
+    return summary_of(name, questions, ks or default_ks(questions, asked), compat=scorer.compat)
 
 
 def summary_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,11 @@ async def figures(
 ) -> Summary:
     """The summary of these rows of the evaluation in `folder`; scores and votes are filled into the
     rows."""
-    name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
+    saved = load_saved(folder)
+    name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
-    return await summarize(name, rows, scorer, ks=ks, again=again)
+    asked = [one.get("num_samples", 1) for one in saved.config.get("sets", {}).values()]
+    return await summarize(name, rows, scorer, ks=ks, asked=asked, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
@@ -65,6 +68,8 @@ async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
     summary.json only then."""
     for table in terminal_tables_of(summary):
         view.show(table)
+    for line in hints_of(summary, str(folder)):
+        view.warn(line)
     await in_thread(_write, folder, summary)
     view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}")
     return summary
@@ -76,11 +81,25 @@ def _write(folder: Path, summary: Summary) -> None:
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
         f"{overall.num_failed} failed{_weights_of(load_saved(folder).subject)}"
     )
-    head = f"# {markdown(summary.name)}\n\n{markdown(subtitle)}"
+    lines = (subtitle, *hints_of(summary, folder.name))
+    head = "\n\n".join([f"# {markdown(summary.name)}", *map(markdown, lines)])
     text = f"{head}\n\n{lines_of(tables_of(summary))}\n"
     write_whole(folder / MARKDOWN_FILE, text.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
+
+
+def hints_of(summary: Summary, folder: str) -> list[str]:
+    """What makes the figures worth less than they look, a line each, with the remedy."""
+    count = summary.overall.num_misformatted
+    if not count:
+        return []
+    return [
+        f"{count} of {summary.overall.num_trajectories} answers are right (EM) but fail the format "
+        "that the grader demands, and count as wrong: grade the answers alone (agentenv evaluate "
+        f"regrade {shlex.quote(folder)} grader.reward=answer), or ask for the format "
+        "with a prompt.template such as no_tools or search"
+    ]
 
 
 def _weights_of(subject: Mapping[str, Any]) -> str:
@@ -191,6 +210,8 @@ def _scores_note(summary: Summary) -> str:
             f" {overall.num_failed} failed trajectories ({kinds}) are excluded from scores; if all "
             f"of them counted as wrong, success would be {number(overall.success_if_failed_wrong)}."
         )
+    if overall.num_retries:
+        note += f" {overall.num_retries} failed attempts were retried."
     if summary.compat:
         note += " em, F1, contains and math are those of the published code."
     return note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,8 +20,8 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import ConfigError, EngineError, EnvError, TooManyFailuresError
-from agentenv.failures import FailureLog, Redactor
+from agentenv.errors import AgentEnvError, ConfigError, EngineError, EnvError, TooManyFailuresError
+from agentenv.failures import NUM_NAMED, FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
@@ -28,24 +29,26 @@ from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import View, first_reason
 from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.reference.helpers import count_calls
 from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
+from agentenv.types import Limits
 
 INTERVAL_S = 1.0
 
 
 class Progress:
-    """Reports trajectories done, success so far, tokens a second and failures to `show`."""
+    """Reports trajectories done, success so far, tokens a second, failures and retries to
+    `show`."""
 
     def __init__(
         self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
     ) -> None:
-        self.num_done = self.num_right = self.num_failed = 0
+        self.num_done = self.num_right = self.num_failed = self.num_retries = 0
         self._report, self._engine = show, engine
         self._throughput, self._rate = Throughput(), 0.0
         for row in stored:
@@ -62,6 +65,11 @@ class Progress:
             self.num_right += row.success
         self._show()
 
+    def retry(self) -> None:
+        """One more attempt failed, and the trajectory is tried again."""
+        self.num_retries += 1
+        self._show()
+
     def close(self) -> None:
         """Show nothing more."""
         self._ticking.cancel()
@@ -75,11 +83,12 @@ class Progress:
     def _show(self) -> None:
         success = self.num_right / self.num_done if self.num_done else 0.0
         failed = f"  {self.num_failed} failed" if self.num_failed else ""
-        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
+        retried = f"  {self.num_retries} retries" if self.num_retries else ""
+        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}{retried}"
         self._report(self.num_done + self.num_failed, note)
 
 
-MAX_FAILED = 32  # trajectories; if all the first ones failed, the others are not asked
+MAX_FAILED = 32  # attempts; if all the first ones failed, no others follow
 
 # From a tree with one leaf to the row that is stored of it.
 
@@ -167,16 +176,17 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
 
 
 class Outcome(NamedTuple):
-    """The number of failed trajectories, and the error if their share is too large."""
+    """The number of trajectories that failed for good, as the report has it, and the error if their
+    share is too large."""
 
     num_failed: int = 0
-    problem: TooManyFailuresError | None = None
+    problem: AgentEnvError | OSError | None = None
 
 
 async def run_evaluation(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
 ) -> Outcome:
-    """Ask the trajectories that `out` does not hold yet."""
+    """Ask the trajectories that `out` does not hold yet. Raises `broken` if nothing works."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.say)
         await refuse(assembly)
@@ -188,11 +198,18 @@ async def run_evaluation(
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+        if others := len(store.rows.keys() - {one.key for one in wanted}):
+            view.say(
+                f"{out} also holds {others} trajectories of more samples, questions or sets than "
+                "this command asks for: the report is over all; for these alone choose another "
+                "--out"
+            )
         if not missing:
             return Outcome()
         engine = await assembly.engine()
         actors = {name: await assembly.actor(name, engine) for name in sets}
-        stack.callback(share_failures(actors.values(), config).report)
+        log = share_failures(actors.values(), config)
+        stack.callback(log.report, "failed attempts")
         stored = [row for row in store.rows.values() if row.end != FAILED]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
@@ -203,17 +220,40 @@ async def run_evaluation(
             return row_of(name, answer, assembly.seed(name))
 
         many = config.concurrency
-        with rolling_out(), watched(actors.values, view):
-            await ask_into(store, missing, actors, make_row, progress.add, concurrency=many)
+        problem: AgentEnvError | OSError | None = None
+        try:
+            with rolling_out(), watched(actors.values, view):
+                await ask_into(store, missing, actors, make_row, progress, concurrency=many)
+        except* TooManyFailuresError as errors:
+            problem = first_reason(errors)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.say(f"environments: {', '.join(counted)}")
-        try:
-            for actor in actors.values():
-                actor.failures.check_share()
-        except TooManyFailuresError as error:
-            return Outcome(progress.num_failed, error)
-        return Outcome(progress.num_failed)
+        failed = [row for row in store.rows.values() if row.end == FAILED]
+        for name, one in sets.items():
+            problem = problem or _too_many(name, store, one.config.limits, log.redactor)
+        return Outcome(len(failed), problem)
+
+
+def _too_many(
+    name: str, store: Store, limits: Limits, redactor: Redactor
+) -> TooManyFailuresError | None:
+    """The error where the limit's share of a set's trajectories failed, however few there are."""
+    rows = [row for row in store.rows.values() if row.dataset == name]
+    errors = [row.error or "" for row in rows if row.end == FAILED]
+    if len(errors) <= limits.max_failed_share * len(rows):
+        return None
+    return TooManyFailuresError(
+        f"{len(errors)} of {len(rows)} trajectories of sets.{name} failed, which is more than "
+        f"limits.max_failed_share = {limits.max_failed_share:g}: {named_causes(errors, redactor)}; "
+        "the same command retries them"
+    )
+
+
+def named_causes(errors: Iterable[str], redactor: Redactor) -> str:
+    """The most frequent errors, each with its count."""
+    causes = Counter(errors).most_common(NUM_NAMED)
+    return redactor.text("; ".join(f"{count} x {text}" for text, count in causes))
 
 
 FOLDER = "evals"
@@ -263,38 +303,45 @@ async def ask_into(
     missing: Sequence[Wanted],
     actors: Mapping[str, Actor],
     make_row: Callable[[str, Answer], EvalRow],
-    on_row: Callable[[EvalRow], None] = lambda row: None,
+    progress: Progress,
     *,
     concurrency: int,
 ) -> None:
     """Ask the trajectories that `store` lacks, each set by its actor, and store a row as each ends.
-    `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises `broken` when the
-    first MAX_FAILED that end, or all, have failed: something is broken, not unlucky."""
+    `make_row` makes it of the set's name and the answer, `progress` sees it. Raises `broken` when
+    the first MAX_FAILED attempts, or all, have failed: something is broken, not unlucky."""
     names = {id(actor): name for name, actor in actors.items()}
     errors: list[str] = []
-    hopeless = min(MAX_FAILED, len(missing))  # 0: one has not failed
+    most = sum(1 + actors[one.dataset].limits.max_failures for one in missing)
+    hopeless = min(MAX_FAILED, most)  # 0: one has not failed
     if any(row.end != FAILED for row in store.rows.values()):
         hopeless = 0
+
+    def count(answer: Answer, error: str) -> None:
+        errors.append(error)
+        if len(errors) == hopeless:
+            last = answer.question.actor.failures.log.redactor.text(error)
+            raise broken(errors)(
+                f"all of the first {hopeless} attempts failed; the evaluation stops here; the "
+                f"last error: {last}; the same command tries again"
+            )
 
     async def keep(answer: Answer) -> None:
         nonlocal hopeless
         row = make_row(names[id(answer.question.actor)], answer)
         await in_thread(store.add, row)
-        on_row(row)
+        progress.add(row)
         if row.end != FAILED:
             hopeless = 0
-        if not hopeless:
-            return
-        errors.append(row.error or "")
-        if len(errors) == hopeless:
-            last = answer.question.actor.failures.log.redactor.text(row.error or "")
-            raise broken(errors)(
-                f"all of the first {hopeless} trajectories failed; the evaluation stops here; the "
-                f"last error: {last}; the same command retries them"
-            )
+        else:
+            count(answer, row.error or "")
+
+    def retry(answer: Answer) -> None:
+        progress.retry()
+        count(answer, answer.tree.failures()[0].error or "")
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
-    await ask(asked, keep, concurrency=concurrency)
+    await ask(asked, keep, retry, concurrency=concurrency)
 
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:

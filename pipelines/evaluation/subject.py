@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -54,13 +55,16 @@ from agentenv.pipelines.setup.assembly import (
     said,
 )
 from agentenv.reference.helpers import Assist, assist_actor
-from agentenv.renderer import PromptConfig, Renderer
+from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
 
 C = TypeVar("C")
 
 LAST, START = "last", "start"  # of a run, beside BEST
+ADDRESS = re.compile(
+    r"((localhost|\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(:\d+)?|[\w.-]+:\d+|[\w-]+(\.[\w-]+)+(?=/v1))(/|$)"
+)
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
 
 
@@ -74,6 +78,13 @@ class Subject(NamedTuple):
     model: Path | None
 
 
+def is_url(text: str) -> bool:
+    """Whether a subject is the URL of an endpoint. Raises ConfigError for one without http://."""
+    if ADDRESS.match(text) and not Path(text).exists():
+        raise ConfigError(f"{text}: no such directory; did you mean the endpoint http://{text}?")
+    return text.startswith(("http://", "https://"))
+
+
 def find_subject(
     text: str,
     *,
@@ -85,7 +96,7 @@ def find_subject(
     """`sets` are those of a run's evaluation sets that are asked, by default the one it reports;
     `checkpoint` is its last or best one, or the model that it began with; `model` and `tokenizer`
     belong to an endpoint. Raises ConfigError, and DataError for a run that lacks it."""
-    if text.startswith(("http://", "https://")):
+    if is_url(text):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
@@ -260,6 +271,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         if is_ours or isinstance(renderer, NativeConfig):
             return ChatRenderer(self.pieces, native=True)
         shown = renderer.tools_in_prompt
+        if shown == "several":  # it was not trained on our tags
+            shown = "none" if prompt.template in WITHOUT_TOOLS else "all"
         return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
@@ -273,7 +286,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             ]
             tasks = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
-                ends=self.ends, say=say,
+                ends=self.ends, say=say, key=one.key,
             )  # fmt: skip
         else:
             tasks = await load_set(

@@ -13,7 +13,6 @@ import copy
 import json
 import logging
 import shutil
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -26,11 +25,11 @@ from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
 from agentenv.disk import PARTIAL, replace_folder
 from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
-from agentenv.failures import NUM_NAMED, Redactor
+from agentenv.failures import Redactor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, row_of
+from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, named_causes, row_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
 from agentenv.pipelines.rl.parts import Parts
@@ -277,8 +276,7 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
     if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
         return
-    causes = Counter(errors).most_common(NUM_NAMED)
-    named = Redactor({}).text("; ".join(f"{count} x {text}" for text, count in causes))
+    named = named_causes(errors, Redactor({}))
     number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
         f"{number} trajectories of the evaluation of eval.sets.{name} failed"
@@ -360,7 +358,7 @@ class Evaluations:
         look = view.advance if shows else Pulse(view, title, len(missing)).look
         progress = Progress(look, actor.engine)
         try:
-            await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
+            await ask_into(store, missing, {name: asking}, make_row, progress, concurrency=many)
         finally:
             progress.close()
             if shows:

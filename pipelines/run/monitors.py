@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
-from agentenv.errors import ConfigError, install_hint
+from agentenv.errors import MissingError, install_hint
 from agentenv.failures import Redactor
 from agentenv.pipelines.run.records import readable
 from agentenv.pipelines.run.trackers import Axis as Axis
@@ -115,7 +115,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for key, extra in extras.items():
             package = otlp if key == "otel" else key
             if getattr(self, key) and not _is_installed(package):
-                raise ConfigError(
+                raise MissingError(
                     f"monitor.{key}: the package {package} is not installed; "
                     f"`{install_hint(extra)}` installs it"
                 )

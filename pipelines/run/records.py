@@ -50,8 +50,9 @@ class Wanted(NamedTuple):
         return self.dataset, self.task.id, self.sample
 
 
-class EvalRow(Struct, kw_only=True, omit_defaults=True):
-    """One trajectory. `dataset`, `task` and `sample` (from 0) name it within an evaluation.
+class EvalRow(Struct, kw_only=True):
+    """One trajectory, a line with all keys. `dataset`, `task` and `sample` (from 0) name it within
+    an evaluation.
 
     `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first; where an
     end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}; a user's

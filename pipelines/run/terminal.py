@@ -39,7 +39,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from agentenv.disk import DIR_KEY, explain
-from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, needs_train
+from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, MissingError, needs_train
 from agentenv.offload import hanging, running, start_thread
 from agentenv.pipelines.run.arguments import (
     EXIT_BAD_INPUT,
@@ -472,7 +472,7 @@ def reason_of(
     """The error with the text that users see; None for a bug. `folder` is that of the run,
     `writing` is said of a failure of files that names none."""
     if isinstance(error, ModuleNotFoundError):
-        return ConfigError(needs_train(error.name)) if error.name in TRAIN else None
+        return MissingError(needs_train(error.name)) if error.name in TRAIN else None
     reason = first_reason(error)
     if not isinstance(reason, OSError):
         return reason

@@ -134,7 +134,7 @@ class GpuPlan:
             taken = ", ".join(f"{n}: {owner}" for n, owner in self._owners.items()) or "none"
             raise ConfigError(
                 f"{key}: {needed} GPUs are needed, {len(free)} of {len(self.visible)} are free "
-                f"(taken: {taken})"
+                f"(taken: {taken}){SHARED if LEARNER in self._owners.values() else ''}"
             )
         for number in chosen:
             if number >= len(self.visible):
@@ -142,14 +142,16 @@ class GpuPlan:
                     f"{key}: no GPU {number}; visible are {len(self.visible)} "
                     f"({', '.join(self.visible) or 'none'})"
                 )
-            if number in self._owners:
-                raise ConfigError(f"{key}: GPU {number} already belongs to {self._owners[number]}")
+            if owner := self._owners.get(number):
+                hint = SHARED if LEARNER in (key, owner) else ""
+                raise ConfigError(f"{key}: GPU {number} already belongs to {owner}{hint}")
             self._owners[number] = key
         return [self.visible[number] for number in chosen]
 
 
 SERVERS, LEARNER = "engine.servers.gpus", "resources.learner_gpus"
 COLOCATED = "resources.colocated"
+SHARED = f"; with {COLOCATED} = true learner and servers alternate on GPUs, 'at_once' shares them"
 
 
 class Machine(Struct, frozen=True):
@@ -228,10 +230,7 @@ def learner_gpus(
         raise ConfigError(f"{LEARNER}: {asked} are given, but no GPU is visible")
     both = set(named) & set(asked)
     if both and not resources.colocated:
-        raise ConfigError(
-            f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
-            "they alternate on them, with 'at_once' they share them"
-        )
+        raise ConfigError(f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}){SHARED}")
     if not asked and not (plan.visible and engine.starts_servers and local):
         return []
     left = [number for number in range(len(plan.visible)) if number not in named]
@@ -240,7 +239,7 @@ def learner_gpus(
     elif not asked and len(left) < learner.num_ranks:
         raise ConfigError(
             f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
-            "left besides the engine's servers"
+            f"left besides the engine's servers{SHARED}"
         )
     gpus = plan.assign(LEARNER, asked or left[: learner.num_ranks], learner.num_ranks)
     if resources.colocated:

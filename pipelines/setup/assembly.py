@@ -408,6 +408,7 @@ async def load_set(
         ends=ends,
         say=said(say, key),
         held_out=not isinstance(rows, DataConfig),
+        key=key,
     )
 
 

@@ -158,7 +158,8 @@ async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
     name = metric.partition("/")[0]
     if name and name not in known:
         raise ConfigError(
-            f"checkpoint.best_metric: unknown evaluation set {name!r}; known: {known}"
+            f"checkpoint.best_metric: unknown evaluation set {name!r}; known: {known}; "
+            "checkpoint.best_metric= on the command line keeps no best checkpoint"
         )
     if metric and metric.partition("/")[2] not in ("success", "reward"):
         raise ConfigError(

@@ -207,10 +207,10 @@ class SynthesisSampling:
 
         many = self.plan.evaluation.concurrency
         try:
-            await ask_into(self.store, missing, actors, make_row, progress.add, concurrency=many)
+            await ask_into(self.store, missing, actors, make_row, progress, concurrency=many)
         finally:
             self.num_failed += progress.num_failed
-            failures.report()
+            failures.report("failed attempts")
             progress.close()
             self._view.end()
 

@@ -19,7 +19,7 @@ import msgspec
 
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
-from agentenv.errors import DISTRIBUTION, ConfigError, DataError, install_hint
+from agentenv.errors import DISTRIBUTION, ConfigError, DataError, MissingError, install_hint
 from agentenv.failures import Redactor
 from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
@@ -49,7 +49,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     Raises ConfigError, DataError."""
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
-        raise ConfigError(
+        raise MissingError(
             f"--format inspect needs the package inspect_ai: {install_hint('inspect')}"
         )
     is_evaluation = (source / ROWS_FILE).is_file()

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from agentenv.cluster.messages import Alive, Figures, Say
-from agentenv.errors import ConfigError, WorkerError, install_hint
+from agentenv.errors import ConfigError, MissingError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.workers import main
@@ -134,7 +134,7 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(
+            raise MissingError(
                 f"cluster.kind = ray requires the package ray: {install_hint('ray')}"
             ) from error
         if _numbers(ray.__version__) < _numbers(OLDEST):

@@ -79,7 +79,12 @@ class ReportedFailures(Failures):
         self._traced: set[str] = set()
 
     def add(
-        self, failure: Failure | None, error: BaseException | None = None, who: str = ""
+        self,
+        failure: Failure | None,
+        error: BaseException | None = None,
+        who: str = "",
+        *,
+        again: bool = False,
     ) -> None:
         """A rollout has ended, with a failure or without."""
         if failure is not None:

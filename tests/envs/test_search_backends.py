@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentenv.envs.search import corpus as extras
-from agentenv.envs.search.bm25 import BM25Backend, TantivyBackend
+from agentenv.envs.search.bm25 import BM25Backend, BM25Index, TantivyBackend
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
+from agentenv.envs.search.faiss_index import Encoder, FaissConfig
 from agentenv.errors import ConfigError, DataError
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
@@ -124,6 +126,17 @@ def test_a_wrong_market_is_refused() -> None:
 def test_a_missing_package_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"requires the package 'nosuch'.*\[dense\]"):
         extras.needed("no_such_module", "nosuch", "dense", "this")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("bm25s", "search"), ("torch", "train")])
+def test_every_package_that_a_backend_needs_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    faiss = FaissConfig(index=str(tmp_path), corpus=str(tmp_path), encoder="e")
+    build = {"bm25s": lambda: BM25Index([]), "torch": lambda: Encoder(faiss)}[module]
+    with pytest.raises(ConfigError, match=rf"requires the package '{module}'.*\[{extra}\]"):
+        build()
 
 
 async def test_tantivy_finds_the_same_and_keeps_its_index(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.partition import forget_entropies
+from agentenv.pipelines.run.terminal import is_shown
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     OF_THE_RANKS,
@@ -196,6 +197,7 @@ async def test_non_finite_steps_are_skipped(
     assert metrics["num_skipped"] == 1
     assert same(before, weights_in(await learner.export(tmp_path / "after")))
     assert caplog.text.count("was skipped") == caplog.text.count("behavior of tree 0 (t0)") == 1
+    assert [is_shown(one) for one in caplog.records if "was skipped" in one.message] == [True]
 
 
 async def test_errors_come_back_and_the_rank_goes_on(

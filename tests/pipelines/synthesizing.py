@@ -29,13 +29,13 @@ def policy(prompt: str, rng: Random) -> str:
         answer = STOCK[item] if kind == "easy" else rng.randrange(9)
         return f"<think>Some. Perhaps {answer}.</think><answer>{answer}</answer>"
     call = f"</think><stock>{item}</stock>"
-    if HINT in prompt and "<result>" not in prompt:
+    if HINT in prompt and "</result>" not in prompt:
         return f" {rng.randrange(99)}{call}"
     if kind == "doubted" and HINT not in prompt:
         return "<think>never</think><answer>none</answer>"
-    if "<result>" not in prompt:
+    if "</result>" not in prompt:
         return f"<think>look {rng.randrange(99)}{call}"
-    if kind == "twice" and prompt.count("<result>") == 1:
+    if kind == "twice" and prompt.count("</result>") == 1:
         return f"<think>again{call}"
     return f"<think>so</think><answer>{'none' if kind == 'hard' else found}</answer>"
 

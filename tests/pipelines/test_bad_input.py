@@ -44,7 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide "
          "queue.groups_per_step = 3; 1 does"),
         ("learner={}", "groups_per_minibatch = 8 (its default) does not divide"),
-        ("train.num_epochs=1.0", "set exactly one of train.num_steps and train.num_epochs"),
+        ("train.num_epochs=1.0", "train.num_epochs=none on the command line removes the one"),
         ("sampling.train.top_p=0.9", "sampling.train: training samples from the policy itself"),
         ("data.train=/nowhere/x.jsonl", "/nowhere/x.jsonl: no such dataset file"),
         ("model.path=/nowhere", "/nowhere is not a model directory: config.json is missing"),
@@ -58,7 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
          "env.kwargs.corpus: missing; agentenv/Quickstart-v0 requires it"),
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
         ("data.prefix_starts={low=0.9}", "data.prefix_starts: low = 0.9 must be below high = 0.75"),
-        ("checkpoint.best_metric=dev/reward", "unknown evaluation set 'dev'"),
+        ("checkpoint.best_metric=dev/reward", "checkpoint.best_metric= on the command line keeps"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
         ("run.dir=/dev/null/runs", "cannot be written"),
         ("nonsense", "'nonsense' is not of the form key.sub=value"),

@@ -37,7 +37,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("learner.zero_stage=1",), r"GPU 0 needs \S+ of 80 GiB"),
         (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
         (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
-        (("learner.num_ranks=5",), r"engine.servers.gpus: 4 GPUs are needed, 3 of 8 are free"),
+        (
+            ("learner.num_ranks=5",),
+            r"servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
+        ),
         (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
         (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
         (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),

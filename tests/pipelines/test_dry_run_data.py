@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def test_without_a_tokenizer_rows_are_read_all_the_same(
     missing = told.partition("missing:")[2]
     assert "eval.sets.test.path = test.jsonl" in missing
     assert "model.path = models/Qwen2.5-3B" in missing
+
+
+@pytest.mark.slow
+def test_a_package_that_is_not_installed_here_is_missing_and_no_mistake(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may be one for another machine, where it is."""
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    asked = ("http://127.0.0.1:9", "--env", "agentenv/WebSearch-v0", "data=test.jsonl")
+    assert dry(evaluate.main, *asked) == EXIT_MISSING
+    missing = capsys.readouterr().out.partition("missing:")[2]
+    assert "BM25 search requires the package 'bm25s'" in missing
+    assert "[search]" in missing
 
 
 @pytest.mark.slow

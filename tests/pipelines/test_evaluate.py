@@ -10,6 +10,7 @@ import pytest
 
 from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
+from agentenv.pipelines.evaluation.subject import is_url
 from agentenv.pipelines.run.records import EvalRow
 from tests.pipelines.evaluating import Run, first_prompts, refused, runner, texts
 
@@ -130,6 +131,8 @@ env = {{ id = "%s" }}
         ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
         ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
         ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
+        ("data = 'x.jsonl'\n[sets.x]\npath = 'y'", "such as sets.x.columns.answer"),
+        ("temperature = 0.5", "temperature: unknown key; did you mean sampling.temperature?"),
         ("num_samples = 1", "no questions"),
     ],
 )
@@ -141,6 +144,34 @@ def test_a_bad_file_is_refused(
     assert run("out", "--config", str(config), data=False) == 2
     assert says in refused(capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_a_column_names_the_key_that_sets_it(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the set which `data` makes, too."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"question": "How many bolts?", "gold": 1240}) + "\n")
+    assert run("out", f"data={path}", data=False) == 2
+    told = refused(capsys)
+    assert told.endswith("set the column by sets.mine.columns.answer")
+    key = told.rpartition(" ")[2]
+    assert run("out", f"data={path}", f"{key}=gold", data=False) == 0
+    (row,) = read_rows(tmp_path / "out")
+    assert row.answers == ["1240"]
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8711", "localhost/v1", "gpu-3:8000", "a.example/v1"])
+def test_an_address_without_http_is_no_directory(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([text, "data=x.jsonl"]) == 2
+    assert f"did you mean the endpoint http://{text}?" in refused(capsys)
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen2.5-7B", "models/qwen2.5", "org.ai/model", "./a:1/b"])
+def test_other_names_are_no_addresses(text: str) -> None:
+    assert not is_url(text)
 
 
 def test_names_that_return_are_told_apart(

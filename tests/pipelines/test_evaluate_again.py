@@ -36,8 +36,9 @@ def test_the_same_command_asks_nothing(run: Run, tmp_path: Path, asked: list[str
 
 
 def test_more_samples_and_questions_reuse_what_is_there(
-    run: Run, tmp_path: Path, asked: list[str]
+    run: Run, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Fewer ask nothing, and it is said that the report is over more."""
     assert run("out", "--n", "4") == 0
     first = texts(tmp_path / "out")
     assert run("out", "--n", "6", "num_samples=4", "concurrency=3") == 0
@@ -45,6 +46,12 @@ def test_more_samples_and_questions_reuse_what_is_there(
     rows = texts(tmp_path / "out")
     assert len(rows) == 24
     assert {key: rows[key] for key in first} == first
+    assert "also holds" not in capsys.readouterr().out
+    assert run("out", "--n", "5", "num_samples=3") == 0
+    assert len(asked) == 24
+    told = " ".join(capsys.readouterr().out.split())
+    assert "holds 15 of 15 trajectories" in told
+    assert "also holds 9 trajectories of more samples, questions or sets" in told
 
 
 def test_a_torn_last_line_is_dropped_and_asked_again(
@@ -83,7 +90,7 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--n", "6", "concurrency=1", "limits.max_failures=1")
-    assert run("out", *keys, report=True) == 0
+    assert run("out", *keys, report=True) == 1, "half of them failed"
     rows = read_rows(tmp_path / "out")
     failed = [row for row in rows if row.end == "failed"]
     assert len(rows) == 6
@@ -92,7 +99,9 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     assert broken[1] == 3 * 2 * turns, "each was tried once more"
     assert {row.error for row in failed} == {"EngineError: out of memory"}
     assert not any(row.success or row.scores or row.prediction for row in failed)
-    assert "3 trajectories failed" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "3 trajectories failed" in told.out
+    assert "3 of 6 trajectories of sets.a failed" in told.err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["overall"]["num_failed"] == 3
     broken[0] = 0
@@ -109,7 +118,7 @@ def test_an_evaluation_in_which_everything_fails_stops(
     broken[0] = 1
     keys = ("num_samples=20", "concurrency=4", "limits.max_failures=0", "limits.max_turn_retries=0")
     assert run("out", *keys) == 1
-    assert f"all of the first {MAX_FAILED} trajectories failed" in capsys.readouterr().err
+    assert f"all of the first {MAX_FAILED} attempts failed" in capsys.readouterr().err
     assert MAX_FAILED <= len(read_rows(tmp_path / "out")) < 60
 
 

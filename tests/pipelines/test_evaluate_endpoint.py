@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
 from agentenv.pipelines.run.records import EvalRow
+from agentenv.types import Limits
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
 
 Json = dict[str, Any]
@@ -41,7 +43,7 @@ def rows(tmp_path: Path) -> Callable[[], list[EvalRow]]:
 def tags(body: Json, _: int) -> Answer:
     """The tag protocol, without the stop string in the text, as OpenAI gives it."""
     said = "".join(str(message["content"]) for message in body["messages"])
-    if "<result>" not in said:
+    if "</result>" not in said:
         return reply("<think>look</think><stock>bolts", usage=(20, 9))
     return reply("<answer>1240</answer>", usage=(40, 5))
 
@@ -58,7 +60,9 @@ def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> Non
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, "sampling.top_p=0.9", n=1) == 0
     first, second = endpoint.requests
-    assert first["messages"] == [{"role": "user", "content": "How many bolts are there? (0)"}]
+    (asked,) = first["messages"]
+    assert asked["role"] == "user"
+    assert asked["content"].endswith("How many bolts are there? (0)")
     assert first["stop"] == ["</stock>"]
     assert (first["model"], first["top_p"], first["max_tokens"]) == ("m", 0.9, 4096)
     assert not {"top_k", "tools", "continue_final_message"} & first.keys()
@@ -72,6 +76,24 @@ def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> Non
     assert (row.prompt_tokens, row.action_tokens, row.tool_tokens) == (20, 14, 11)
     assert [next(iter(segment)) for segment in row.segments] == ["env", "policy", "env", "policy"]
     assert row.tool_calls[0]["arguments"] == {"item": "bolts"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_described"),
+    [
+        ((), True),
+        (("renderer.tools_in_prompt=none",), False),
+        (("prompt.template=no_tools",), False),
+    ],
+)
+def test_an_endpoint_reads_which_tools_there_are(
+    run: Evaluate, keys: tuple[str, ...], is_described: bool
+) -> None:
+    """A model behind an endpoint was not trained on our tags; a prompt without tools stays so."""
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, *keys, n=1) == 0
+    prompt = "".join(message["content"] for message in endpoint.requests[0]["messages"])
+    assert ("<stock>item</stock>: " in prompt) == is_described
 
 
 @pytest.mark.parametrize(("owner", "keys"), [("vllm", ()), ("x", ("engine.continuation=prefix",))])
@@ -155,13 +177,66 @@ def test_what_stays_is_a_failure_by_kind_and_no_wrong_answer(
         )
         return bad if first else reply("<answer>310</answer>")
 
+    keys = ("engine.timeout_s=0.5", "concurrency=1", "limits.max_failed_share=0.5")
     with ScriptedEndpoint(script) as endpoint:
-        assert run(endpoint, *QUICK, "engine.timeout_s=0.5", "concurrency=1") == 0
+        assert run(endpoint, *QUICK, *keys) == 0
     assert len(endpoint.requests) == num_requests + 1
     failed, right = rows()
     assert (failed.end, failed.success, right.end) == ("failed", False, "terminated")
     assert says in str(failed.error)
     assert str(failed.error).partition(":")[0].endswith("Error")
+
+
+REFUSING = "prompt.template=no_tools", "engine.num_retries=0"
+
+
+def test_a_trajectory_failed_only_if_its_last_attempt_did(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Terminal, summary, rows and exit code agree, and the retries are shown."""
+    asked = Counter[str]()
+
+    def script(body: Json, _: int) -> Answer:
+        question = body["messages"][-1]["content"]
+        asked[question] += 1
+        return 400 if asked[question] == 1 else reply("<answer>1240</answer>")
+
+    out, data = tmp_path / "out", f"data={warehouse.parent}/a.jsonl"
+    with ScriptedEndpoint(script) as endpoint:
+        arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env", data]
+        assert evaluate.main([*arguments, "--out", str(out), "num_samples=1", *REFUSING]) == 0
+    rows, told = read_rows(out), " ".join(capsys.readouterr().out.split())
+    overall = json.loads((out / "summary.json").read_text())["overall"]
+    assert len(rows) == len(asked) == overall["num_retries"] == sum(row.num_retries for row in rows)
+    assert {row.end for row in rows} == {"terminated"}
+    assert overall["num_failed"] == 0
+    assert f"{len(rows)} failed attempts were retried" in told
+
+
+def test_an_endpoint_that_refuses_everything_ends_the_command_with_a_failure(
+    run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However few questions there are."""
+    with ScriptedEndpoint(lambda body, _: 400) as endpoint:
+        assert run(endpoint, *REFUSING, n=2) == 1
+    assert len(endpoint.requests) == 2 * (1 + Limits().max_failures)
+    assert "all of the first 10 attempts failed" in " ".join(capsys.readouterr().err.split())
+    assert {row.end for row in rows()} == {"failed"}
+
+
+def test_a_larger_share_of_failed_trajectories_than_the_limit_is_a_failure(
+    run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(body: Json, _: int) -> Answer:
+        return 400 if "(0)" in str(body) and "bolts" in str(body) else reply("<answer>3</answer>")
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, *REFUSING, n=2) == 1
+        told = " ".join(capsys.readouterr().err.split())
+        assert "1 of 2 trajectories of sets.a failed, which is more than" in told
+        assert "1 x RefusedError" in told
+        assert sum(row.end == "failed" for row in rows()) == 1
+        assert run(endpoint, *REFUSING, "limits.max_failed_share=0.5", n=2) == 0
 
 
 def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
@@ -233,3 +308,13 @@ def test_a_tokenizer_needs_a_server_that_speaks_in_ids(
         assert run(endpoint, "--tokenizer", str(warehouse.parent / "model")) == 2
     assert "omit the tokenizer" in " ".join(capsys.readouterr().err.split())
     assert json.dumps(endpoint.requests) == "[]"
+
+
+def test_every_row_has_every_key(run: Evaluate, tmp_path: Path) -> None:
+    """A wrong answer's, too: nothing that reads the file has to know defaults."""
+    with ScriptedEndpoint(lambda body, _: reply("<answer>7</answer>")) as endpoint:
+        assert run(endpoint, n=1) == 0
+    row = json.loads((tmp_path / "out" / "rows.jsonl").read_text())
+    assert tuple(row) == EvalRow.__struct_fields__
+    assert row["success"] is False
+    assert row["reward"] == 0.0

@@ -23,6 +23,11 @@ def test_ks_are_powers_of_two_and_the_whole():
     assert default_ks(questions_of([row()])) == (1,)
 
 
+def test_numbers_of_samples_that_were_asked_for_are_ks_too():
+    questions = questions_of([row(sample=i) for i in range(5)])
+    assert default_ks(questions, asked=[3, 9]) == (1, 2, 3, 4, 5)
+
+
 async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
     summary = await summarize("test", rows, Scorer(math=False), ks=ks)
     return summary
@@ -71,7 +76,20 @@ async def test_without_any_tool_call_there_is_no_productivity():
     overall = (await figures([row(tool_calls=[])])).overall
     assert "tool_productivity" not in overall.estimates
     assert "tool_efficiency" not in overall.estimates
-    assert overall.arpo_tool_productivity == 0
+    assert overall.arpo_tool_productivity is None
+    assert figures_of([], (1,)).arpo_tool_productivity is None
+
+
+async def test_answers_that_only_their_format_makes_wrong_are_counted():
+    bad = {"format": -1.0, "accuracy": 0.0}
+    rows = [
+        row("1", success=False, parts=bad),
+        row("2", success=False, parts={"style.format": -1.0, "style": -0.5}),  # in a sum of graders
+        row("3", success=False, answer="8", parts=bad),
+        row("4", success=True, parts={"format": 0.0}),
+        failed("5", 0),
+    ]
+    assert (await figures(rows)).overall.num_misformatted == 2
 
 
 async def test_every_share_has_an_interval_with_a_width():

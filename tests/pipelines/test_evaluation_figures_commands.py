@@ -131,6 +131,32 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_right_answers_in_a_wrong_format_are_told_with_what_to_do(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
+    for one in rows:
+        one.success, one.parts = False, {"format": -1.0}
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    text = "1 of 2 answers are right (EM) but fail the format that the grader demands"
+    assert f"warning: {text}" in said
+    assert f"agentenv evaluate regrade {folder} grader.reward=answer" in said
+    assert text in (folder / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_report_has_the_number_of_samples_that_was_asked_for_last(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
+    config = json.loads((folder / "config.json").read_text())
+    for one in config["config"]["sets"].values():
+        one["num_samples"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert evaluate.main(["report", str(folder)]) == 0
+    overall = json.loads((folder / "summary.json").read_text())["overall"]
+    assert list(overall["pass_at"]) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.slow
 def test_a_report_leaves_the_rows_as_they_are(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()

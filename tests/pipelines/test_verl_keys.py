@@ -132,6 +132,23 @@ def test_overrides_of_verl_are_refused_all_at_once(capsys: pytest.CaptureFixture
         assert line in told
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("actor_rollout_ref.actor.optim.lrr", "no key with a counterpart here"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size? use learner."),
+        ("trainer.total_epoch", "did you mean trainer.total_epochs? use train.num_epochs"),
+        ("algorithm.adv_estimater", "did you mean algorithm.adv_estimator? use algorithm.name"),
+        ("data.train_batch_sizes", "did you mean data.train_batch_size? use queue.groups_per_step"),
+    ],
+)
+def test_a_misspelled_key_of_verl_alone_points_to_ours(key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        refuse_verl_keys(nested(key), "x.toml")
+    assert says in str(raised.value)
+    assert "docs/from-verl.md" in str(raised.value)
+
+
 def test_a_file_of_verl_in_toml_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -410,6 +410,10 @@ def test_an_exported_file_needs_nothing_else(
         page.goto(f"{out.as_uri()}#/{address}")
         page.wait_for_selector(place)
     assert not [url for url in asked if not url.startswith(("file:", "data:"))]
+    assert CHROMIUM is not None
+    printing = [CHROMIUM, "--headless", *FLAGS, "--virtual-time-budget=8000", "--dump-dom"]
+    printed = subprocess.run([*printing, out.as_uri()], check=True, capture_output=True).stdout
+    assert b"<canvas" in printed, "charts wait for no frame, which a print does not draw"
 
 
 def test_the_first_page_says_whether_the_run_is_healthy_and_why(

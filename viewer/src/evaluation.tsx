@@ -136,7 +136,7 @@ function SummaryView(props: { summary: Summary; theme: string }) {
         <Tile name="questions" note={plural(overall.num_trajectories, "graded trajectory", "graded trajectories")}>
           {num(overall.num_questions)}
         </Tile>
-        <Tile name="failed" note={overall.num_failed > 0 ? `${percent(overall.num_failed / total)}; counted as wrong, success would be ${num(overall.success_if_failed_wrong)}` : "not counted as wrong"}>
+        <Tile name="failed" note={overall.num_failed > 0 ? `${percent(overall.num_failed / total)}; counted as wrong, success would be ${num(overall.success_if_failed_wrong)}` : overall.num_retries ? `${plural(overall.num_retries, "failed attempt")} retried` : "not counted as wrong"}>
           {num(overall.num_failed)}
         </Tile>
         <Tile name="tool calls each">{num(overall.spreads["tool_calls"]?.mean, 2)}</Tile>
@@ -145,6 +145,9 @@ function SummaryView(props: { summary: Summary; theme: string }) {
         </Tile>
         <Tile name="seconds, median">{num(overall.spreads["seconds"]?.median, 2)}</Tile>
       </div>
+      {(overall.num_misformatted ?? 0) > 0 && (
+        <p class="note">{plural(overall.num_misformatted ?? 0, "right answer")} (EM) fail the format that the grader demands, and count as wrong: agentenv evaluate regrade DIR grader.reward=answer</p>
+      )}
       <Scores summary={summary} />
       {ks.length > 1 && <WithinK summary={summary} ks={ks} />}
       <Cost summary={summary} />

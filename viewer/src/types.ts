@@ -163,7 +163,9 @@ export interface FiguresOf {
   tools: Record<string, { calls: number; errors: number }>;
   agreement: Record<string, number | null> | null;
   success_if_failed_wrong?: number;
-  arpo_tool_productivity?: number;
+  arpo_tool_productivity?: number | null;
+  num_retries?: number;
+  num_misformatted?: number;
   assist?: Record<string, number>;
 }
 

@@ -111,6 +111,7 @@ export function useWidth<T extends HTMLElement>(): [{ current: T | null }, numbe
   const [width, setWidth] = useState(0);
   useEffect(() => {
     if (element.current === null) return;
+    setWidth(Math.floor(element.current.clientWidth)); // the observer waits for a frame, which a print does not
     const observer = new ResizeObserver((entries) => {
       for (const entry of entries) setWidth(Math.floor(entry.contentRect.width));
     });
