@@ -30,6 +30,7 @@ traceback.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shlex
 import sys
@@ -184,6 +185,7 @@ def needs_train(missing: str) -> str:
 
 
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound="AgentEnvError")
 
 MAX_SHOWN = 500  # characters of what was called with which arguments
 
@@ -212,6 +214,13 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
     crash = CrashError(f"{text} {said}")
     crash.said = f"{text.partition(', called with')[0]} {said}"
     return crash
+
+
+def named(who: str, error: ErrorT) -> ErrorT:
+    """A copy of the error whose text begins with the part that failed, unless it names it."""
+    found, text = copy.copy(error), str(error)
+    found.args = (text if who in text else f"{who}: {text}",)
+    return found
 
 
 async def at_start(work: Awaitable[T], what: str) -> T:

@@ -41,7 +41,15 @@ from msgspec.structs import replace
 
 from agentenv.config import substituted
 from agentenv.env import ForkMode, shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError, guarded
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    ForeignError,
+    InfraError,
+    ToolError,
+    guarded,
+    named,
+)
 from agentenv.registry import loaded
 from agentenv.types import ToolResult
 from agentenv.untrusted import convert
@@ -179,6 +187,14 @@ async def prepare_tool(tool: Tool) -> None:
     try:
         if prepare is not None:
             await prepare()
+    except ToolError as error:
+        raise ConfigError(f"the tool {tool.name!r} cannot be prepared: {error}") from error
+    except InfraError as error:
+        found = named(f"the tool {tool.name!r} cannot be prepared", error)
+        found.args = (f"{found}; is the service up, and its address right?",)
+        raise found from error
+    except ConfigError as error:
+        raise named(f"the tool {tool.name!r} cannot be prepared", error) from error
     finally:  # behind what `prepare` shares, and so closed before it
         if release is not None:
             shared(("release", id(tool)), lambda: _Release(tool.name, release))
