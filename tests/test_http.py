@@ -150,9 +150,10 @@ async def test_a_403_is_read_until_every_request_has_it(
         for _ in range(MAX_FORBIDDEN - 1):
             assert "not yours" in await play(client)
         await client.get("/open")
+    for _ in range(MAX_FORBIDDEN - 1):
+        await play(client)
     with pytest.raises(ConfigError, match=r"order.*the last 20 requests .* HTTP 403 Forbidden"):
-        for _ in range(MAX_FORBIDDEN):
-            await play(client)
+        await play(client)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ async def test_answers_are_values_of_json_texts_or_none(
     for path in ("/broken", "/slow"):
         with pytest.raises(InfraError):
             await client.get(path)
-    with pytest.raises(InfraError, match=r"9/x: Cannot connect to 127.0.0.1:9: Connection refused$"):
+    with pytest.raises(InfraError, match=r"9/x: Cannot connect to 127.0.0.1:9: Connection ref"):
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 

@@ -21,7 +21,7 @@ import pytest
 from agentenv import journal
 from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
+from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError, ToolError
 from agentenv.frames import Leased
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
@@ -560,6 +560,38 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
     assert 0.2 < rollouts["failed_share"] < 0.9
     assert "shelf 7 is locked" in rollouts["causes"][0]
+
+
+def test_a_tool_that_stops_working_trains_nothing_and_the_run_goes_on_once_it_is_mended(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Though it calls that the policy's fault; also what was in flight is rolled out again."""
+    numbers, is_mended = count(1), False
+
+    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
+        if (number := next(numbers)) > 40 and not is_mended:
+            raise ToolError(f"request {number}: the token is revoked")
+        return ToolResult("7")
+
+    monkeypatch.setattr(FunctionTool, "call", call)
+    given = arguments(
+        warehouse, "revoked", "algorithm.group_size=8", "algorithm.initial_rollouts=8"
+    )
+    assert train.main(given) == 1
+    run, err = warehouse.parent / "runs" / "revoked", capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert re.search(r"all \d+ calls of the tool 'stock' failed with one text: request \d+: ", line)
+    assert "continue with --resume" in line
+    step, _ = last_checkpoint(run)
+    assert step < NUM_STEPS
+    is_mended = True
+    assert train.main([*given, "--resume"]) == 0
+    assert last_checkpoint(run)[0] == NUM_STEPS
+    for number in range(step + 1, NUM_STEPS + 1):
+        assert "is revoked" not in (run / f"trajectories/step-{number:06d}.jsonl").read_text()
 
 
 COLD_START = [
