@@ -245,7 +245,7 @@ class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=17):
-    """The run ended before this step, which these trees were to train; they are rolled out again."""
+    """The run ended before this step, which was for these trees; they are rolled out again."""
 
     step: int
     trees: list[int]

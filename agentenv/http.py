@@ -263,9 +263,14 @@ class HttpClient:
         """The answer to a POST of a value as JSON."""
         return await self.request("POST", path, json=json)
 
-    async def prepare(self) -> None:
-        """Log in, so that a run is refused at its start where that fails. Raises ConfigError."""
-        await self._session().token()
+    async def prepare(self, path: str = "") -> None:
+        """Log in, and GET `path` once, so that a run is refused at its start where that fails: for
+        the `prepare` of a tool. Raises what `request` does."""
+        session = self._session()
+        await session.token()
+        if path and path not in session.prepared:
+            await self.get(path)
+            session.prepared.add(path)
 
     async def request(self, method: str, path: str, **options: Any) -> Any:
         """The answer: a value of JSON, else a text; None for an empty one. Raises ToolError,
@@ -357,6 +362,7 @@ class _Session:
         self._client = client
         connector = aiohttp.TCPConnector(limit=client.max_connections)
         self.http = aiohttp.ClientSession(connector=connector)
+        self.prepared: set[str] = set()  # paths
         self.num_logins = 0  # since a request was accepted
         self.num_forbidden = 0  # requests in a row
         self._login: asyncio.Task[dict[str, str]] | None = None

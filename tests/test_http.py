@@ -170,6 +170,20 @@ def test_an_url_without_a_scheme_is_refused_where_it_is_given(url: Any, said: st
         HttpClient(url)
 
 
+async def test_a_client_is_prepared_once(serve: Callable[[Handler], Awaitable[str]]) -> None:
+    """Though tools are prepared before each episode."""
+    asked = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response()
+
+    client = HttpClient(await serve(handler))
+    for path in ("/a", "/b", "/a", "/b", ""):
+        await client.prepare(path)
+    assert asked == ["/v1/a", "/v1/b"]
+
+
 @pytest.mark.parametrize("status", [404, 401, 0])
 async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
     status: int, serve: Callable[[Handler], Awaitable[str]]
@@ -181,7 +195,7 @@ async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
 
     class Api(FunctionTool):
         async def prepare(self) -> None:
-            await client.get("/health")
+            await client.prepare("/health")
 
     with pytest.raises(ConfigError if status else InfraError) as caught:
         await ToolEnv(TASK, [Api(stock)], ExactMatch()).reset()
