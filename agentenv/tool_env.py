@@ -53,6 +53,7 @@ from agentenv.errors import (
     ToolError,
     guarded,
     named,
+    not_a_text,
 )
 from agentenv.http import meaning
 from agentenv.renderer import Instruction
@@ -465,7 +466,7 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
             raise
         raise known from error
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
-        raise TypeError(f"expected a text as result, got {repr(result)[:100]}")
+        raise not_a_text(tool.name, result, type(tool).call)
     return result
 
 

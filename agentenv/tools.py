@@ -49,6 +49,7 @@ from agentenv.errors import (
     ToolError,
     guarded,
     named,
+    not_a_text,
 )
 from agentenv.registry import loaded
 from agentenv.types import ToolResult
@@ -154,10 +155,7 @@ class FunctionTool(StatelessTool):
         if isinstance(outcome, ToolResult):
             return outcome
         if not isinstance(outcome, str):
-            raise TypeError(
-                f"the tool {self.name!r} returned {outcome!r:.100}; expected the text for the "
-                "policy, or a ToolResult"
-            )
+            raise not_a_text(self.name, outcome, self._function)
         return ToolResult(outcome)
 
 

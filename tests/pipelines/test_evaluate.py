@@ -50,6 +50,13 @@ def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
     assert len(texts(tmp_path / "out")) == 6
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, evaluate.main([str(finished / "checkpoints" / "step-000099")]))
+    assert "step-000099: no such checkpoint; the run has step-000003, step-000004" in said
+
+
 @pytest.mark.slow
 def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3", report=True) == 0
