@@ -81,7 +81,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _near_module(module: str, missing: str) -> str:
-    """A hint at a module beside the one that is missing, if that was asked for."""
+    """A hint at a module beside the missing one, unless another module imports that."""
     if not f"{module}.".startswith(f"{missing}."):
         return ""
     parent, _, last = missing.rpartition(".")

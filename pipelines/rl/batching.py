@@ -368,7 +368,7 @@ def credits_of_update(
 
 class RefusedStepError(EnvError):
     """No step is trained on these trees (by index); a run that goes on rolls them
-    out again, with those in flight, which the same befell."""
+    out again, with those in flight, which had the same cause."""
 
     def __init__(self, text: str, trees: Sequence[TrajectoryTree]) -> None:
         super().__init__(text)

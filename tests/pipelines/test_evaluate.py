@@ -53,7 +53,8 @@ def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, evaluate.main([str(finished / "checkpoints" / "step-000099")]))
+    assert evaluate.main([str(finished / "checkpoints" / "step-000099")]) == 2
+    said = refused(capsys)
     assert "step-000099: no such checkpoint; the run has step-000003, step-000004" in said
 
 
