@@ -92,7 +92,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=0,
             le=1,
             description="end the run when more than this share of the last 200 trajectories "
-            "failed, of any kind; failures by an outage within outage_s do not count",
+            "failed, of any kind; failures by an outage within outage_s do not count; at the end "
+            "of an evaluation: exit code 1 when more than this share of a set failed",
         ),
     ] = 0.25
     strict: Annotated[

@@ -418,9 +418,9 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     `+key` and `++key`, as Hydra writes overrides, are the same keys.
     """
-    told = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
-    if told:
-        lines = [f"  {key.lstrip('+')}: {text}" for key, text in told.items()]
+    found = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
+    if found:
+        lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(
             f"{source}: keys of verl, which have different names here ({DOCUMENT}):\n"
             + "\n".join(lines)

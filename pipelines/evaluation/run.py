@@ -198,7 +198,8 @@ async def run_evaluation(
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
-        if others := len(store.rows.keys() - {one.key for one in wanted}):
+        asked = {one.key for one in wanted}
+        if others := len(store.rows.keys() - asked):
             view.say(
                 f"{out} also holds {others} trajectories of more samples, questions or sets than "
                 "this command asks for: the report is over all; for these alone choose another "
@@ -210,7 +211,7 @@ async def run_evaluation(
         actors = {name: await assembly.actor(name, engine) for name in sets}
         log = share_failures(actors.values(), config)
         stack.callback(log.report, "failed attempts")
-        stored = [row for row in store.rows.values() if row.end != FAILED]
+        stored = [row for row in store.rows.values() if row.end != FAILED and row.key in asked]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
         progress = Progress(view.advance, engine, stored)
@@ -231,7 +232,9 @@ async def run_evaluation(
             view.say(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():
-            problem = problem or _too_many(name, store, one.config.limits, log.redactor)
+            if problem is None or not one.config.limits.strict:  # the same, of the stored rows
+                found = _too_many(name, store, one.config.limits, log.redactor)
+                problem = found or problem
         return Outcome(len(failed), problem)
 
 

@@ -703,7 +703,9 @@ def test_an_evaluation_in_which_everything_failed_ends_the_run(
     """Also one on an engine of its own: the training meets what its trajectories failed of."""
     asked_at_step_2(monkeypatch, break_down)
     assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
-    told = "all of the first 2 attempts failed; the evaluation stops here; the last error: EnvError"
+    told = (
+        "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
+    )
     assert told in capsys.readouterr().err
 
 

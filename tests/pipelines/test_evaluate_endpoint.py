@@ -239,6 +239,18 @@ def test_a_larger_share_of_failed_trajectories_than_the_limit_is_a_failure(
         assert run(endpoint, *REFUSING, "limits.max_failed_share=0.5", n=2) == 0
 
 
+def test_failures_that_end_the_command_early_are_reported_as_they_are_stored(
+    run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedEndpoint(lambda _, n: reply("<answer>3</answer>") if n == 1 else 400) as endpoint:
+        keys = ("num_samples=20", "concurrency=2", "limits.max_failures=0")
+        assert run(endpoint, *REFUSING, *keys, n=6) == 1
+    ends = Counter(row.end for row in rows())
+    assert len(endpoint.requests) < 6 * 20, "more than 50 of 200 failed"
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{ends['failed']} of {ends.total()} trajectories of sets.a failed" in told
+
+
 def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
     refusing = reply(None, refusal="I cannot help with that.")
     with ScriptedEndpoint(lambda body, n: refusing) as endpoint:
