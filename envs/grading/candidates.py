@@ -54,11 +54,11 @@ _ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-# two words at most say something: This gives 12, one approach yields 12
-_SAID = re.compile(
-    r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
+_TRUTHS = re.compile(
+    r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$)|\s+(?:is\b|\w+:))", re.I
 )
+# before a bracket that is not closed: set(['A', 'B'])
+_INSIDE = re.compile(r"^.*(?<!\})[(\[{]['\"]?(?=[^()\[\]{}]*$)", re.DOTALL)
 _DOUBT = _TABLES.pattern("doubt", re.I)
 _MATH_ONLY = _TABLES.pattern("math_only")
 
@@ -93,7 +93,7 @@ class Gold(Rivalry):
         """What stands beside the gold, without the words of answering, and reads as a whole answer
         of its kind."""
         for rest in rests(text, self.forms):
-            bare = clean(trimmed(rest.text))
+            bare = clean(trimmed(_INSIDE.sub("", rest.text)))
             is_nation = is_nationality(bare) and not is_nationality(self.text)
             is_reply = rest.is_before and self.kind != "truth" and truth(bare) is not None
             if not bare or self.meets(bare) or is_role(bare) or is_nation or is_reply:
@@ -128,7 +128,7 @@ class Gold(Rivalry):
                 return bool(special(bare)) or amount_of(bare) is not None
             case "list":
                 return is_named(bare) or several(bare) is not None or self._is_other(bare, rest)
-            case "words" if is_statement(self.text):
+            case "words" if is_statement(self.text) and not self.is_named:
                 return False
             case "words":
                 is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
@@ -248,8 +248,7 @@ class Gold(Rivalry):
         return len(said) > 1
 
     def _of_twins(self, text: str) -> Iterator[str]:
-        """Where two sentences are alike but for one piece: The capital is A. The capital is B; or
-        say two things with one verb: This gives A. That gives B."""
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
         pieces = [
             piece.strip(EDGE)
             for line in lines(text)
@@ -263,20 +262,9 @@ class Gold(Rivalry):
         start = _num_shared(one, other)
         end = _num_shared(one[start:][::-1], other[start:][::-1])
         if start + end >= 2 and any(has_verb(" ".join(side)) for side in (one, other)):
-            sides = [" ".join(side[start : len(side) - end]) for side in (one, other)]
-        else:
-            said = [_SAID.match(" ".join(side)) for side in (one, other)]
-            if (
-                self.kind == "truth"
-                or said[0] is None
-                or said[1] is None
-                or said[0][1].lower() != said[1][1].lower()
-            ):
-                return
-            sides = [match[2] for match in said if match is not None]
-        for side in sides:
-            if side and not self.meets(side) and self.is_rival(Part(side)):
-                yield side
+            for side in (" ".join(side[start : len(side) - end]) for side in (one, other)):
+                if side and not self.meets(side) and self.is_rival(Part(side)):
+                    yield side
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Letters of other options, or another text at the same letter."""
@@ -336,10 +324,10 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False
     if is_equated and amount_of(clean(parts[place].text)) is not None:
         return False  # 13 = 14
-    name = parts[place - 1].text
-    return not any(
-        re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :]
-    )
+    name, *later = (part.text.strip(" $") for part in (parts[place - 1], *parts[place + 1 :]))
+    if len(name) < 3 and re.match(r"\w\s*=", later[-1]) and name not in " ".join(later):
+        return False  # A = 13; B = 14
+    return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", text) for text in later)
 
 
 def _differs(part: Part, after: Part | None) -> bool:

@@ -11,8 +11,17 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from agentenv.envs.grading.parts import (
+    ASIDES,
+    EDGE,
+    FUNCTION_WORDS,
+    HEADS,
+    LABELS,
+    OPENING,
+    is_number,
+)
 from agentenv.envs.grading.quantities import unit_of
-from agentenv.envs.grading.sentences import has_verb
+from agentenv.envs.grading.sentences import has_verb, stem
 from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")
@@ -27,6 +36,7 @@ _TAG = _TABLES.pattern("tag", re.IGNORECASE)
 _NEXT = _TABLES.pattern("next", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
 _TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
+MAX_CLAUSES = 20  # of an answer, and words of a clause, that are compared
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNORECASE)
@@ -41,26 +51,38 @@ _ALTERED = re.compile(  # above 13
 )
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
-_ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
+_ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])(?<!frac\{)(?<!\}\{)", r"(?![A-Za-z\d]|[.,/:]\d)"
 _SCRIPT = re.compile(r"[\u0370-\u06ff\u0900-\u0eff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+")
 _TOKEN = re.compile(
     rf"(?P<word>(?<![\\\w])[A-Za-z]+(?![\w(^])|{_SCRIPT.pattern})|(?P<sign>[^\w\s]|_)|\w+"
 )
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
 _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
+_CLAUSES = re.compile(
+    r"[;!?\n]+|(?<!\b[A-Z])\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\s(?=[A-Z]\w{2,}:\s)"
+    r"|\b(?:[Aa]nd|[Oo]r|[Bb]ut|[Ww]hile|[Ww]hereas)\b"
+)
+_LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
+_ING = re.compile(r"ing\b")  # reaching 13
+_OWNER = re.compile(r"^(?:my|his|her|their|our|its)\s", re.I)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
 def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
     """The text around the mentions of the gold, in any of its forms."""
-    forms = {unify(gold).strip().rstrip(".") for gold in golds} - {""}
-    text = _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
+    forms = {_plain(gold).rstrip(".") for gold in golds} - {""}
+    text = _plain(text)
     if not any(re.search(r"\d", form) for form in forms):
         text = _CITED.sub(" ", text).strip()
     if not any(map(_SCRIPT.search, forms)):
         text = _SCRIPT.sub(r" \g<0> ", text)
     either = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
     return re.split(f"{ends[0]}(?:{either}){ends[1]}", text) if forms else []
+
+
+def _plain(text: str) -> str:
+    """Without tags, words of certainty and numbers of sources."""
+    return _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
 
 
 def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
@@ -126,14 +148,17 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     for place, part in enumerate(parts if len(parts) > 1 else ()):
         tokens = [*_TOKEN.finditer(part)]
         first, last = 0, len(tokens)
-        while first < last and _is_frame(part, tokens[first], _OPENS):
-            first += 1
-        while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
-            last -= 1
-        if last - first > 1 and not place and _joins(part[tokens[last - 1].start() :]):
-            last -= 1
-        elif last - first > 1 and place and _joins(part[: tokens[first].end()]):
-            first += 1
+        for is_last in (False, False, True):  # up to two unknown words beside the gold
+            while first < last and _is_frame(part, tokens[first], _OPENS):
+                first += 1
+            while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
+                last -= 1
+            if is_last or last - first < 2:
+                break
+            word = tokens[first if place else last - 1]
+            if not _joins(part, word):
+                break
+            first, last = (first + 1, last) if place else (first, last - 1)
         if first == last:
             continue
         start, end = tokens[first].start(), tokens[last - 1].end()
@@ -143,6 +168,49 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
             continue  # a part of a longer phrase
         if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
             yield Rest(part[start:end], between, not place)
+    yield from _parallels(parts)
+
+
+def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
+    """The text of a clause in the place that the gold has in another: A reported X, B reported Y;
+    the former is X, the latter Y; X per A, Y per B."""
+    text = re.sub(r"(?<=[a-z]{3}\()", " ", " \0 ".join(parts))  # print(13)
+    clauses = [
+        [word for word in clause.split() if word.strip(EDGE)]
+        for clause in _CLAUSES.split(text)[:MAX_CLAUSES]
+    ]
+    golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1][:3]
+    for number, words in enumerate(clauses):
+        for place in golds if "\0" not in words else ():
+            mine, is_before = clauses[place], number < place
+            for cut in range(1, min(len(words), MAX_CLAUSES)):
+                if mine[-1] == "\0" and _leads_alike(mine[:-1], words[:cut], is_before):
+                    yield Rest(" ".join(words[cut:]), ";", is_before)
+                if mine[0] == "\0" and _follows_alike(mine[1:], words[cut:]):
+                    yield Rest(" ".join(words[:cut]), ";", is_before)
+
+
+def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
+    """Whether two clauses lead to an answer by the same word, or the second leaves its verb out."""
+    one, two = ([*map(stem, _words(" ".join(words)))] for words in (mine, other))
+    if {*_words(" ".join(mine))} & {*_words(" ".join(other))} & ASIDES:
+        return True  # source one: X, source two: Y
+    if not one or not two:
+        return False
+    if one[-1] == two[-1]:
+        is_light = mine[-1].casefold() in _LIGHT
+        return not is_light or (len(one) > 1 and one[-2:] == two[-2:])
+    later = mine if is_before else other
+    text = _OWNER.sub("", " ".join(later))
+    is_said = bool({*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS))
+    return not (is_said or has_verb(text) or OPENING.match(text) or _ING.search(text))
+
+
+def _follows_alike(mine: list[str], other: list[str]) -> bool:
+    """Whether the same word follows two answers, or the same two, if there is a verb."""
+    count = 1 + any(has_verb(" ".join(side)) for side in (mine, other))
+    is_unit = unit_of(mine[0].strip(EDGE)) if mine and mine[0] not in FUNCTION_WORDS else None
+    return is_unit is None and len(mine) >= count and mine[:count] == other[:count]
 
 
 def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
@@ -157,14 +225,15 @@ def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
     return word.casefold() in _JOINING or _SCRIPT.fullmatch(word) is not None
 
 
-def _joins(text: str) -> bool:
-    """Whether a text is one unknown word with nothing but spaces around it, as "eller" is."""
-    word = text.strip(" .")
+def _joins(part: str, token: re.Match[str]) -> bool:
+    """Whether a token is one unknown word with nothing but spaces around it, as "eller" is."""
+    word = token[0]
     return (
-        text != word
+        re.fullmatch(r"[\s.]\s?|", f"{part[token.end() :][:1]}") is not None
         and re.fullmatch(r"[^\W\d_]{1,7}", word) is not None
         and word.islower()
         and not word.endswith(("s", "ed", "ing", "ly"))
         and not has_verb(word)
         and unit_of(word) is None
+        and not is_number(word)
     )

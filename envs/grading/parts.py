@@ -110,6 +110,10 @@ def is_range(text: str) -> bool:
 def amount_of(text: str) -> Quantity | None:
     """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
     amount = quantity(text)
+    words = amount.words if amount is not None else ""
+    inner = quantity(words) if words else None
+    if (inner is not None and not inner.words) or any(map(is_number, words.split()[1:])):
+        return None  # two amounts: 5 six years, 5 kg of thirteen
     if amount is None or not amount.words or text.split()[-1][:1].islower():
         return amount
     in_small = quantity(text.lower())
@@ -119,6 +123,12 @@ def amount_of(text: str) -> Quantity | None:
     if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
         return amount
     return None
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is a number by itself: 13, thirteen."""
+    found = leading_number(word.lower())
+    return found is not None and not found[1]
 
 
 def _is_number_or_unit(word: str) -> bool:
@@ -134,9 +144,8 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
-    text = re.sub(
-        r"^(?:[*_`~]+(?=[\w$]))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
-    )
+    text = text.strip().rstrip(",;\\").strip()
+    text = re.sub(r"^(?:[*_`~]+(?=[-\w$])|[/|&]\s+)+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text)
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
     if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):
         text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text)
@@ -146,7 +155,8 @@ def trimmed(text: str) -> str:
         return text
     for pair, count in excess.items():
         if count > 0:
-            text = text.removesuffix(pair[0]).strip().removeprefix(pair[0]).strip()
+            text = text.removesuffix(pair[0]).strip()
+            text = re.sub(rf"^(?:\\left)?\\?{re.escape(pair[0])}\s*", "", text)
         elif count < 0:
             text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
     return text

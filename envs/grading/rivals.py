@@ -194,9 +194,6 @@ class Rivalry(Whole):
         known = [self.amount, *beside]
         if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
-        alike = amount.dimension == self.amount.dimension or not amount.has_unit
-        if part.led:
-            return alike or not amount.words
         return not (part.joint == "bracket" and _is_money(amount) and _is_money(self.amount))
 
     def _other_time(self, part: Part, bare: str) -> bool:

@@ -287,7 +287,7 @@ def _turns(one: str, other: str) -> bool:
     return (
         words[: len(subject)] == subject
         and words[len(subject) + 1 :] == objects
-        and _stem(middle) == _stem(verb[0] if verb else "")
+        and stem(middle) == stem(verb[0] if verb else "")
     )
 
 
@@ -296,7 +296,7 @@ def _content(text: str) -> list[str]:
     return [_SYNONYMS.get(token, singular(token)) for token in found]
 
 
-def _stem(verb: str) -> str:
+def stem(verb: str) -> str:
     """The consonants of a verb without its ending: sings, sang and sung are one."""
     bare = re.sub(r"[aeiou]", "", re.sub(r"(?:s|d|n)$", "", verb[1:]))
     return verb[:1] + re.sub(r"(.)\1", r"\1", bare)

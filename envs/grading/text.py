@@ -210,7 +210,7 @@ _SEPARATOR_SYMBOLS = _SEPARATOR_TABLES.pattern("symbols")
 _SCRIPTS = _SEPARATOR_TABLES.pattern("scripts")
 _MARKS = _SEPARATOR_TABLES.pattern("marks")
 _ENUMERATED = re.compile(
-    r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E]|i{1,3}|iv|v)[).:]|#?([1-9])(?:[.)]|\s-))(?=\s)"
+    r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E\u03b1-\u03b5\u0430-\u0434]|i{1,3}|iv|v)[).:]|#?([1-9])(?:[.)]|\s-))(?=\s)"
 )
 _END = _SEPARATOR_TABLES.pattern("end")
 _ABBREVIATIONS = _SEPARATOR_TABLES.words("abbreviations")
@@ -257,7 +257,7 @@ def marks(text: str) -> list[str]:
     """Cells, bullets, numbered alternatives, boxes and spans of markup that follow each other."""
     found = list(_ENUMERATED.finditer(text))
     values = [match[1] or match[2] for match in found]
-    if len(values) > 1 and values[0] in ("1", "a", "A", "i") and len(set(values)) == len(values):
+    if len(values) > 1 and values[0] in "1aAi\u03b1\u0430" and len(set(values)) == len(values):
         ends = [0, *(match.start() for match in found), len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
         bare = [_ENUMERATED.sub("", piece, count=1) for piece in pieces]

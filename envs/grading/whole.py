@@ -170,7 +170,7 @@ class Whole:
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
             if len(pieces) < 2:
-                text = pieces[0].strip() if pieces else text
+                text = trimmed(pieces[0]) if pieces else text
                 continue
             if own == "equals" and not self._is_derivation(pieces):
                 own = ""
@@ -217,7 +217,11 @@ class Whole:
         )
 
     def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
-        """Austin, Texas and USA, if the gold is Austin, Texas."""
+        """Austin, Texas and USA, if the gold is Austin, Texas; the parts of a date together."""
+        for place in range(len(pieces) - 1, 0, -1) if self.kind == "date" else ():
+            both = f"{pieces[place - 1]} {pieces[place]}"
+            if dates.dates(clean(both.strip(EDGE))):
+                pieces = [*pieces[: place - 1], both, *pieces[place + 1 :]]
         for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
             head = text[: text.rfind(pieces[count])].rstrip(" ,")
             if self.meets(head):

@@ -1,10 +1,16 @@
 """One answer: two candidates in one answer are wrong in either order, whatever joins them, and an
-answer that says more about its one candidate is right."""
+answer that says more about its one candidate is right.
+
+Not decidable by rules: another name for the gold that only an encyclopedia knows, joints of several
+words in another language, a candidate in an aside (see note: 14), two letters behind capitals that
+may be names (Vitamin C), a remark that numbers a source (source 1).
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections import defaultdict
 from functools import cache
 from itertools import combinations, permutations, product
@@ -215,7 +221,54 @@ def test_joints_that_no_rule_names() -> None:
         for answer in (joint.format(one, other), joint.format(other, one)):
             if are_two(one, other):
                 accepted += [(gold, answer) for gold in (one, other) if compare(answer, gold)[0]]
-    assert len(accepted) < 12, accepted  # of 3,400
+    assert not accepted  # of 3,400
+
+
+def written(name: str) -> dict[str, list[str]]:
+    """The forms of a file of the fixtures by their heading, as templates."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    heading = "all"
+    for line in (FIXTURES / name).read_text(encoding="utf-8").splitlines():
+        if re.fullmatch(r"\[[a-z]+\]", line):
+            heading = line[1:-1]
+        elif line and not line.startswith("# "):
+            found[heading].append(line.replace("\u23ce", "\n").replace("\u21e5", "\t"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_joints_in_many_registers(kind: str) -> None:
+    """About 10,000 questions over all kinds: each joint, both orders, both golds."""
+    drawn, accepted = random.Random(kind), []
+    for joint in written("two_guesses.txt")["all"]:
+        one, other = drawn.sample(golds()[kind], 2)
+        while not are_two(one, other):
+            one, other = drawn.sample(golds()[kind], 2)
+        for sides in ((one, other), (other, one)):
+            first, second, last = joint.removeprefix("? ").split("@")
+            answer = f"{first}{sides[0]}{second}{sides[1]}{last}"
+            accepted += [
+                (gold, answer) for gold in sides if compare(answer, gold)[0] and joint[:1] != "?"
+            ]
+    assert not accepted
+
+
+MAX_REFUSED = {
+    "number": 0.17, "date": 0.16, "time": 0.12, "choice": 0.16, "truth": 0.27, "words": 0.21,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_frames_in_many_registers(kind: str) -> None:
+    """As many single answers. Rules alone refuse frames in other languages, with other names or
+    with numbers; the bounds are the shares of today."""
+    frames = [*written("one_guess.txt")["all"], *written("one_guess.txt")[kind]]
+    drawn = random.Random(kind)
+    asked = [(frame, drawn.choice(golds()[kind])) for frame in frames for _ in range(12)]
+    refused = [gold for frame, gold in asked if compare(frame.replace("@", gold), gold)[0] is False]
+    assert len(refused) <= MAX_REFUSED[kind] * len(asked), len(refused) / len(asked)
 
 
 def test_frames_that_no_rule_names() -> None:
@@ -224,12 +277,27 @@ def test_frames_that_no_rule_names() -> None:
         gold = drawn.choice(golds()[PLAIN_KINDS[number % len(PLAIN_KINDS)]])
         answer = FRAMES[drawn.randrange(len(FRAMES))].format(gold)
         refused += [] if compare(answer, gold)[0] else [(gold, answer)]
-    assert len(refused) < 12, refused
+    assert len(refused) < 6, refused
 
 
 @pytest.mark.parametrize(
     ("one", "other", "joint"),
     [
+        ("5am", "7:30 PM", "\\[{}\\] \\[{}\\]"), ("5am", "7:30 PM", "{} (p=0.6) / {} (p=0.4)"),
+        ("1200", "60", "Reading one way gives {}, reading the other way gives {}."),
+        ("480", "4", "The Times reported {}, the Guardian reports {}."),
+        ("0.5", "0.15", "Old sources give {}, newer ones {}."), ("A", "(E)", "Heads {}, tails {}"),
+        ("58,500", "12.5%", "{} per Wikipedia, {} per Britannica"),
+        ("We'll Burn That Bridge", "Roma", "The former is {}, the latter {}."),
+        ("She Wore a Yellow Ribbon", "Roma", "{}, succeeded by {}"), ("15", "7 miles", "A={};B={}"),
+        ("0.0015", "six years", "{}  {}"), ("Lady Gaga", "Titan IIIE", "{}, lest it be {}"),
+        ("1 January 2012", "May 29, 1932", "set(['{}', '{}'])"),
+        ("May 29, 1932", "1 January 2012", '{{"answer": ["{}", "{}"]}}'),
+        ("yes", "no", "Census: {} Survey: {}"), ("yes", "no", "{} is plausible; {} is more so."),
+        ("AC", "B, D", "From the text: '{}'. From the caption: '{}'."),
+        ("1", "3", 'Source one: "{}". Source two: "{}".'), 
+        ("12", "13", "One vote for {}, two votes for {}."),
+        ("110", "50%", "{} is given by Smith and {} is given by Jones."),
         ("yes", "no", "{} bzw. {}"), ("9,984", "three centuries", "{} respectively {}"),
         ("30 years.", "2019", "{}\uff5e{}"), ("Paris", "London", "print({})\nprint({})"),
         ("Claude Sr.", "Jefferson City", "{}  {}"),
@@ -250,6 +318,8 @@ def test_what_joins_two_answers_need_not_be_known(one: str, other: str, joint: s
         ("The teacher is called a guru.", "guru"), ("Yes, it was Paris.", "Paris"),
         ("Spain has Madrid as its capital.", "Madrid"),
         ("It was Tiberius that succeeded Augustus.", "Tiberius"),
+        ("The rate rose by 7 points, reaching 13.", "13"), ("Roma, according to Ann Lee.", "Roma"),
+        ("13, as stated in chapter 7.", "13"),
         ("In 1990 they had 13 medals.", "13"), ("44 is wrong; the correct value is 42.", "42"),
     ],
 )  # fmt: skip
@@ -281,7 +351,7 @@ def test_further_joints_and_three_candidates() -> None:
         answers = [FURTHER[number % len(FURTHER)].format(*side) for side in permutations(texts[:2])]
         answers += [TRIPLES[number % len(TRIPLES)].format(*side) for side in permutations(texts)]
         accepted += [answer for answer in answers if compare(answer, texts[0])[0]]
-    assert len(accepted) < 3, accepted  # of 1,200
+    assert not accepted  # of 1,200
 
 
 @pytest.mark.parametrize(
