@@ -157,7 +157,7 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
     except ConfigError as error:
         text = str(error).removeprefix(f"{source}: ")
         key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", text, maxsplit=1)[0])
-        for override in overrides if text != str(error) else ():
+        for override in reversed(overrides) if text != str(error) else ():  # the last one holds
             name = override.partition("=")[0].strip()
             is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in text
             if key == name or is_below or key.startswith((f"{name}.", f"{name}[")):
@@ -387,6 +387,8 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
             f"it is valid for {field} = {' or '.join(having)}; choose that too, or remove this key"
         )
     known = [part.encode_name for part in struct.fields]
+    if difflib.get_close_matches(key, [struct.tag_field or ""], cutoff=SAME):
+        return f"did you mean {field}?"
     for name in known:
         if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
             return f"did you mean {_join(path, name)}?"

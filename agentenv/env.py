@@ -37,7 +37,14 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 from msgspec import Struct
 
 from agentenv.deadline import doing, uncancelled
-from agentenv.errors import ConfigError, CrashError, GraderError, OutageError, guarded
+from agentenv.errors import (
+    ConfigError,
+    CrashError,
+    GraderError,
+    OutageError,
+    guarded,
+    place_of,
+)
 from agentenv.registry import loaded
 from agentenv.types import Info, Limit, Message, Task
 
@@ -222,10 +229,17 @@ def installed_envs() -> dict[str, list[EnvSpec]]:
 def make(env_id: str, task: Task, **kwargs: Any) -> Env:
     """A new environment for one episode of `task`; `kwargs` override those of the registration."""
     found = spec(env_id)
+    made = found.load()
     try:
-        return found.load()(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
+        return made(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
     except TypeError as error:
-        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
+        where = place_of(error) or f" (in {made.__module__})"
+        hint = "'grader'" in str(error) and (
+            "; pass one to ToolEnv, such as grader=ExactMatch() of agentenv.envs.grading.reward"
+        )
+        raise ConfigError(
+            f"{env_id} cannot be made with {sorted(kwargs)}: {error}{where}{hint or ''}"
+        ) from error
 
 
 def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ traceback.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shlex
 import sys
@@ -99,9 +100,11 @@ class OutageError(EnvError):
 class CrashError(EnvError):
     """A tool, an environment or a grader raised or returned what it should not. Taking the step
     again would meet the bug again, so the trajectory fails at once. `said` is the text without the
-    arguments of the call, equal for calls that meet the same bug; empty: the text is."""
+    arguments of the call, equal for calls that meet the same bug; empty: the text is. `place` is
+    that of the user's code, if no traceback leads there."""
 
     said = ""
+    place = ""
 
 
 class TooManyFailuresError(AgentEnvError):
@@ -184,6 +187,7 @@ def needs_train(missing: str) -> str:
 
 
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound="AgentEnvError")
 
 MAX_SHOWN = 500  # characters of what was called with which arguments
 
@@ -214,6 +218,13 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
     return crash
 
 
+def named(who: str, error: ErrorT) -> ErrorT:
+    """A copy of the error whose text begins with the part that failed, unless it names it."""
+    found, text = copy.copy(error), str(error)
+    found.args = (text if who in text else f"{who}: {text}",)
+    return found
+
+
 async def at_start(work: Awaitable[T], what: str) -> T:
     """Like `guarded`, before a run starts: a bug is then a mistake to mend first. Raises
     ConfigError."""
@@ -221,6 +232,19 @@ async def at_start(work: Awaitable[T], what: str) -> T:
         return await guarded(work, what)
     except CrashError as error:
         raise ConfigError(str(error)) from error
+
+
+def not_a_text(name: str, found: Any, function: Any) -> CrashError:
+    """The error of a tool whose function or method returned something else than a text."""
+    code = getattr(function, "__code__", None)
+    place = f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+    kind = "None" if found is None else f"a value of type {type(found).__name__}"
+    crash = CrashError(
+        f"the tool {name!r}{place and f' ({place})'} returned {kind}; expected the text for the "
+        "policy (str, or json.dumps), or a ToolResult"
+    )
+    crash.place = place
+    return crash
 
 
 OURS = "agentenv"  # the package whose lines say nothing about a bug of a user, but for these parts
@@ -240,6 +264,8 @@ def origin_of(error: BaseException) -> str:
     found: list[tuple[str, bool]] = []
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, CrashError) and cause.place:
+            return cause.place
         found += _places(cause)
         cause = cause.__cause__
     theirs = [place for place, is_theirs in found if is_theirs]

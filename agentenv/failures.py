@@ -16,10 +16,10 @@ import logging
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from traceback import format_exception
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -33,7 +33,7 @@ from agentenv.errors import (
     origin_of,
 )
 from agentenv.tree import CANCELLED
-from agentenv.types import Message, Task
+from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Message, Task
 
 REDACTED = "[redacted]"
 MIN_CHARS = 8  # of a value: shorter ones occur in ordinary text
@@ -209,6 +209,51 @@ def _bounded(text: str, size: int) -> str:
     """One line of at most so many characters."""
     text = " ".join(text.split())
     return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+class ToolFaults(NamedTuple):
+    """The calls of one tool: how many, how many of them failed, and how many with the most frequent
+    text, numbers aside, of which `text` is the first."""
+
+    num_calls: int
+    num_failed: int
+    num_same: int
+    text: str
+
+    @property
+    def is_total(self) -> bool:
+        """Every call failed, with one text."""
+        return self.num_same == self.num_calls
+
+    def named(self, tool: str) -> str:
+        count = "all" if self.is_total else f"{self.num_same} of"
+        return f"{count} {self.num_calls} calls of the tool {tool!r} failed with one text: {self}"
+
+    def __str__(self) -> str:
+        return _bounded(self.text, MAX_TEXT)
+
+
+def faults_of(calls: Iterable[Info]) -> dict[str, ToolFaults]:
+    """By tool, from the records of `ToolEnv.step`; calls beyond a limit, and those of no tool, are
+    not counted."""
+    num_calls: Counter[str] = Counter()
+    texts: dict[str, Counter[str]] = {}
+    firsts: dict[tuple[str, str], str] = {}
+    for call in calls:
+        name = str(call["name"])
+        if name in (UNKNOWN_TOOL, MALFORMED_CALL) or "limit" in (call.get("info") or ()):
+            continue
+        num_calls[name] += 1
+        if not call.get("ok", True):
+            text = str(call.get("error"))
+            same = _VARIES.sub("#", text)
+            texts.setdefault(name, Counter())[same] += 1
+            firsts.setdefault((name, same), text)
+    found = {name: ToolFaults(count, 0, 0, "") for name, count in num_calls.items()}
+    for name, counts in texts.items():
+        ((same, count),) = counts.most_common(1)
+        found[name] = ToolFaults(num_calls[name], counts.total(), count, firsts[name, same])
+    return found
 
 
 class _Seen(Struct):

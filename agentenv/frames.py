@@ -10,6 +10,7 @@ such. The journal has one for each event of a tree or a step:
     Finished   all its branches are at their end: from here on the queue may deliver it
     Leased     the learner takes these trees for a step
     Trained    what became of them; weights that know them are live
+    Refused    no step is trained on them: they are rolled out again
     WorkerLost its worker was lost, and how many in a row while it came no further
 
 Each is an array. It does not say who wrote it, so that a worker of another host may.
@@ -243,7 +244,14 @@ class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
     settings: str
 
 
-Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost
+class Refused(Struct, array_like=True, frozen=True, tag=17):
+    """The run ended before this step, which was for these trees; they are rolled out again."""
+
+    step: int
+    trees: list[int]
+
+
+Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost | Refused
 DECODER = msgspec.msgpack.Decoder(Frame)
 BEGAN, FINISHED = Began.__struct_config__.tag, Finished.__struct_config__.tag
 OF_TREES = (1, 2, 3)
@@ -302,7 +310,7 @@ class Place(NamedTuple):
 
 def trees_of(frame: Frame | Packed) -> list[int]:
     """The places of the trees that a frame is about."""
-    return frame.trees if isinstance(frame, Leased | Trained) else [frame.tree]
+    return frame.trees if isinstance(frame, Leased | Trained | Refused) else [frame.tree]
 
 
 class Recorded(NamedTuple):

@@ -8,6 +8,7 @@
         return str((await api.get(f"/items/{item}"))["price"])
 
     2xx                       the body, JSON as a value
+    401, 402, 407             ConfigError: no fault of the policy, and no retry mends it
     408, 425, 429, 5xx        InfraError: tried again, not before Retry-After; no policy sees it
     other 4xx, and 3xx        ToolError: the policy reads what the API says
     no answer, or half of one InfraError
@@ -23,11 +24,14 @@ import asyncio
 import contextlib
 import email.utils
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -49,7 +53,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUSY = (408, 425, 429)
+MAX_LOGINS = 3  # in a row, of which no request was accepted
+MAX_FORBIDDEN = 20  # requests in a row that were all answered 403
+_REMEDIES = {
+    401: "check the key or token that is sent",
+    402: "check the account of the API",
+    407: "check the user and password of the proxy",
+}
 MAX_REASON_CHARS = 500
+MIN_SECRET_CHARS = 8  # of the value of a header; shorter ones occur in ordinary text
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
 _CONNECTION = {  # of them: no answer, or half of one
     "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
@@ -58,15 +70,17 @@ _CONNECTION = {  # of them: no answer, or half of one
 
 
 def status_error(
-    status: int, text: str = "", headers: Mapping[str, str] | None = None
-) -> ToolError | InfraError:
+    status: int, text: str = "", headers: Mapping[str, str] | None = None, what: str = ""
+) -> AgentEnvError:
     """The error of a tool for this status, other than 2xx. `text` is the body, which the policy
-    reads in a ToolError.
+    reads in a ToolError; `what` names the request in the others, without secrets.
     """
     said = _reason(text)[:MAX_REASON_CHARS]
+    full = f"{what and f'{what}: '}HTTP {_named(status)}{said and ': '}{said}"
+    if remedy := _REMEDIES.get(status):
+        return ConfigError(f"{full}; {remedy}")
     if status in BUSY or status >= 500:
-        wanted_s = retry_after_s(headers or {}) or 0.0
-        return InfraError(f"HTTP {_named(status)}{said and ': '}{said}", wanted_s)
+        return InfraError(full, retry_after_s(headers or {}) or 0.0)
     return ToolError(said or f"HTTP {_named(status)}", {"status": status})
 
 
@@ -78,10 +92,28 @@ def meaning(error: BaseException) -> AgentEnvError | None:
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     if isinstance(status, int):
         headers = getattr(error, "headers", None) or getattr(response, "headers", None)
-        return status_error(status, headers=headers)
+        asked = getattr(error, "request_info", None) or response
+        url = getattr(asked, "real_url", None) or getattr(asked, "url", "")
+        return status_error(status, headers=headers, what=public_url(str(url)))
     if _CONNECTION.isdisjoint(one.__name__ for one in type(error).__mro__):
         return None
-    return InfraError(f"{type(error).__name__}: {error}")
+    return InfraError(_lost(error))
+
+
+def _lost(error: BaseException) -> str:
+    """Why there is no answer."""
+    host, cause = getattr(error, "host", None), getattr(error, "os_error", None)
+    if host is None or not isinstance(cause, OSError):
+        return f"{type(error).__name__}: {error}"
+    number = cause.errno or 0
+    reason = os.strerror(number) if number > 0 else cause.strerror
+    return f"Cannot connect to {host}:{getattr(error, 'port', '')}: {reason or cause}"
+
+
+def public_url(url: str) -> str:
+    """An address without user, password and query, which may hold a key."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -197,7 +229,10 @@ class HttpClient:
 
     Each event loop has a session of its own, with at most `max_connections`, which ends with what
     the loop's episodes share. `login` gives the headers of all further requests (a token) by
-    requests of its own; it is called before the first of them, and again after a 401.
+    requests of its own; it is called before the first of them, and again after a 401. That is a
+    ConfigError without a login, or after MAX_LOGINS whose token no request could use; a 403, which
+    may be about one item only, is one after MAX_FORBIDDEN in a row. Raises ConfigError for a `url`
+    that is not one.
     """
 
     def __init__(
@@ -209,6 +244,11 @@ class HttpClient:
         timeout_s: float = 30.0,
         max_connections: int = 100,
     ) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            shown = public_url(f"//{url}")[2:] if isinstance(url, str) else repr(url)
+            raise ConfigError(
+                f"HttpClient: the url is {shown or 'empty'}; expected http://... or https://..."
+            )
         self.url = url.rstrip("/")
         self.headers = dict(headers or {})
         self.login = login
@@ -223,34 +263,66 @@ class HttpClient:
         """The answer to a POST of a value as JSON."""
         return await self.request("POST", path, json=json)
 
-    async def prepare(self) -> None:
-        """Log in, so that a run is refused at its start where that fails. Raises ConfigError."""
-        await self._session().token()
+    async def prepare(self, path: str = "") -> None:
+        """Log in, and GET `path` once, so that a run is refused at its start where that fails: for
+        the `prepare` of a tool. Raises what `request` does."""
+        session = self._session()
+        await session.token()
+        if path and path not in session.prepared:
+            await self.get(path)
+            session.prepared.add(path)
 
     async def request(self, method: str, path: str, **options: Any) -> Any:
         """The answer: a value of JSON, else a text; None for an empty one. Raises ToolError,
-        InfraError, and ConfigError where the login is refused. `options` are those of aiohttp's
-        `ClientSession.request`."""
-        session = self._session()
-        token = await session.token()
-        status, text, headers = await self._answer(session.http, method, path, token, options)
-        if status == HTTPStatus.UNAUTHORIZED and token:
-            token = await session.token(instead_of=token)
-            status, text, headers = await self._answer(session.http, method, path, token, options)
+        InfraError, and ConfigError where the login, or every request, is refused. `options` are
+        those of aiohttp's `ClientSession.request`."""
+        what = f"{method} {public_url(self.url + path)}"
+        status, text, headers = await self._authorized(method, path, what, options)
         if not 200 <= status < 300:
-            raise status_error(status, text, headers)
+            if status in _REMEDIES:  # read by people, not by the policy
+                text = self._without_secrets(text)
+            error = status_error(status, text, headers, what)
+            if status == HTTPStatus.FORBIDDEN and self._session().num_forbidden >= MAX_FORBIDDEN:
+                raise ConfigError(
+                    f"{what}: {error}; the last {MAX_FORBIDDEN} requests were all answered HTTP "
+                    f"{_named(status)}; check the permissions of the key or token that is sent"
+                )
+            raise error
         if "json" not in headers.get("Content-Type", ""):
             return text or None
         try:
             return decode(text)
         except ForeignError as error:
-            raise InfraError(f"{method} {path}: the body is not valid JSON: {error}") from error
+            raise InfraError(f"{what}: the body is not valid JSON: {error}") from error
+
+    async def _authorized(
+        self, method: str, path: str, what: str, options: Mapping[str, Any]
+    ) -> tuple[int, str, Mapping[str, str]]:
+        """The answer by the token of a login that serves: a token may have ended, or have been used
+        up by others before this request was answered."""
+        session = self._session()
+        token = await session.token()
+        for attempt in count():
+            answer = await self._answer(session.http, method, path, what, token, options)
+            if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
+                session.answered(answer[0], by_token=bool(token))
+                return answer
+            if session.num_logins >= MAX_LOGINS:
+                raise ConfigError(
+                    f"{what}: HTTP {_named(answer[0])} after each of {session.num_logins} logins; "
+                    "check the headers that `login` returns, and the permissions of the account"
+                )
+            if attempt == MAX_LOGINS:
+                break
+            token = await session.token(instead_of=token)
+        raise InfraError(f"{what}: HTTP {_named(answer[0])} though other requests are accepted")
 
     async def _answer(
         self,
         http: aiohttp.ClientSession,
         method: str,
         path: str,
+        what: str,
         token: Mapping[str, str],
         options: Mapping[str, Any],
     ) -> tuple[int, str, Mapping[str, str]]:
@@ -264,8 +336,17 @@ class HttpClient:
             ) as response:
                 text = await response.text(errors="replace")
                 return response.status, text, response.headers
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise InfraError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        except TimeoutError as error:
+            raise InfraError(f"{what}: no answer within {self.timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise InfraError(f"{what}: {_lost(error)}") from error
+
+    def _without_secrets(self, text: str) -> str:
+        """An answer without the values of `headers`, which it may repeat."""
+        for value in self.headers.values():
+            for secret in (value, value.rpartition(" ")[2]):  # of "Bearer abc" also abc
+                text = text.replace(secret, "...") if len(secret) >= MIN_SECRET_CHARS else text
+        return text
 
     def _session(self) -> _Session:
         key = ("http", self, asyncio.get_running_loop())
@@ -281,7 +362,19 @@ class _Session:
         self._client = client
         connector = aiohttp.TCPConnector(limit=client.max_connections)
         self.http = aiohttp.ClientSession(connector=connector)
+        self.prepared: set[str] = set()  # paths
+        self.num_logins = 0  # since a request was accepted
+        self.num_forbidden = 0  # requests in a row
         self._login: asyncio.Task[dict[str, str]] | None = None
+
+    def answered(self, status: int, *, by_token: bool) -> None:
+        """A request has this status; `by_token`: it had the headers of the login."""
+        if by_token:
+            self.num_logins = 0
+        if status == HTTPStatus.FORBIDDEN:
+            self.num_forbidden += 1
+        elif status < 500 and status not in BUSY:
+            self.num_forbidden = 0
 
     async def token(self, instead_of: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The headers of the login, which is made once for all that wait; of another one, if the
@@ -294,10 +387,12 @@ class _Session:
         return await asyncio.shield(login)
 
     async def _log_in(self, login: Login) -> dict[str, str]:
+        self.num_logins += 1
         try:
             return dict(await login(self._client))
-        except ToolError as error:
-            raise ConfigError(f"{self._client.url}: the login was rejected: {error}") from error
+        except (ToolError, ConfigError) as error:
+            where = public_url(self._client.url)
+            raise ConfigError(f"{where}: the login was rejected: {error}") from error
 
     async def close(self) -> None:
         if self._login is not None:

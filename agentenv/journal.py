@@ -45,6 +45,7 @@ from agentenv.frames import (
     Packed,
     Place,
     Recorded,
+    Refused,
     Sink,
     Started,
     Turned,
@@ -145,6 +146,10 @@ class Journal:
                 trees = trees_of(frame)
                 if isinstance(frame, Started):
                     self._started[frame.tree] = frame
+                if isinstance(frame, Refused):
+                    for tree in trees:
+                        self._places.pop(tree, None)
+                        self._begun.pop(tree, None)
                 if isinstance(frame, WorkerLost):
                     self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
             self._last[path] = max([self._last[path], *trees])

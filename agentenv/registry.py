@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -50,6 +52,8 @@ def loaded(path: str) -> Any:
         where = ""
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             where = "; it must be installed, or be in the directory in which the command runs"
+        if isinstance(error, ModuleNotFoundError):
+            where += _near_module(module, error.name or "")
         why = f"{error}{place_of(error)}{_renamed(error) or where}"
         raise ConfigError(why) from error
     except (Exception, SystemExit) as error:
@@ -74,6 +78,17 @@ def _imported(module: str) -> ModuleType:
             if is_missing and f"{module}.".startswith(f"{former}."):
                 return importlib.import_module(name + module.removeprefix(former))
         raise
+
+
+def _near_module(module: str, missing: str) -> str:
+    """A hint at a module beside the missing one, unless another module imports that."""
+    if not f"{module}.".startswith(f"{missing}."):
+        return ""
+    parent, _, last = missing.rpartition(".")
+    places = getattr(sys.modules.get(parent), "__path__", ()) if parent else sys.path
+    known = [one.name for one in pkgutil.iter_modules(places)]
+    near = difflib.get_close_matches(last, known, 1)
+    return f"; did you mean '{parent and f'{parent}.'}{near[0]}'?" if near else ""
 
 
 def _renamed(error: BaseException) -> str:

@@ -46,11 +46,14 @@ from agentenv.env import (
 from agentenv.errors import (
     SHOWN,
     AgentEnvError,
+    ConfigError,
     EnvError,
     InfraError,
     OutageError,
     ToolError,
     guarded,
+    named,
+    not_a_text,
 )
 from agentenv.http import meaning
 from agentenv.renderer import Instruction
@@ -456,11 +459,14 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
     except TimeoutError as error:  # what it asked is slow
         raise InfraError(f"TimeoutError: {error}") from error
     except Exception as error:
-        if known := meaning(error):
-            raise known from error
-        raise
+        known = meaning(error) or error
+        if isinstance(known, ConfigError):
+            known = named(f"the tool {tool.name!r}", known)
+        if known is error:
+            raise
+        raise known from error
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
-        raise TypeError(f"expected a text as result, got {repr(result)[:100]}")
+        raise not_a_text(tool.name, result, type(tool).call)
     return result
 
 

@@ -41,7 +41,16 @@ from msgspec.structs import replace
 
 from agentenv.config import substituted
 from agentenv.env import ForkMode, shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError, guarded
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    ForeignError,
+    InfraError,
+    ToolError,
+    guarded,
+    named,
+    not_a_text,
+)
 from agentenv.registry import loaded
 from agentenv.types import ToolResult
 from agentenv.untrusted import convert
@@ -146,10 +155,7 @@ class FunctionTool(StatelessTool):
         if isinstance(outcome, ToolResult):
             return outcome
         if not isinstance(outcome, str):
-            raise TypeError(
-                f"the tool {self.name!r} returned {outcome!r:.100}; expected the text for the "
-                "policy, or a ToolResult"
-            )
+            raise not_a_text(self.name, outcome, self._function)
         return ToolResult(outcome)
 
 
@@ -179,6 +185,14 @@ async def prepare_tool(tool: Tool) -> None:
     try:
         if prepare is not None:
             await prepare()
+    except ToolError as error:
+        raise ConfigError(f"the tool {tool.name!r} cannot be prepared: {error}") from error
+    except InfraError as error:
+        found = named(f"the tool {tool.name!r} cannot be prepared", error)
+        found.args = (f"{found}; is the service up, and its address right?",)
+        raise found from error
+    except ConfigError as error:
+        raise named(f"the tool {tool.name!r} cannot be prepared", error) from error
     finally:  # behind what `prepare` shares, and so closed before it
         if release is not None:
             shared(("release", id(tool)), lambda: _Release(tool.name, release))

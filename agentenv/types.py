@@ -93,7 +93,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=1,
             description="end the run when more than this share of the last 200 trajectories "
             "failed, of any kind; failures by an outage within outage_s do not count; at the end "
-            "of an evaluation: exit code 1 when more than this share of a set failed",
+            "of an evaluation: exit code 1 when more than this share of a set failed; below 1, the "
+            "run also ends before a step in which every call of a tool that worked fails alike",
         ),
     ] = 0.25
     strict: Annotated[

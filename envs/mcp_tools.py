@@ -35,6 +35,7 @@ from agentenv.errors import (
     install_hint,
 )
 from agentenv.guard import guarded
+from agentenv.http import public_url
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
 from agentenv.untrusted import decode
@@ -157,7 +158,7 @@ class Connection:
         extra: Mapping[str, str],
         secrets: Collection[str] = (),
     ) -> None:
-        self.place = _public(url) if url else " ".join(command or ())
+        self.place = public_url(url) if url else " ".join(command or ())
         self._command = list(command or ())
         self._url = url
         self._extra = dict(extra)
@@ -369,12 +370,6 @@ def expanded(
                 raise ConfigError(f"{owner}: {key}.{name}: expected one line of ASCII characters")
             secrets.update({text, text.rpartition(" ")[2]})  # of "Bearer abc" also abc
     return expanded, secrets
-
-
-def _public(url: str) -> str:
-    """An address without user, password and query, which may hold a key."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 async def _answers(session: Any) -> bool:

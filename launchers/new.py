@@ -86,7 +86,10 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
     """The next commands, from the parent folder of the environment."""
     is_here = parent.resolve() == Path.cwd()
     train = f"agentenv train {name}/train.toml"
-    return ({} if is_here else {f"cd {shlex.quote(str(parent))}": "its folder"}) | {
+    before = {} if is_here else {f"cd {shlex.quote(str(parent))}": "its folder"}
+    if importlib.util.find_spec("pytest") is None:
+        before["pip install pytest"] = "for the test"
+    return before | {
         f"python -m pytest {name}": "test of the environment",
         f"{train} --dry-run": "checks everything",
         train: "cold start, then ARPO: minutes",

@@ -192,6 +192,11 @@ def test_keys_are_left_out_for_a_class_of_the_users_own_too(
     assert told == [f"{named} does not have these keys, ignored: entropy_window = 4"]
 
 
+def test_of_an_override_that_is_given_twice_the_last_one_is_at_fault(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^'path=5' on the command line"):
+        load(tmp_path, 'path = "x"', "path=4", "path=5")
+
+
 def test_nobody_listening_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, ENGINE, "engine.name=slow")
     assert caplog.messages == ["engine.name = slow does not have these keys, ignored: speed = 7"]

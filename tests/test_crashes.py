@@ -7,11 +7,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 
-from agentenv.env import Grade
+from agentenv.env import Grade, make
+from agentenv.errors import ConfigError
 from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
@@ -89,8 +91,11 @@ CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
     "tool": (tools_env(boom, well), "the tool 'search', called with {'query': .*KeyError: 'price'"),
     "tool-exits": (tools_env(leave, well), "the tool 'search', .*SystemExit: no such file"),
     "tool-cancels": (tools_env(cancel, well), "the tool 'search', .*CancelledError"),
-    "tool-none": (tools_env(nothing, well), "returned None; expected the text"),
-    "tool-number": (tools_env(a_number, well), "returned 3; expected the text"),
+    "tool-none": (
+        tools_env(nothing, well),
+        r"search. .test_crashes.py, line \d+. returned None; expected the text",
+    ),
+    "tool-number": (tools_env(a_number, well), "returned a value of type int; expected the text"),
     "grader": (tools_env(well, boom), r"the grader Grading raised KeyError.*test_crashes.py, line"),
     "grade": (
         tools_env(well, nothing),
@@ -105,6 +110,27 @@ CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
     "step": (broken("step", boom), "the environment's step raised KeyError"),
     "result": (broken("step", nothing), "the environment's step must return .*, got None"),
 }
+
+
+class Ungraded(ToolEnv):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[])  # type: ignore[call-arg]
+
+
+def test_an_environment_without_a_grader_is_refused_with_its_line_and_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"'grader' \(test_crashes.py, line \d+\); pass one to T"):
+        make("tests.test_crashes:Ungraded", Task("t", "e", "q", ("7",)))
+
+
+def test_results_that_are_no_text_are_one_cause_in_the_file_of_the_tool(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor, numbers = make_actor(limits=MANY), count()
+    actor.make_env = tools_env(lambda: {"price": f"{'ab' * next(numbers)}"}, well)
+    rollout(actor, Independent(3))
+    (line,) = actor.failures.log.lines()
+    assert "a value of type dict" in line
+    assert "agentenv/tools.py" not in line
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -19,7 +19,7 @@ from agentenv import Message, Task, ToolEnv, demonstrate, tool
 from agentenv.env import close_shared
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
-from agentenv.http import HttpClient, meaning, status_error
+from agentenv.http import MAX_FORBIDDEN, MAX_LOGINS, HttpClient, meaning, status_error
 from agentenv.testing import check_tool_env
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolCall
@@ -55,7 +55,8 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        *((status, ToolError) for status in (302, 400, 401, 403, 404, 405, 409, 410, 418, 422)),
+        *((status, ToolError) for status in (302, 400, 403, 404, 405, 409, 410, 418, 422)),
+        *((status, ConfigError) for status in (401, 402, 407)),
         *((status, InfraError) for status in (408, 425, 429, 500, 502, 503, 504, 529, 599)),
     ],
 )
@@ -73,6 +74,134 @@ async def test_what_a_status_means(
     assert type(caught.value) is kind
     assert ("no such item" if body else f"HTTP {status}") in str(caught.value)
     assert getattr(caught.value, "retry_after_s", 0) == (3.0 if kind is InfraError else 0)
+
+
+async def play(api: HttpClient, **keys: Any) -> str:
+    """What a policy reads of an API in an episode."""
+
+    @tool
+    async def order(number: int) -> str:
+        """The status of an order."""
+        return str((await api.get(f"/orders/{number}", key="query-secret"))["status"])
+
+    env = ToolEnv(TASK, [order], ExactMatch(), num_retries=0, **keys)
+    await env.reset()
+    messages, *_ = await env.step(Message("assistant", "", (ToolCall("order", {"number": 3}),)))
+    return messages[0].content
+
+
+async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
+    serve: Callable[[Handler], Awaitable[str]],
+) -> None:
+    """No policy reads it, whatever it asked for."""
+
+    async def handler(request: web.Request) -> web.Response:
+        token = request.headers["Authorization"]
+        return web.json_response({"error": f"{token} has been revoked"}, status=401)
+
+    client = HttpClient(await serve(handler), headers={"Authorization": "Bearer head-secret"})
+    with pytest.raises(ConfigError) as caught:
+        await play(client)
+    said = str(caught.value)
+    assert "the tool 'order': GET http://127.0.0.1" in said
+    assert "/v1/orders/3: HTTP 401 Unauthorized: ... has been revoked; check the key" in said
+    assert "secret" not in said
+
+
+async def test_what_plays_episodes_before_a_run_says_that_the_token_is_rejected(
+    serve: Callable[[Handler], Awaitable[str]],
+) -> None:
+    """The test that `agentenv new` writes, and demonstrations, whose code reads results."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"error": "revoked"}, status=401)
+
+    client = HttpClient(await serve(handler))
+
+    @tool
+    async def order(number: int) -> str:
+        """The status of an order."""
+        return str((await client.get(f"/orders/{number}"))["status"])
+
+    def make(task: Task) -> ToolEnv:
+        return ToolEnv(task, [order], ExactMatch())
+
+    def turn(task: Task, results: Sequence[str]) -> str:
+        return f"<answer>{json.loads(results[0])}</answer>" if results else "<order>3</order>"
+
+    said = r"the tool 'order': GET http.*/orders/3: HTTP 401 Unauthorized: revoked"
+    with pytest.raises(ConfigError, match=said):
+        await check_tool_env(make, TASK, ["<order>3</order>", "<answer>7</answer>"])
+    with pytest.raises(ConfigError, match=said):
+        await asyncio.to_thread(demonstrate, make, [TASK], turn)
+
+
+async def test_a_403_is_read_until_every_request_has_it(
+    serve: Callable[[Handler], Awaitable[str]],
+) -> None:
+    """One item may be forbidden; all of them are, where the key is not allowed anything."""
+
+    async def handler(request: web.Request) -> web.Response:
+        status = 200 if request.path.endswith("/open") else 403
+        return web.json_response("not yours", status=status)
+
+    client = HttpClient(await serve(handler))
+    for _ in range(3):
+        for _ in range(MAX_FORBIDDEN - 1):
+            assert "not yours" in await play(client)
+        await client.get("/open")
+    for _ in range(MAX_FORBIDDEN - 1):
+        await play(client)
+    with pytest.raises(ConfigError, match=r"order.*the last 20 requests .* HTTP 403 Forbidden"):
+        await play(client)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8098", "the url is 127.0.0.1:8098; expected http"),
+        ("me:secret@host/v1?key=secret", "the url is host/v1; expected http"),
+        ("", "the url is empty; expected http"),
+        (None, "the url is None; expected http"),
+    ],
+)
+def test_an_url_without_a_scheme_is_refused_where_it_is_given(url: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HttpClient(url)
+
+
+async def test_a_client_is_prepared_once(serve: Callable[[Handler], Awaitable[str]]) -> None:
+    """Though tools are prepared before each episode."""
+    asked = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response()
+
+    client = HttpClient(await serve(handler))
+    for path in ("/a", "/b", "/a", "/b", ""):
+        await client.prepare(path)
+    assert asked == ["/v1/a", "/v1/b"]
+
+
+@pytest.mark.parametrize("status", [404, 401, 0])
+async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
+    status: int, serve: Callable[[Handler], Awaitable[str]]
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    client = HttpClient(await serve(handler) if status else "http://127.0.0.1:9")
+
+    class Api(FunctionTool):
+        async def prepare(self) -> None:
+            await client.prepare("/health")
+
+    with pytest.raises(ConfigError if status else InfraError) as caught:
+        await ToolEnv(TASK, [Api(stock)], ExactMatch()).reset()
+    said = str(caught.value)
+    assert said.startswith("the tool 'stock' cannot be prepared: ")
+    assert f"HTTP {status}" in said if status else "Connection refused; is the service up" in said
 
 
 async def test_answers_are_values_of_json_texts_or_none(
@@ -99,7 +228,7 @@ async def test_answers_are_values_of_json_texts_or_none(
     for path in ("/broken", "/slow"):
         with pytest.raises(InfraError):
             await client.get(path)
-    with pytest.raises(InfraError, match="Cannot connect"):
+    with pytest.raises(InfraError, match=r"9/x: Cannot connect to 127.0.0.1:9: Connection ref"):
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 
@@ -127,6 +256,39 @@ async def test_a_login_is_made_once_and_again_when_its_token_ends(
     assert logins == ["t0"]
     assert set(await asyncio.gather(*(client.get("/x") for _ in range(20)))) == {"t1"}
     assert logins == ["t0", "t1"]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+async def test_a_token_that_no_login_mends_is_no_observation(
+    everywhere: bool, serve: Callable[[Handler], Awaitable[str]]
+) -> None:
+    """Refused everywhere it is an error of configuration; at one path, while other requests are
+    accepted, a failure that is retried."""
+    num_logins = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        if request.path.endswith("/login"):
+            return web.json_response({"token": "t"})
+        return web.Response(status=401 if everywhere or request.path.endswith("/3") else 200)
+
+    async def log_in(client: HttpClient) -> dict[str, str]:
+        nonlocal num_logins
+        num_logins += 1
+        await client.post("/login")
+        if num_logins > 1 and not everywhere:
+            other.append(asyncio.ensure_future(client.get("/orders/4")))
+        return {"Authorization": "t"}
+
+    other: list[asyncio.Future[Any]] = []
+    client = HttpClient(await serve(handler), login=log_in)
+    if everywhere:
+        with pytest.raises(ConfigError, match=r"order.*HTTP 401 Unauthorized after each of 3 log"):
+            await play(client)
+    else:
+        with pytest.raises(OutageError, match="HTTP 401 Unauthorized though other requests"):
+            await play(client)
+        await asyncio.gather(*other)
+    assert num_logins >= MAX_LOGINS
 
 
 async def test_a_login_that_is_refused_refuses_the_run(
@@ -371,7 +533,8 @@ async def test_an_environment_that_fails_is_played_again_unless_it_is_a_bug() ->
 def test_errors_of_other_libraries_mean_the_same(library: str) -> None:
     module = pytest.importorskip(library)
     request = module.Request("GET", "http://h/")
-    for status, kind in ((429, InfraError), (500, InfraError), (404, ToolError)):
+    kinds = {429: InfraError, 500: InfraError, 404: ToolError, 401: ConfigError}
+    for status, kind in kinds.items():
         response = module.Response(status, request=request, headers={"Retry-After": "2"})
         with pytest.raises(module.HTTPStatusError) as caught:
             response.raise_for_status()

@@ -18,9 +18,12 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError
 from agentenv.frames import (
     Began,
+    Counts,
+    Finished,
     JournalConfig,
     Leased,
     Recorded,
+    Refused,
     Started,
     Trained,
     framed,
@@ -486,6 +489,19 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
         file.close()
 
     run_virtual(scenario())
+
+
+async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_path: Path) -> None:
+    """And what is grown in their place is known."""
+    for refused in ([], [4], [5]):
+        written = journal(tmp_path)
+        written.append(Began(4, "t", 0, 1, "s"))
+        written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0)))
+        written.append(Refused(3, refused))
+        await written.close()
+        again = journal(tmp_path)
+        assert again.knows(4) == (refused != [4])
+        await again.close()
 
 
 async def test_what_was_never_written_is_told_when_the_journal_closes(

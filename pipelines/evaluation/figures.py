@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from agentenv.failures import faults_of
 from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
 from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
@@ -38,10 +39,13 @@ class Spread(Struct, kw_only=True):
 
 
 class ToolUse(Struct, kw_only=True):
-    """Calls of one tool; an error is one that the policy read as such."""
+    """Calls of one tool; an error is one that the policy read as such. `num_same` of them have one
+    text, numbers aside, such as `error`."""
 
     calls: int
     errors: int
+    num_same: int = 0
+    error: str = ""
 
 
 class Agreement(Struct, kw_only=True):
@@ -297,7 +301,11 @@ def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
     every = [call for row in rows for call in row.tool_calls]
     calls = Counter(call["name"] for call in every)
     errors = Counter(call["name"] for call in every if not call.get("ok", True))
-    return {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
+    faults = faults_of(every)
+    found = {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
+    for name, fault in faults.items():
+        found[name].num_same, found[name].error = fault.num_same, str(fault)
+    return found
 
 
 def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

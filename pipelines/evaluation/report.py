@@ -91,14 +91,22 @@ def _write(folder: Path, summary: Summary) -> None:
 
 def hints_of(summary: Summary, folder: str) -> list[str]:
     """What makes the figures worth less than they look, a line each, with the remedy."""
+    hints = [
+        f"{use.num_same} of {use.calls} calls of the tool {name!r} failed with one text, which the "
+        f"policy read: {use.error}; is that an answer to its call, or should the tool raise "
+        "InfraError (retried) or ConfigError (ends the command)?"
+        for name, use in summary.overall.tools.items()
+        if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
+    ]
     count = summary.overall.num_misformatted
     if not count:
-        return []
+        return hints
     return [
+        *hints,
         f"{count} of {summary.overall.num_trajectories} answers are right (EM) but fail the format "
         "that the grader demands, and count as wrong: grade the answers alone (agentenv evaluate "
         f"regrade {shlex.quote(folder)} grader.reward=answer), or ask for the format "
-        "with a prompt.template such as no_tools or search"
+        "with a prompt.template such as no_tools or search",
     ]
 
 
@@ -115,6 +123,7 @@ SCORE_TITLES = {
     **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
     **{"math": "math", "rule": "rules", "judge": "judge"},
 }
+FEW_CALLS = 5  # of a tool, of which a share of errors says nothing
 NOT_SHORT = ("reward", "contains", "rule")
 MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
 

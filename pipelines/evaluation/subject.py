@@ -112,6 +112,9 @@ def find_subject(
     raw, name = of_run(run, sets), run.absolute().name
     if path == run / "checkpoints":
         path = run
+    if path != run and not path.exists():
+        saved = [one.name for one in sorted((run / "checkpoints").glob("s*-*[0-9]"))]
+        raise DataError(f"{path}: no such checkpoint; the run has {', '.join(saved) or 'none'}")
     if path != run and raw:
         return Subject(f"{name}-{path.name}", raw, run, path)
     if checkpoint == START:

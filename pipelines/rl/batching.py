@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 
 from agentenv.archive import Fate
 from agentenv.errors import SHOWN, AgentEnvError, ConfigError, EnvError, place_of
+from agentenv.failures import faults_of
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.credit import CreditedTree, TreeCredit
 from agentenv.learners.learner import Metrics
@@ -23,7 +24,7 @@ from agentenv.metrics import failure_kind
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.state import RunState
 from agentenv.tree import GIVEN, TrajectoryTree
-from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit
+from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,13 @@ class Alarms:
         if limits.total() > len(ends) / 2:
             limit, count = limits.most_common(1)[0]
             advice = f"{count} of {len(ends)} trajectories were truncated by the limit {limit}"
+        broken = [
+            one.named(tool)
+            for tool, one in faults_of(_calls(delivered)).items()
+            if one.is_total and one.num_calls >= MANY_CALLS
+        ]
+        if broken:
+            advice = "; ".join(broken)[:MAX_TEXT]
         self._warn(
             "unlearned",
             fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
@@ -81,7 +89,8 @@ class Alarms:
         asked = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
         right = [one.success for tree in asked for one in tree.trajectories()]
         success = sum(right) / max(1, len(right))
-        self._look_at_signal(fates[EQUAL], len(delivered), success)
+        if not broken:  # neither a cold start nor easier questions mend a tool
+            self._look_at_signal(fates[EQUAL], len(delivered), success)
         num_late = ends.count(Limit.SECONDS)
         self._warn(
             "late",
@@ -178,13 +187,7 @@ class Alarms:
             if calls < MANY_CALLS or errors != calls:
                 self._active.discard(name)
                 continue
-            records = (
-                record
-                for tree in trees
-                for node in tree.nodes
-                for record in node.info.get("tool_calls", ())
-            )
-            errors_of_tool = (one["error"] for one in records if one["name"] == tool)
+            errors_of_tool = (one["error"] for one in _calls(trees) if one["name"] == tool)
             error = next(errors_of_tool, "the errors are in trajectories/")
             text = f"all {calls:.0f} calls of the tool {tool!r} in this step failed: {error}"
             self._warn(name, True, text[:MAX_TEXT])
@@ -262,7 +265,7 @@ class BatchBuilder:
         """Whether a tree fills a place of the batch where those without a signal are replaced.
 
         As many refused trees in a row as a step has count as a step without a signal, since the
-        batch may never fill. Raises EnvError as `settle` does.
+        batch may never fill. Raises what `settle` does.
         """
         if self.has_signal(tree):
             self._row, self._num_untrained = [], 0
@@ -271,7 +274,7 @@ class BatchBuilder:
         self._row.append(tree)
         if len(self._row) == self.config.queue.groups_per_step:
             row, self._row = self._row, []
-            refuse_total_failure(row)
+            self._refuse(row)
             self._judge(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
 
@@ -288,11 +291,12 @@ class BatchBuilder:
     def settle(self, batch: Batch) -> None:
         """Decide the fate of each tree of the batch, and choose those to train.
 
-        Raises EnvError when not one trajectory succeeded, or when no tree had a signal for
-        `train.max_untrained_steps` steps; then nothing is counted.
+        Raises RefusedStepError when not one trajectory succeeded, or a tool has stopped working,
+        and EnvError when no tree had a signal for `train.max_untrained_steps` steps; then nothing
+        is counted.
         """
         delivered = batch.delivered
-        refuse_total_failure(delivered)
+        self._refuse(delivered)
         fates: Counter[str] = Counter()
         own = [self.credit(tree) for tree in delivered]
         is_taken = [one is not None and (self.counts_equal or one.has_signal) for one in own]
@@ -308,9 +312,22 @@ class BatchBuilder:
             batch.settled.append(Settled(tree, credit, fate, why))
             fates.update([why] if why else [])
         self._judge(delivered, fates)
+        working = {
+            tool
+            for tool, one in faults_of(_calls(delivered)).items()
+            if one.num_calls >= MANY_CALLS and one.num_failed < one.num_calls / 2
+        }
+        self.state.working_tools = sorted(working.union(self.state.working_tools))
         num_equal = fates.pop(EQUAL, 0)
         equal, filtered = (num_equal, 0) if self.counts_equal else (0, num_equal)
         self.state.counters.add(len(batch.trained), filtered, fates, equal)
+
+    def _refuse(self, trees: list[TrajectoryTree]) -> None:
+        """Stop before an update on trees that say nothing about the policy. Raises
+        RefusedStepError."""
+        refuse_total_failure(trees)
+        if self.config.limits.max_failed_share < 1:
+            refuse_broken_tool(trees, self.state.working_tools)
 
     def num_minibatches(self, num_taken: int) -> int | None:
         """Optimizer steps of an epoch over a step for which the queue gave so many trees: fixed,
@@ -349,13 +366,43 @@ def credits_of_update(
     return [after if is_one else before for after, before, is_one in found]
 
 
+class RefusedStepError(EnvError):
+    """No step is trained on these trees (by index); a run that goes on rolls them
+    out again, with those in flight, which had the same cause."""
+
+    def __init__(self, text: str, trees: Sequence[TrajectoryTree]) -> None:
+        super().__init__(text)
+        self.trees = [tree.index for tree in trees]
+
+
+def _calls(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:
+    for tree in trees:
+        for node in tree.nodes:
+            yield from node.info.get("tool_calls", ())
+
+
+def refuse_broken_tool(trees: list[TrajectoryTree], working: Sequence[str]) -> None:
+    """Stop when every call of one of the tools that worked in an earlier step fails with one text:
+    a service that is gone, most likely, whose policy would unlearn to use it."""
+    for tool, found in faults_of(_calls(trees)).items():
+        if tool in working and found.is_total and found.num_calls >= MANY_CALLS:
+            raise RefusedStepError(
+                f"{found.named(tool)}; most of them succeeded in an earlier step, so that nothing "
+                "is trained on this one: mend the tool (it should raise InfraError, which is "
+                "retried, or ConfigError where its own service fails) and continue with --resume, "
+                "or set limits.max_failed_share = 1 if these calls are the policy's fault",
+                trees,
+            )
+
+
 def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
     """Stop when not one trajectory of a step succeeded: something is broken, not unlucky. Trees
     that a person cancelled do not count."""
     failures = [leaf for tree in trees if not tree.is_cancelled for leaf in tree.failures()]
     if failures and not any(True for tree in trees for _ in tree.trajectories()):
-        raise EnvError(
-            f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
+        raise RefusedStepError(
+            f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}",
+            [tree for tree in trees if not tree.is_cancelled],
         )
 
 

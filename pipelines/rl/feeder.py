@@ -19,7 +19,7 @@ from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.forecast import FORECAST, Forecaster
-from agentenv.frames import Leased, Recorded, Started, Trained
+from agentenv.frames import Leased, Recorded, Refused, Started, Trained
 from agentenv.journal import Journal
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
@@ -50,6 +50,9 @@ class Listener:
     def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
         """The weights trained on these trees are live."""
 
+    def refused(self, step: int, trees: Sequence[int]) -> None:
+        """The run ends before this step, which should have been on these trees."""
+
 
 class JournalListener(Listener):
     """Writes the events of the loop to the journal."""
@@ -67,6 +70,9 @@ class JournalListener(Listener):
 
     def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
         self._journal.append(Trained(step, policy_version, list(trees)))
+
+    def refused(self, step: int, trees: Sequence[int]) -> None:
+        self._journal.append(Refused(step, list(trees)))
 
 
 ROOM_S = 0.2  # between two looks at whether a tree may begin

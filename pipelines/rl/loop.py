@@ -25,7 +25,7 @@ from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder
+from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
 from agentenv.pipelines.rl.evaluations import Evaluator, first_of
 from agentenv.pipelines.rl.feeder import Feeder, Listener
 from agentenv.pipelines.rl.parts import Parts
@@ -127,10 +127,16 @@ class Loop:
         """All steps until the last update."""
         while self.state.step < self.parts.num_steps:
             with self.clock.phase("rl"):
-                batch = await self.take()
-                async with self.actions.weights_at_rest:
-                    with self.view.doing(f"step {self.state.step + 1}"):
-                        await uncancelled(self.step(batch))
+                try:
+                    batch = await self.take()
+                    async with self.actions.weights_at_rest:
+                        with self.view.doing(f"step {self.state.step + 1}"):
+                            await uncancelled(self.step(batch))
+                except RefusedStepError as error:
+                    trees = sorted({*error.trees, *self.feeder.inflight})
+                    for listener in self.listeners:
+                        listener.refused(self.state.step, trees)
+                    raise
             async with self.actions.weights_at_rest:
                 await self.evaluate_and_save()
 

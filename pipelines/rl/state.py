@@ -165,7 +165,8 @@ class RunState(Struct):
     the number of the process among all that were started for the run, and `line` of the one that
     made the weights; 0: they are those that the run began with. Reports are kept by phase
     (before_sft, after_sft, after_rl); `entropy` is of all delivered trees; `evaluating` is an
-    evaluation that is not done, and `imitating` a cold start."""
+    evaluation that is not done, and `imitating` a cold start; `working_tools` are those of which
+    most calls of a step succeeded."""
 
     step: int = 0
     position: int = 0
@@ -182,6 +183,7 @@ class RunState(Struct):
     best: float | None = None
     evaluating: Evaluating | None = None
     imitating: Imitating | None = None
+    working_tools: list[str] = []
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 

@@ -183,10 +183,12 @@ PLAIN_S = 10.0  # between two lines of how far a command is, where no bar shows 
 
 class Pulse:
     """Says how far something is in plain lines, for a file or a log: at most one in PLAIN_S
-    seconds, and none while other lines come."""
+    seconds, and none while other lines come. Where nothing has ended since the last one, it has the
+    longest wait in place of a forecast, which an outage would only raise."""
 
     def __init__(self, view: View, title: str, total: int, done: int = 0, then: str = "") -> None:
         self._view, self._title, self._total, self._first = view, title, total, done
+        self._said = done  # in the last line
         self._then = f"; next: {then}" if then else ""
         self._began_s = view.said_s = time.monotonic()
 
@@ -196,8 +198,11 @@ class Pulse:
         if now_s - self._view.said_s < PLAIN_S:
             return
         seconds, left = now_s - self._began_s, ""
-        if done > self._first and self._total > done:
+        if done == self._said:
+            left = (waits := self._view.behind()) and f"; {waits}"
+        elif self._total > done:
             left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
+        self._said = done
         parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
         self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
 

@@ -25,6 +25,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
          "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
         ("algorithm.name=arop", "'turnwise'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
         ("algorithm.name=apro", "'turnwise'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
+        ("algorithm.nam=grpo", "did you mean algorithm.name?"),
         ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
          "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is valid for "
          "algorithm.name = 'aepo'"),
@@ -51,6 +52,9 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("env.id=me/Warehose-v0", "no environment is registered as 'me/Warehose-v0'; did you mean "
          "me/Warehouse-v0"),
         ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
+        ("env.module=my_evn", "the command runs; did you mean 'my_env'?"),
+        ("env.module=agentenv.evns", "No module named 'agentenv.evns'; did you mean "
+         "'agentenv.envs'?"),
         ("env.kwargs={size=3}", "env.kwargs.size: unknown to me/Warehouse-v0; it has no"),
         ("env={id='agentenv/Quickstart-v0', kwargs={corpsu='kb.jsonl'}}",
          "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0; did you mean corpus?"),

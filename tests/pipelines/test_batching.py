@@ -20,7 +20,7 @@ from agentenv.learners.baselines import DAPO, ReinforcePP
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Alarms, Batch, BatchBuilder
+from agentenv.pipelines.rl.batching import Alarms, Batch, BatchBuilder, RefusedStepError
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
@@ -103,6 +103,58 @@ def group(index: int, *rewards: float) -> TrajectoryTree:
         info = {"success": reward > 0}
         tree.add(root, reward=reward, end="terminated", info=info)
     return tree
+
+
+def calling(index: int, *errors: str | None, reward: float = 0.0) -> TrajectoryTree:
+    """A tree whose calls of a tool had these errors."""
+    tree = group(index, reward, 0.0)
+    calls = [{"name": "order", "ok": one is None, "error": one} for one in errors]
+    tree.nodes[1].info["tool_calls"] = calls
+    return tree
+
+
+REVOKED = [calling(i, *[f"request {i}{j}: HTTP 401" for j in range(5)]) for i in range(2)]
+MIXED = [calling(0, *["no order 3"] * 9), calling(1, None)]
+WORKING = [calling(0, *[None] * 6, reward=1.0), calling(1, *["no such order"] * 4)]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "share", "refused"),
+    [
+        (WORKING, REVOKED, 0.25, True),
+        (WORKING, REVOKED, 1.0, False),
+        (WORKING, MIXED, 0.25, False),
+        (WORKING, REVOKED[:1], 0.25, False),  # too few to judge
+        (MIXED, REVOKED, 0.25, False),  # it never worked
+    ],
+)
+def test_a_tool_whose_every_call_fails_after_it_worked_trains_nothing(
+    earlier: list[TrajectoryTree],
+    now: list[TrajectoryTree],
+    share: float,
+    refused: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = load_config(TrainConfig, CONFIG, [f"limits.max_failed_share={share}"])
+    ours = BatchBuilder(config, RunState())
+    settled(ours, earlier)
+    if not refused:
+        settled(ours, now)
+        return
+    with pytest.raises(RefusedStepError, match="all 10 calls of the tool 'order' failed") as caught:
+        settled(ours, now)
+    assert caught.value.trees == [0, 1]
+    assert ours.state.counters.num_delivered == len(earlier)
+
+
+def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Alarms(load_config(TrainConfig, CONFIG))
+    trees = [calling(i, "HTTP 401") for i in range(24)]
+    for _ in range(4):
+        ours.look_at_fates(trees, Counter({"with equal returns": 24}))
+    assert "cold start" not in caplog.text
+    (said,) = caplog.messages
+    assert said.endswith("all 24 calls of the tool 'order' failed with one text: HTTP 401")
 
 
 @pytest.mark.parametrize(

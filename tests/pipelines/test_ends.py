@@ -23,6 +23,7 @@ from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
 from agentenv.frames import Leased
+from agentenv.http import status_error
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.rl import evaluations, report
@@ -560,6 +561,44 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
     assert 0.2 < rollouts["failed_share"] < 0.9
     assert "shelf 7 is locked" in rollouts["causes"][0]
+
+
+@pytest.mark.parametrize("status", [404, 401])
+def test_a_tool_that_stops_working_trains_nothing_and_the_run_goes_on_once_it_is_mended(
+    warehouse: Path,
+    rank: type[ToyRank],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Though it calls that the policy's fault (404), and at once where it knows better (401). Also
+    trees in flight are rolled out again."""
+    numbers, is_mended = count(1), False
+
+    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
+        if (number := next(numbers)) > 40 and not is_mended:
+            raise status_error(status, f"request {number}: the token is revoked", what="GET host")
+        return ToolResult("7")
+
+    monkeypatch.setattr(FunctionTool, "call", call)
+    name, size = f"revoked-{status}", 8
+    keys = [f"algorithm.{key}={size}" for key in ("group_size", "initial_rollouts")]
+    given = arguments(warehouse, name, *keys)
+    assert train.main(given) == (2 if status == 401 else 1)
+    run, err = warehouse.parent / "runs" / name, capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    if status == 401:
+        assert "the tool 'stock': GET host: HTTP 401 Unauthorized: request 4" in line
+    else:
+        assert re.search(r"all \d+ calls of the tool 'stock' failed with one text: requ", line)
+        assert "continue with --resume" in line
+    step, _ = last_checkpoint(run)
+    assert step < NUM_STEPS
+    is_mended = True
+    assert train.main([*given, "--resume"]) == 0
+    assert last_checkpoint(run)[0] == NUM_STEPS
+    for number in range(step + 1, NUM_STEPS + 1):
+        assert "is revoked" not in (run / f"trajectories/step-{number:06d}.jsonl").read_text()
 
 
 COLD_START = [

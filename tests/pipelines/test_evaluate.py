@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentenv.http import status_error
 from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import is_url
 from agentenv.pipelines.run.records import EvalRow
+from agentenv.tools import FunctionTool
+from agentenv.types import ToolResult
 from tests.pipelines.evaluating import Run, first_prompts, refused, runner, texts
 
 
@@ -23,6 +27,35 @@ def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
+
+
+def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of before stay as they are; with a token that is accepted the same command goes on."""
+    assert run("out", "--n", "2") == 0
+    before = texts(tmp_path / "out")
+    capsys.readouterr()
+
+    async def rejected(*_: Any) -> ToolResult:
+        raise status_error(401, "revoked", what="GET http://host/orders")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FunctionTool, "call", rejected)
+        assert run("out", "--n", "6") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "the tool 'stock': GET http://host/orders: HTTP 401 Unauthorized: revoked; " in line
+    assert texts(tmp_path / "out") == before
+    assert run("out", "--n", "6") == 0
+    assert len(texts(tmp_path / "out")) == 6
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(finished / "checkpoints" / "step-000099")]) == 2
+    said = refused(capsys)
+    assert "step-000099: no such checkpoint; the run has step-000003, step-000004" in said
 
 
 @pytest.mark.slow

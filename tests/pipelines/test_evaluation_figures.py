@@ -6,6 +6,7 @@ import pytest
 
 from agentenv.env import close_shared
 from agentenv.pipelines.evaluation.figures import default_ks, figures_of, questions_of, summarize
+from agentenv.pipelines.evaluation.report import hints_of
 from agentenv.pipelines.evaluation.scores import Scorer
 from agentenv.pipelines.rl.state import brief_report
 from agentenv.pipelines.run.records import EvalRow
@@ -90,6 +91,20 @@ async def test_answers_that_only_their_format_makes_wrong_are_counted():
         failed("5", 0),
     ]
     assert (await figures(rows)).overall.num_misformatted == 2
+
+
+async def test_most_calls_of_a_tool_that_fail_alike_are_a_warning_of_the_report():
+    """Beyond numbers; what the policy asked for too often is its own doing."""
+    bad = [{"name": "order", "ok": False, "error": f"order {i}: HTTP 401"} for i in range(4)]
+    over = {"name": "stock", "ok": False, "error": "no calls", "info": {"limit": "max_calls"}}
+    summary = await figures([row("1", tool_calls=[*bad, *[over] * 9])])
+    assert hints_of(summary, "evals/x") == []
+    good = {"name": "order", "ok": True, "error": None}
+    summary = await figures([row("1", tool_calls=[*bad, *bad, good]), row("2", tool_calls=[])])
+    (said,) = hints_of(summary, "evals/x")
+    assert said.startswith("8 of 9 calls of the tool 'order' failed with one text")
+    assert "order 0: HTTP 401" in said
+    assert summary.overall.tools["order"].num_same == 8
 
 
 async def test_every_share_has_an_interval_with_a_width():

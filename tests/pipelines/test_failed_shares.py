@@ -192,6 +192,26 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     assert written.getvalue().splitlines()[-1] == "another line", "it is over"
 
 
+def test_a_line_about_no_progress_names_the_wait_and_no_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    view = View()
+    view.console = Console(file=(written := io.StringIO()), width=200)
+    view.behind = lambda: "47 rollouts wait for the tool 'order'"
+    view.begin("evaluation", 320)
+    for done in (0, 80, 80, 90):
+        now[0] += PLAIN_S
+        view.advance(done)
+    assert written.getvalue().splitlines() == [
+        "evaluation: 0 of 320; 10 s so far; 47 rollouts wait for the tool 'order'",
+        "evaluation: 80 of 320; 20 s so far, about 60 s left",
+        "evaluation: 80 of 320; 30 s so far; 47 rollouts wait for the tool 'order'",
+        "evaluation: 90 of 320; 40 s so far, about 102 s left",
+    ]
+
+
 async def test_an_evaluation_that_measured_nothing_is_never_the_best() -> None:
     saver = object.__new__(RunSaver)
     saver.best_metric, saver.state = "held/reward", RunState(best=-0.5)

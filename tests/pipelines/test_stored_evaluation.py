@@ -16,7 +16,7 @@ import pytest
 
 from agentenv.launchers import evaluate
 
-SINCE = {"num_retries", "num_misformatted"}  # figures that reports had not yet
+SINCE = {"num_retries", "num_misformatted", "num_same", "error"}  # figures that reports had not yet
 STORED = Path(__file__).parents[1] / "fixtures" / "stored_evaluation"
 
 
