@@ -85,13 +85,16 @@ def status_error(
 
 
 def meaning(error: BaseException) -> AgentEnvError | None:
-    """The error of a tool for an error of an HTTP library; None for other errors."""
+    """The error of a tool for an error of an HTTP library; None for other errors. The address may
+    be the policy's own choice, so that no status of it ends a run."""
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     if isinstance(status, int):
         headers = getattr(error, "headers", None) or getattr(response, "headers", None)
+        if status in _REMEDIES:
+            return ToolError(f"HTTP {_named(status)}", {"status": status})
         asked = getattr(error, "request_info", None) or response
         url = getattr(asked, "real_url", None) or getattr(asked, "url", "")
         return status_error(status, headers=headers, what=public_url(str(url)))

@@ -533,7 +533,7 @@ async def test_an_environment_that_fails_is_played_again_unless_it_is_a_bug() ->
 def test_errors_of_other_libraries_mean_the_same(library: str) -> None:
     module = pytest.importorskip(library)
     request = module.Request("GET", "http://h/")
-    kinds = {429: InfraError, 500: InfraError, 404: ToolError, 401: ConfigError}
+    kinds = {429: InfraError, 500: InfraError, 404: ToolError, 401: ToolError}
     for status, kind in kinds.items():
         response = module.Response(status, request=request, headers={"Retry-After": "2"})
         with pytest.raises(module.HTTPStatusError) as caught:
