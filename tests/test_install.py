@@ -142,7 +142,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    return environment(tmp_path_factory.mktemp("full"), wheel, "quickstart")
+    return environment(tmp_path_factory.mktemp("full"), wheel, "train")
 
 
 def run(bin: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -315,6 +315,13 @@ def test_the_examples_and_the_readme_start_from_the_wheel(full: Path, user: Path
             continue
         if config.parent.name not in ("mcp_maths", "reasoning_gym"):  # which need extras
             done(full, user, "agentenv", "train", str(config.relative_to(user)), *SMALL)
+
+
+def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_path: Path) -> None:
+    """`pip install '.[train]'` and a configuration of the clone are all that it needs."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    words = ["train", "configs/quickstart.toml", *SMALL, "checkpoint.best_metric="]
+    done(full, tmp_path, "agentenv", *words)
 
 
 def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -298,8 +299,10 @@ def dry_run(
 
 
 def _is_missing(error: BaseException | None) -> bool:
-    """Whether a package that is not installed here is the cause."""
+    """Whether a package that is not installed here is the cause, also of an environment's own."""
     while error is not None and not isinstance(error, MissingError):
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return find_spec(error.name.partition(".")[0]) is None
         error = error.__cause__
     return error is not None
 

@@ -112,6 +112,10 @@ class EnvMaker:
             )
         return env
 
+    def factories(self) -> list[Any]:
+        """The classes of the environments that the configuration names."""
+        return [agentenv.env.spec(one.env_id).load() for one in self._recipes.values()]
+
     def check_known(self, env_id: str, key: str) -> None:
         """Raises ConfigError, which names `key`, unless there is such an env or variant."""
         if env_id not in self._recipes:

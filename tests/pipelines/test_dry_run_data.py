@@ -12,6 +12,7 @@ from agentenv.data_files import read_rows
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train
 from agentenv.pipelines.run.arguments import EXIT_MISSING
+from tests.support.sources import ROOT
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,
@@ -171,6 +172,81 @@ def test_a_package_that_is_not_installed_here_is_missing_and_no_mistake(
     missing = capsys.readouterr().out.partition("missing:")[2]
     assert "BM25 search requires the package 'bm25s'" in missing
     assert "[search]" in missing
+
+
+MADE = """
+[run]
+setup = "world:prepare"
+[model]
+path = "{run}/model"
+[env]
+id = "agentenv/QAGrader-v0"
+[algorithm]
+name = "grpo"
+[train]
+num_steps = 1
+[data]
+train = "{run}/train.jsonl"
+"""
+LATE = """
+from agentenv import ToolEnv, register, tool
+from agentenv.envs.qa_grader import ExactMatch
+
+
+@tool
+async def weigh(item: str) -> str:
+    \"\"\"The weight of an item.\"\"\"
+    try:
+        import no_such_accelerator
+    except ImportError:
+        pass
+    from no_such_scales.api import Scales
+
+    return Scales().weigh(item)
+
+
+class ScalesEnv(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[weigh], grader=ExactMatch())
+
+
+register("me/Scales-v0", "late_env:ScalesEnv")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "absent", "words", "missing"),
+    [
+        (str(ROOT / "configs" / "quickstart.toml"), "bm25s", (), "requires the package 'bm25s'"),
+        ("made.toml", "math_verify", (), "requires math-verify"),
+        (
+            "made.toml",
+            "",
+            ("env.module=late_env", "env.id=me/Scales-v0"),
+            "me/Scales-v0 (late_env.ScalesEnv) requires the package 'no_such_scales'",
+        ),
+    ],
+)
+def test_of_rows_that_the_run_makes_missing_packages_are_listed(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    absent: str,
+    words: tuple[str, ...],
+    missing: str,
+) -> None:
+    """Those of tools, of graders, and those that an environment imports when a tool is called."""
+    (here / "made.toml").write_text(MADE)
+    (here / "world.py").write_text("def prepare(run, seed):\n    return ''\n")
+    (here / "late_env.py").write_text(LATE)
+    if absent:
+        monkeypatch.setitem(sys.modules, absent, None)
+    assert dry(train.main, config, *words) == EXIT_MISSING
+    told = " ".join(capsys.readouterr().out.partition("missing:")[2].split())
+    assert missing in told
+    assert "no_such_accelerator" not in told
 
 
 @pytest.mark.slow
