@@ -208,7 +208,7 @@ class MathEquivalence:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingError(
                 f"grader: mathematical equivalence requires math-verify: {install_hint('math')}, "
-                "or compare expressions as text: grader.math = false with kind \"layered\" or "
+                'or compare expressions as text: grader.math = false with kind "layered" or '
                 '"judge", or grader.kind = "exact"'
             )
 

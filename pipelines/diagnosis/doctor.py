@@ -51,7 +51,7 @@ async def examine(
     overrides without a configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
-    runner, config = Runner(CHECK_S), None
+    runner, config = Runner(CHECK_S, catches=True), None
     result = CheckResult("configuration", "passed")
     if path is not None:
         try:

@@ -12,7 +12,6 @@ from agentenv.data_files import read_rows
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from tests.support.sources import ROOT
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,
@@ -22,6 +21,7 @@ from tests.support.released import (
     write_parquet,
     write_rows,
 )
+from tests.support.sources import ROOT
 
 TABLES = """
 [run]
