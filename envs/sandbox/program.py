@@ -296,12 +296,7 @@ class Program:
             self._process.wait(STOP_S)
         text = (self._outer / "errors").read_text(errors="replace").strip()[-500:]
         if text.startswith("bwrap:"):
-            advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
-            return ConfigError(
-                f"no sandbox for a program is available: {text}{advice}. To run it without "
-                "protection, with your own permissions and at your own risk, set allow_unsafe = "
-                "true"
-            )
+            return _no_sandbox(text)
         code = self._process.poll()
         return InfraError(f"the sandbox of a program died ({code}): {text or 'no reason given'}")
 
@@ -340,6 +335,24 @@ class Program:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _no_sandbox(text: str) -> ConfigError:
+    advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
+    return ConfigError(
+        f"no sandbox for a program is available: {text}{advice}. To run it without protection, "
+        "with your own permissions and at your own risk, set env.kwargs.program.allow_unsafe = true"
+    )
+
+
+async def check_namespaces() -> None:
+    """Raises ConfigError where programs can have no sandbox on this machine."""
+    python = await find_interpreter(None)
+    command = [*namespaces(python), "--", python.program, "-S", "-E", "-c", ""]
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=False)
+    ended = await in_thread(run)
+    if ended.returncode:
+        raise _no_sandbox(ended.stderr.strip()[-500:])
 
 
 def bubblewrap(

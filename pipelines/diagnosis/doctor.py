@@ -19,7 +19,7 @@ from rich.table import Table
 
 from agentenv.config import Say, Tree, load_config
 from agentenv.disk import existing
-from agentenv.envs.sandbox.launch import Rung
+from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
 from agentenv.model_files import read_model_config
@@ -198,7 +198,7 @@ async def sandbox(folder: Path) -> str:
             await one.start()
             offered.append(rung)
         except AgentEnvError as error:
-            lacking.append(f"{rung}: {error}")
+            lacking += one.lacking or [f"{rung}: {error}"]
         finally:
             await one.close()
     if not offered:
@@ -207,7 +207,10 @@ async def sandbox(folder: Path) -> str:
             "install bubblewrap, or a kernel with Landlock; without one the Python tool is "
             "rejected unless python.allow_unsafe = true"
         )
-    return f"{', '.join(offered)}: every tested escape was stopped"
+    found = f"{', '.join(offered)}: every tested escape was stopped"
+    if offered[0] == RUNGS[0]:
+        return found
+    return f"{found}; a lower level, since {' | '.join(lacking)}; {LOST_BELOW}"
 
 
 # The resources that a configuration needs.

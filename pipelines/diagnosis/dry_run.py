@@ -277,7 +277,9 @@ def dry_run(
         place = _model_of(config, model, resolve, plan)
         try:
             keys = {one.key for one in absent}
-            _read(config, run, place, keys, view, is_elsewhere=arguments.gpus is not None)
+            cluster = getattr(config, "cluster", None)
+            elsewhere = arguments.gpus is not None or isinstance(cluster, KubernetesCluster)
+            _read(config, run, place, keys, view, is_elsewhere=elsewhere)
         except (AgentEnvError, OSError) as error:
             (plan.missing if _is_missing(error) else plan.problems).append(str(error))
     show_plan(plan, view)

@@ -34,7 +34,7 @@ from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
 from agentenv.pipelines.setup.checks import Has, refuse
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.pipelines.setup.start_checks import environment_classes
+from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
 from agentenv.pipelines.supervised.data import count_rows
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
@@ -107,6 +107,8 @@ async def _read_sets(
     if has_env:
         await environment_classes(assembly)
         missing += [line async for line in _not_installed(assembly)]
+        if "machine" in here:
+            await needs_of_environments(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
         say(

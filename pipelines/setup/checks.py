@@ -186,11 +186,12 @@ CHECKS: tuple[Check, ...] = (
     Check("adapter", "configuration", TRAIN, start_checks.adapter, NOTHING),
     Check("helpers", "configuration", EVALUATE, start_checks.helpers, NOTHING),
     Check("roles", "configuration", ASKING, start_checks.roles, NOTHING),
-    Check("disk", "files", RUNS, start_checks.disk),
+    Check("disk", "files", RUNS, start_checks.disk, MACHINE),
     Check("hub", "files", ALL, start_checks.of_the_hub),
     Check("files", "files", RUNS, start_checks.files),
     Check("set-up", "files", RUNS, start_checks.set_up, NOTHING),
     Check("classes of environments", "files", TRAIN, start_checks.environment_classes),
+    Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
     # engine and learner have the GPUs that they need
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", ASKING, start_checks.servers, asks=True),

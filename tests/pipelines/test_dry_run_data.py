@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,35 @@ def test_of_rows_that_the_run_makes_missing_packages_are_listed(
     told = " ".join(capsys.readouterr().out.partition("missing:")[2].split())
     assert missing in told
     assert "no_such_accelerator" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])
+def test_a_folder_of_runs_that_cannot_be_written_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """By the check of a start; not where the run is planned for another machine."""
+    words = ["train.toml", "engine.name=embedded", f"run.dir={place}"]
+    assert train.main([*words, "--dry-run"]) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+    assert dry(train.main, *words) == 0
+
+
+@pytest.mark.slow
+def test_a_program_without_namespaces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before a set-up makes its rows."""
+    shutil.copytree(ROOT / "examples" / "own_agent", tmp_path / "agent")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.chdir(tmp_path / "agent")
+    assert train.main(["shell.toml", "--dry-run"]) == 0, capsys.readouterr().err
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert train.main(["shell.toml", "--dry-run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no sandbox for a program is available: bwrap: No permissions" in told
+    assert "env.kwargs.program.allow_unsafe = true" in told
 
 
 @pytest.mark.slow
