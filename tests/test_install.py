@@ -372,6 +372,10 @@ def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
     words = [*SMALL, *keys, "cluster.script=job.yaml", "--dry-run"]
     done(full, tmp_path, "agentenv", "train", "shop/train.toml", *words)
     objects = list(yaml.safe_load_all((tmp_path / "job.yaml").read_text(encoding="utf-8")))
+    (held_config,) = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "config.toml").write_text(held_config["config.toml"], encoding="utf-8")
+    (tmp_path / "shop" / "train.toml").unlink()  # no pod has it
     pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Job"]
     started = []
     for pod in pods:
@@ -383,7 +387,14 @@ def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
             env = variables_of(full, **given)
             started.append(
                 subprocess.Popen(
-                    container["command"], cwd=tmp_path, env=env, stdout=log, stderr=log
+                    [
+                        word.replace("/etc/agentenv", str(tmp_path / "etc"))
+                        for word in container["command"]
+                    ],
+                    cwd=container["workingDir"],
+                    env=env,
+                    stdout=log,
+                    stderr=log,
                 )
             )
     try:

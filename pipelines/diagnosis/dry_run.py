@@ -290,7 +290,7 @@ def dry_run(
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
-        view.say("next: the same command without --dry-run")
+        view.say(f"next: {_next(config)}")
         return 0
     view.say(
         f"missing items are listed above (exit code {EXIT_MISSING}: nothing is wrong, something is "
@@ -319,7 +319,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
         try:
-            Path(script).write_text(job, encoding="utf-8")
+            _write_job(script, job, is_secret=isinstance(config.cluster, KubernetesCluster))
         except OSError as error:
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
@@ -327,6 +327,23 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
         view.say(f"written to {script}")
     elif job:
         view.say(f"\n{job}")
+
+
+def _write_job(path: str, text: str, *, is_secret: bool) -> None:
+    """A file that only its owner reads where it holds a token."""
+    with open(path, "w", encoding="utf-8") as file:
+        if is_secret:
+            os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+
+
+def _next(config: AnyRun) -> str:
+    """The command that starts the run."""
+    cluster = getattr(config, "cluster", None)
+    if not isinstance(cluster, SlurmCluster | KubernetesCluster):
+        return "the same command without --dry-run"
+    command = f"{cluster.submit} {shlex.quote(cluster.script or 'FILE')}"
+    return command if cluster.script else f"the same with cluster.script=FILE, then {command}"
 
 
 def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:
@@ -378,6 +395,8 @@ TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
 WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.worker")
 NAME_LENGTH = 40
+CONFIG_FOLDER = "/etc/agentenv"  # of the configuration, which the manifests hold, in pods
+IMAGE_USER = 1000  # of the Dockerfile
 FACTS = {
     "wait_s": 1800,  # for the controller, which may make or load a model first
     "drain_s": 60,  # for a worker to end
@@ -416,12 +435,18 @@ def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path)
         )
     if isinstance(cluster, KubernetesCluster):
         _check_kubernetes(config, cluster)
+        given[0] = f"{CONFIG_FOLDER}/config.toml"
+        if not config.run.name:
+            given.append(f"run.name={run.name}")
         begun, command = shlex.quote(f"{run}/{CONFIG_FILE}"), shlex.join(["python", *TRAIN, *given])
         return _filled(
             "kubernetes.yaml",
             config,
             run,
             token_value=secrets.token_hex(16),
+            config_folder=CONFIG_FOLDER,
+            config_text=path.read_text(encoding="utf-8"),
+            user=IMAGE_USER,
             controller=[
                 *("sh", "-c"),
                 f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}",
