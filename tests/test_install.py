@@ -321,7 +321,9 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
     """`pip install '.[train]'` and a configuration of the clone are all that it needs."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     words = ["train", "configs/quickstart.toml", *SMALL, "checkpoint.best_metric="]
-    done(full, tmp_path, "agentenv", *words)
+    dev = 'eval.sets={dev={path="{run}/data/dev.jsonl",every=0,phases=false}}'
+    said = done(full, tmp_path, "agentenv", *words, dev)
+    assert "success on dev" not in said, "there is nothing to show"
 
 
 def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> None:
