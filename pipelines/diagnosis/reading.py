@@ -153,7 +153,10 @@ async def _not_installed(assembly: AskingAssembly[Any]) -> AsyncIterator[str]:
         if assembly.makes(one.rows):
             try:
                 env = maker(Task("none", one.env.id, "none", ("1",)))
-                await start_grader(env.grader)  # type: ignore[attr-defined]
+                try:
+                    await start_grader(env.grader)  # type: ignore[attr-defined]
+                finally:
+                    await env.close()
             except MissingError as error:
                 yield str(error)
             except Exception:  # it needs what the set-up makes
