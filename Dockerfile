@@ -8,6 +8,8 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
 ARG EXTRA=train
+# another index of packages for pip, such as that of PyTorch for CPUs
+ARG PIP_EXTRA_INDEX_URL
 # bubblewrap: the sandbox of Python and of programs
 # hadolint ignore=DL3008
 RUN apt-get update \

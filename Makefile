@@ -22,7 +22,7 @@ help:
 
 train:
 	@test -f "$(CONFIG)" || { echo "error: CONFIG=$(CONFIG): no such file; expected a configuration such as configs/quickstart.toml" >&2; exit 2; }
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=quickstart sh .ci/environment
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=train sh .ci/environment
 	$(BIN)/agentenv train $(CONFIG) $(ARGS)
 
 test: environment

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 PARTIAL, OLD = ".partial", ".old"
 
@@ -190,10 +191,17 @@ WEIGHTS_KEY = "resources.weights_dir"
 DIR_KEY = "run.dir"  # which places a run
 
 
+def written(error: OSError) -> Any:
+    """The file at fault: of a copy to a full disk the target, which comes second."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (is_full and error.filename2) or error.filename
+
+
 def explain(error: OSError, key: str = "") -> str:
     """A reason a user can act on. `key` is that of the configuration which places the file; the
     folder of new weights is known by its name."""
-    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    name = written(error)
+    path = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else None
     if path is not None and any(part.startswith(WEIGHTS_PREFIX) for part in path.parts):
         key = WEIGHTS_KEY
     elsewhere = (
@@ -207,7 +215,8 @@ def explain(error: OSError, key: str = "") -> str:
             elsewhere = f"make {SHARED_MEMORY} larger (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
             full = "disk quota exceeded"
-        return f"{full}; free some space and resume, or {elsewhere}"
+        again = "repeat the command, with --resume if the run had begun"
+        return f"{full}; free some space and {again}, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)

@@ -275,7 +275,8 @@ class Supervisor:
             await self._reception.open(host, port)
         except OSError as error:
             raise ConfigError(
-                f"{self._spec.table}.host and port: cannot listen on {host}:{port}: {error}"
+                f"{self._spec.table}.host and port: cannot listen on {host}:{port}: {error}; "
+                "expected an address of this machine and a free port (0: any)"
             ) from error
         self._kept = set(range(self._spec.num))
         starting = [asyncio.create_task(self._start(number)) for number in self._kept]

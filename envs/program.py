@@ -45,7 +45,7 @@ from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program
+from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
 from agentenv.offload import in_thread
@@ -261,6 +261,12 @@ class ProgramEnv:
         self._worked_s = 0.0
         self._tools: set[str] = set()
         self._ended: Ended | None = None
+
+    @staticmethod
+    async def check_machine(program: Any = None, **_: Any) -> None:
+        """Raises ConfigError where no sandbox of these keywords can be had."""
+        if not msgspec.to_builtins(program or {}).get("allow_unsafe", False):
+            await check_namespaces()
 
     @property
     def fork_mode(self) -> ForkMode:

@@ -13,7 +13,7 @@ from agentenv.config import build_config
 from agentenv.env import shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index
+from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s
 from agentenv.envs.search.corpus import read_corpus
 from agentenv.envs.search.keys import Mode, SearchConfig
 from agentenv.envs.search.service import OpenPageTool, SearchPagesTool, shared_service, tell_tools
@@ -47,6 +47,7 @@ class SearchTool(StatelessTool):
         self, corpus: str | Path, top_k: int = 1, max_chars_per_result: int = 1000
     ) -> None:
         path = Path(corpus).resolve()
+        load_bm25s()  # missing, it is named before a corpus that is still to be made
         self.index = shared(("bm25", path), lambda: BM25Index(read_corpus(path)))
         self.top_k = top_k
         self.max_chars_per_result = max_chars_per_result

@@ -7,11 +7,13 @@ metadata; text of a policy, a page or a dataset is in them with --text only.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,8 +37,8 @@ EPILOG = """commands:
   checkpoint              save a checkpoint before the next update
   evaluate [SET ...]      evaluate before the next update (default: all sets)
 
-exit codes: 0 done, 1 no process trains in RUN or it does not answer, 2 rejected or bad arguments,
-130 interrupted"""
+exit codes: 0 done (`status`: the run trains or has finished), 1 no process trains in RUN or it does
+not answer, 2 rejected or bad arguments, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +109,23 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     try:
         reply = ask.ask(run, request)
     except UnreachableError as error:
-        view.fail(_why(run, error))
-        return EXIT_FAILED
+        why = _why(run, error)
+        num_steps = _finished(run)
+        if num_steps is None:
+            view.fail(why)
+            return EXIT_FAILED
+        view.end()
+        text = f"{run} has finished: {num_steps} of {num_steps} updates"
+        if not isinstance(request, ask.AskStatus):
+            view.fail(f"{text}; look at it with `agentenv view {run}`")
+            return EXIT_FAILED
+        if arguments.json:
+            found = {"type": "finished", "step": num_steps, "num_steps": num_steps}
+            sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        else:
+            view.say(text)
+            view.suggest({f"agentenv view {run}": "its curves and trees"})
+        return 0
     view.end()
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply), indent=2).decode() + "\n")
@@ -117,6 +134,20 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         if following := _next(run, request, reply):
             view.suggest(following)
     return 0
+
+
+def _finished(run: Path) -> int | None:
+    """The number of updates of a run that nobody trains and that has written its report; None for
+    one that was stopped, also in a later continuation, or that is held."""
+    try:
+        if (run / "lock").exists() and (run / "lock").read_bytes():
+            return None
+        summary = decode((run / "summary.json").read_bytes(), dict[str, Any])
+        rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        num_steps = int(summary["num_steps"])
+        return num_steps if max(json.loads(row)["step"] for row in rows) <= num_steps else None
+    except (OSError, ForeignError, ValueError, KeyError):
+        return None
 
 
 def _why(run: Path, error: UnreachableError) -> str:

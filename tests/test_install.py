@@ -142,7 +142,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    return environment(tmp_path_factory.mktemp("full"), wheel, "quickstart")
+    return environment(tmp_path_factory.mktemp("full"), wheel, "train")
 
 
 def run(bin: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -317,6 +317,15 @@ def test_the_examples_and_the_readme_start_from_the_wheel(full: Path, user: Path
             done(full, user, "agentenv", "train", str(config.relative_to(user)), *SMALL)
 
 
+def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_path: Path) -> None:
+    """`pip install '.[train]'` and a configuration of the clone are all that it needs."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    words = ["train", "configs/quickstart.toml", *SMALL, "checkpoint.best_metric="]
+    dev = 'eval.sets={dev={path="{run}/data/dev.jsonl",every=0,phases=false}}'
+    said = done(full, tmp_path, "agentenv", *words, dev)
+    assert "success on dev" not in said, "there is nothing to show"
+
+
 def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> None:
     """Of a module that the user's own package of that name does not have."""
     text = "from envs.qa_grader import QAGraderEnv\n"
@@ -365,6 +374,10 @@ def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
     words = [*SMALL, *keys, "cluster.script=job.yaml", "--dry-run"]
     done(full, tmp_path, "agentenv", "train", "shop/train.toml", *words)
     objects = list(yaml.safe_load_all((tmp_path / "job.yaml").read_text(encoding="utf-8")))
+    (held_config,) = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "config.toml").write_text(held_config["config.toml"], encoding="utf-8")
+    (tmp_path / "shop" / "train.toml").unlink()  # no pod has it
     pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Job"]
     started = []
     for pod in pods:
@@ -376,7 +389,14 @@ def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
             env = variables_of(full, **given)
             started.append(
                 subprocess.Popen(
-                    container["command"], cwd=tmp_path, env=env, stdout=log, stderr=log
+                    [
+                        word.replace("/etc/agentenv", str(tmp_path / "etc"))
+                        for word in container["command"]
+                    ],
+                    cwd=container["workingDir"],
+                    env=env,
+                    stdout=log,
+                    stderr=log,
                 )
             )
     try:

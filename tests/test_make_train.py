@@ -27,7 +27,7 @@ def test_an_interrupted_installation_says_that_it_begins_again(tmp_path: Path) -
     python = tmp_path / "python"
     python.write_text(INTERRUPTED)
     python.chmod(0o755)
-    given = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "EXTRA": "quickstart"}
+    given = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "EXTRA": "train"}
     result = subprocess.run(
         ["sh", ".ci/environment"],
         capture_output=True,

@@ -208,7 +208,8 @@ class MathEquivalence:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingError(
                 f"grader: mathematical equivalence requires math-verify: {install_hint('math')}, "
-                "or set grader.math = false to compare expressions as text"
+                'or compare expressions as text: grader.math = false with kind "layered" or '
+                '"judge", or grader.kind = "exact"'
             )
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:

@@ -110,6 +110,7 @@ class MissingModuleError(ConfigError):
 
 
 Rung = Literal["namespaces", "landlock", "unsafe"]
+LOST_BELOW = "lost: files and threads of the code's own, and programs as agents"  # on "landlock"
 PRELOAD_IF_INSTALLED = ("numpy", "sympy")
 READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
 LANDLOCK_ADVICE = (

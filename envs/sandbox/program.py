@@ -34,7 +34,13 @@ from msgspec import Struct
 from agentenv.deadline import admitted
 from agentenv.disk import own_folder
 from agentenv.env import shared
-from agentenv.envs.sandbox.launch import HERE, NAMESPACES_ADVICE, UNUSED_ID, find_interpreter
+from agentenv.envs.sandbox.launch import (
+    HERE,
+    NAMESPACES_ADVICE,
+    UNUSED_ID,
+    find_interpreter,
+    namespaces,
+)
 from agentenv.envs.sandbox.program_launch import (
     ETC,
     FOLDER,
@@ -306,12 +312,7 @@ class Program:
         errors = self._outer / "errors"  # a copy has none
         text = errors.read_text(errors="replace").strip()[-500:] if errors.exists() else ""
         if text.startswith("bwrap:"):
-            advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
-            return ConfigError(
-                f"no sandbox for a program is available: {text}{advice}. To run it without "
-                "protection, with your own permissions and at your own risk, set allow_unsafe = "
-                "true"
-            )
+            return _no_sandbox(text)
         code = self._process.poll()
         return InfraError(f"the sandbox of a program died ({code}): {text or 'no reason given'}")
 
@@ -381,6 +382,24 @@ def _read_within(folder: int, name: str, max_bytes: int) -> str:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(f"{name} is not a file")
             return file.read(max_bytes).decode(errors="replace")
+
+
+def _no_sandbox(text: str) -> ConfigError:
+    advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
+    return ConfigError(
+        f"no sandbox for a program is available: {text}{advice}. To run it without protection, "
+        "with your own permissions and at your own risk, set env.kwargs.program.allow_unsafe = true"
+    )
+
+
+async def check_namespaces() -> None:
+    """Raises ConfigError where programs can have no sandbox on this machine."""
+    python = await find_interpreter(None)
+    command = [*namespaces(python), "--", python.program, "-S", "-E", "-c", ""]
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=False)
+    ended = await in_thread(run)
+    if ended.returncode:
+        raise _no_sandbox(ended.stderr.strip()[-500:])
 
 
 class _Host:

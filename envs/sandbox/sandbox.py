@@ -19,6 +19,7 @@ from agentenv.deadline import admitted, waiting
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.launch import (
+    LOST_BELOW,
     NAMESPACES_ADVICE,
     MissingModuleError,
     Rung,
@@ -30,7 +31,7 @@ from agentenv.envs.sandbox.process import (
     SessionProcess,
     ZygoteProcess,
 )
-from agentenv.errors import ConfigError, EnvError, InfraError
+from agentenv.errors import SHOWN, ConfigError, EnvError, InfraError
 
 MAX_CODE_CHARS = 100_000
 DIGEST_TIMEOUT_S = 30.0
@@ -236,7 +237,7 @@ class SandboxSession:
 MAX_CONCURRENT_SPAWNS = 8  # forking is serial; the others wait here instead of in its queue
 UNSAFE_HINT = (
     "To run model-written code without protection, with your own permissions and at your own risk, "
-    "set allow_unsafe = true"
+    "set python.allow_unsafe = true (of the quick start, env.kwargs.allow_unsafe = true)"
 )
 
 logger = logging.getLogger(__name__)
@@ -288,6 +289,7 @@ class Sandbox:
         self.allow_unsafe = allow_unsafe
         self.counters = SandboxCounters()
         self.rung: Rung | None = None
+        self.lacking: list[str] = []  # the reason against each higher rung
         self._rungs = tuple(rungs)
         modules = None if preload is None else tuple(preload)
         self._setup = SandboxSetup(self.limits, interpreter, modules)
@@ -378,7 +380,7 @@ class Sandbox:
         """On the rung that worked before, else on the first that works."""
         if self.rung is not None:
             return await self._launch_on(self.rung)
-        problems: list[str] = []
+        problems = self.lacking = list[str]()
         for rung in self._rungs:
             try:
                 zygote = await self._launch_on(rung)
@@ -388,15 +390,16 @@ class Sandbox:
                 problems.append(f"{rung}: {error}")
                 continue
             if problems:
-                logger.warning(
-                    "the Python sandbox uses its level %r, since: %s", rung, "; ".join(problems)
-                )
+                text = "the Python sandbox uses its level %r, since: %s; %s"
+                reasons = "; ".join(problems)
+                logger.warning(text, rung, reasons, LOST_BELOW, extra=SHOWN)
             self.rung = rung
             return zygote
         reasons = ". ".join(problems)
         if not self.allow_unsafe:
             raise ConfigError(f"no Python sandbox is available. {reasons}. {UNSAFE_HINT}")
-        logger.warning("model-written code runs WITHOUT a sandbox (allow_unsafe): %s", reasons)
+        text = "model-written code runs WITHOUT a sandbox (allow_unsafe): %s"
+        logger.warning(text, reasons, extra=SHOWN)
         self.rung = "unsafe"
         return await self._launch_on("unsafe")
 

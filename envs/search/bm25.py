@@ -42,13 +42,18 @@ class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm
         return BM25Backend(corpus_path(self.corpus))
 
 
+def load_bm25s() -> Any:
+    """The package. Raises MissingError."""
+    # Where JAX is installed, bm25s imports it, and it would take most of a GPU.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return needed("bm25s", "bm25s", "search", "BM25 search")  # slow to load
+
+
 class BM25Index:
     """An immutable index over passages; titles and texts are searched."""
 
     def __init__(self, passages: list[Passage]) -> None:
-        # Where JAX is installed, bm25s imports it, and it would take most of a GPU.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        bm25s = needed("bm25s", "bm25s", "search", "BM25 search")  # slow to load
+        bm25s = load_bm25s()
         self.passages = passages
         self._vocabulary: dict[str, int] = {}
         number = self._vocabulary

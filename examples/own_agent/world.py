@@ -51,10 +51,11 @@ def lazy(task: Task, results: Sequence[str]) -> str:
 def prepare(run: Path, seed: int, config: str, look_up: str, tools: list[str]) -> str:
     """Everything that the configuration names as {run}/...; the agent itself plays all
     demonstrations, so that they have the very tokens of training."""
-    env = tomllib.loads(Path(config).read_text())["env"]
+    tables = tomllib.loads(Path(config).read_text())
+    env, grader = tables["env"], tables["grader"]
 
     def agent(task: Task) -> Any:
-        return make(env["id"], task, program=env["kwargs"]["program"])
+        return make(env["id"], task, grader=grader, program=env["kwargs"]["program"])
 
     rng, data = Random(seed), run / "data"
     write_rows(data / "train.jsonl", questions(rng, 400))

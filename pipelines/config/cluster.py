@@ -228,6 +228,7 @@ class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
     """One job of Slurm: the controller with its engine and learner on the first node, rollout
     workers on all. --dry-run prints the script for sbatch."""
 
+    submit: ClassVar[str] = "sbatch"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
     gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
@@ -255,14 +256,15 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
     """Jobs of Kubernetes: one of the controller with its engine and learner, one of rollout
     workers. --dry-run prints the manifests for kubectl apply."""
 
+    submit: ClassVar[str] = "kubectl apply -f"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
-    image: Annotated[str, Meta(description="image with the project in its working directory")] = ""
+    image: Annotated[str, Meta(description="image in which agentenv is installed")] = ""
     claim: Annotated[
         str,
         Meta(
-            description="PersistentVolumeClaim (ReadWriteMany) with configuration, model, data and "
-            "runs, mounted at `mount`"
+            description="PersistentVolumeClaim (ReadWriteMany) with model, data, code and runs, "
+            "mounted at `mount`, where relative paths begin"
         ),
     ] = ""
     mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"

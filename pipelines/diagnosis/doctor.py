@@ -19,7 +19,7 @@ from rich.table import Table
 
 from agentenv.config import Say, Tree, load_config
 from agentenv.disk import existing
-from agentenv.envs.sandbox.launch import Rung
+from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
 from agentenv.model_files import read_model_config
@@ -51,7 +51,7 @@ async def examine(
     overrides without a configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
-    runner, config = Runner(CHECK_S), None
+    runner, config = Runner(CHECK_S, catches=True), None
     result = CheckResult("configuration", "passed")
     if path is not None:
         try:
@@ -198,7 +198,7 @@ async def sandbox(folder: Path) -> str:
             await one.start()
             offered.append(rung)
         except AgentEnvError as error:
-            lacking.append(f"{rung}: {error}")
+            lacking += one.lacking or [f"{rung}: {error}"]
         finally:
             await one.close()
     if not offered:
@@ -207,7 +207,10 @@ async def sandbox(folder: Path) -> str:
             "install bubblewrap, or a kernel with Landlock; without one the Python tool is "
             "rejected unless python.allow_unsafe = true"
         )
-    return f"{', '.join(offered)}: every tested escape was stopped"
+    found = f"{', '.join(offered)}: every tested escape was stopped"
+    if offered[0] == RUNGS[0]:
+        return found
+    return f"{found}; a lower level, since {' | '.join(lacking)}; {LOST_BELOW}"
 
 
 # The resources that a configuration needs.

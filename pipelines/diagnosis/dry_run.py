@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,9 @@ def dry_run(
         place = _model_of(config, model, resolve, plan)
         try:
             keys = {one.key for one in absent}
-            _read(config, run, place, keys, view, is_elsewhere=arguments.gpus is not None)
+            cluster = getattr(config, "cluster", None)
+            elsewhere = arguments.gpus is not None or isinstance(cluster, KubernetesCluster)
+            _read(config, run, place, keys, view, is_elsewhere=elsewhere)
         except (AgentEnvError, OSError) as error:
             (plan.missing if _is_missing(error) else plan.problems).append(str(error))
     show_plan(plan, view)
@@ -287,7 +290,7 @@ def dry_run(
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
-        view.say("next: the same command without --dry-run")
+        view.say(f"next: {_next(config)}")
         return 0
     view.say(
         f"missing items are listed above (exit code {EXIT_MISSING}: nothing is wrong, something is "
@@ -298,8 +301,10 @@ def dry_run(
 
 
 def _is_missing(error: BaseException | None) -> bool:
-    """Whether a package that is not installed here is the cause."""
+    """Whether a package that is not installed here is the cause, also of an environment's own."""
     while error is not None and not isinstance(error, MissingError):
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return find_spec(error.name.partition(".")[0]) is None
         error = error.__cause__
     return error is not None
 
@@ -314,7 +319,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
         try:
-            Path(script).write_text(job, encoding="utf-8")
+            _write_job(script, job, is_secret=isinstance(config.cluster, KubernetesCluster))
         except OSError as error:
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
@@ -322,6 +327,23 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
         view.say(f"written to {script}")
     elif job:
         view.say(f"\n{job}")
+
+
+def _write_job(path: str, text: str, *, is_secret: bool) -> None:
+    """A file that only its owner reads where it holds a token."""
+    with open(path, "w", encoding="utf-8") as file:
+        if is_secret:
+            os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+
+
+def _next(config: AnyRun) -> str:
+    """The command that starts the run."""
+    cluster = getattr(config, "cluster", None)
+    if not isinstance(cluster, SlurmCluster | KubernetesCluster):
+        return "the same command without --dry-run"
+    command = f"{cluster.submit} {shlex.quote(cluster.script or 'FILE')}"
+    return command if cluster.script else f"the same with cluster.script=FILE, then {command}"
 
 
 def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:
@@ -373,6 +395,8 @@ TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
 WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.worker")
 NAME_LENGTH = 40
+CONFIG_FOLDER = "/etc/agentenv"  # of the configuration, which the manifests hold, in pods
+IMAGE_USER = 1000  # of the Dockerfile
 FACTS = {
     "wait_s": 1800,  # for the controller, which may make or load a model first
     "drain_s": 60,  # for a worker to end
@@ -411,12 +435,18 @@ def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path)
         )
     if isinstance(cluster, KubernetesCluster):
         _check_kubernetes(config, cluster)
+        given[0] = f"{CONFIG_FOLDER}/config.toml"
+        if not config.run.name:
+            given.append(f"run.name={run.name}")
         begun, command = shlex.quote(f"{run}/{CONFIG_FILE}"), shlex.join(["python", *TRAIN, *given])
         return _filled(
             "kubernetes.yaml",
             config,
             run,
             token_value=secrets.token_hex(16),
+            config_folder=CONFIG_FOLDER,
+            config_text=path.read_text(encoding="utf-8"),
+            user=IMAGE_USER,
             controller=[
                 *("sh", "-c"),
                 f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}",

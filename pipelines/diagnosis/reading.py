@@ -8,20 +8,24 @@ Wikipedia, since nothing is searched for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import ast
+import inspect
+import sys
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from agentenv.config import Say
-from agentenv.env import close_shared
+from agentenv.env import close_shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig, GraderKeys
 from agentenv.envs.grading.reward import AnswerReward, ToolReward, check_grader
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.keys import SearchConfig
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, MissingError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
@@ -30,7 +34,7 @@ from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
 from agentenv.pipelines.setup.checks import Has, refuse
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.pipelines.setup.start_checks import environment_classes
+from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
 from agentenv.pipelines.supervised.data import count_rows
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
@@ -99,8 +103,12 @@ async def _read_sets(
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
     keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
     has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in MADE_OF)
+    missing = list[str]()
     if has_env:
         await environment_classes(assembly)
+        missing += [line async for line in _not_installed(assembly)]
+        if "machine" in here:
+            await needs_of_environments(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
         say(
@@ -118,6 +126,8 @@ async def _read_sets(
     if has_sft and not _lacks(absent, "sft") and TRAINED in assembly.sets:
         here.add("sft")  # read with the renderer and the tools of the training questions
     await refuse(assembly, "contract", "files", here)
+    if missing:
+        raise MissingError("; ".join(dict.fromkeys(missing)))
     if not assembly.sets:
         return
     makers = await assembly.makers() if has_env else {}
@@ -127,6 +137,52 @@ async def _read_sets(
             parts.append(await _prompt(assembly, name, model))
             parts.append(await _gold(makers[name], tasks[0]))
         say(f"{assembly.sets[name].key}: {'; '.join(parts)}")
+
+
+async def _not_installed(assembly: AskingAssembly[Any]) -> AsyncIterator[str]:
+    """Packages that environments, tools and graders need and that are not installed here, also of
+    sets whose rows the run generates."""
+    for one in map(_local, assembly.sets.values()):
+        if assembly.makes((one.env.tools, one.prompt)):
+            continue
+        maker = EnvMaker.of(one, assembly.resolve)
+        for factory in maker.factories():
+            for name in _late_imports(factory):
+                place = f"{factory.__module__}.{factory.__qualname__}"
+                yield f"{one.env.id} ({place}) requires the package {name!r}: pip install it"
+        if assembly.makes(one.rows):
+            try:
+                env = maker(Task("none", one.env.id, "none", ("1",)))
+                try:
+                    await start_grader(env.grader)  # type: ignore[attr-defined]
+                finally:
+                    await env.close()
+            except MissingError as error:
+                yield str(error)
+            except Exception:  # it needs what the set-up makes
+                continue
+
+
+def _late_imports(factory: Any) -> Iterator[str]:
+    """Packages that are not installed and that functions of the module of `factory` import, but
+    for attempts (`try`)."""
+    try:
+        waiting: list[tuple[ast.AST, bool]] = [
+            (ast.parse(inspect.getsource(sys.modules[factory.__module__])), False)
+        ]
+    except (OSError, TypeError, SyntaxError, KeyError):
+        return
+    while waiting:
+        node, is_late = waiting.pop()
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in {one.partition(".")[0] for one in names if is_late}:
+            if find_spec(name) is None:
+                yield name
+        is_late = is_late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not isinstance(node, ast.Try):
+            waiting += [(child, is_late) for child in ast.iter_child_nodes(node)]
 
 
 def _local(one: SetConfig) -> SetConfig:

@@ -179,7 +179,8 @@ class Recorder:
         self.run.write_json("summary.json", summary)
         if self.report_set:
             table = report.final_table(state, self.report_set, cold_start=config.sft is not None)
-            self.view.show(table)
+            if len(table.columns) > 1:  # the set was evaluated around a phase
+                self.view.show(table)
         pictures = self.draw()
         if line := entropy_line(state.entropy):
             self.view.say(line)

@@ -22,11 +22,10 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.errors import MissingError, install_hint
 from agentenv.failures import Redactor
+from agentenv.pipelines.run.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.run.records import readable
 from agentenv.pipelines.run.trackers import Axis as Axis
 from agentenv.pipelines.run.trackers import (
-    OtelConfig,
-    OtelMonitor,
     TrackioConfig,
     TrackioMonitor,
     WandbConfig,

@@ -38,7 +38,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from agentenv.disk import DIR_KEY, explain
+from agentenv.disk import DIR_KEY, explain, written
 from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, MissingError, needs_train
 from agentenv.offload import hanging, running, start_thread
 from agentenv.pipelines.run.arguments import (
@@ -481,9 +481,10 @@ def reason_of(
     reason = first_reason(error)
     if not isinstance(reason, OSError):
         return reason
-    inside = folder is not None and folder in Path(str(reason.filename)).parents
+    name = written(reason)
+    inside = folder is not None and folder in Path(str(name)).parents
     key = DIR_KEY if inside else ""
-    return OSError(f"{reason.filename or writing}: {explain(reason, key)}")
+    return OSError(f"{name or writing}: {explain(reason, key)}")
 
 
 SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it

@@ -1,32 +1,18 @@
-"""Experiment trackers as monitors: Weights & Biases; Trackio, which has the same API; and any
-OpenTelemetry receiver, for metrics and spans over OTLP.
-
-    invoke_agent    one trajectory: question's kind, reward, how it ended
-    +-- turn        one turn of it
-        +-- chat          the tokens that the policy sampled
-        +-- execute_tool  each tool that it called then
+"""Experiment trackers as monitors: Weights & Biases, and Trackio, which has the same API.
 
 A file in the run's folder names the tracker's run, so that a resumed run goes on under it. A step
 that a resumed run repeats has two points.
-
-Spans follow OpenTelemetry's conventions for generative AI; other names begin with `agentenv.`. A
-row of metrics.jsonl becomes a gauge of each figure, such as agentenv.reward.mean. Texts are sent
-only where `content` asks for them. Rows do not say when each turn began: the spans of a trajectory
-end when it was handed over, tools have their true length, and turns share the rest by the
-characters that they wrote (`agentenv.times`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -39,9 +25,10 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.pipelines.run.records import FAILED, readable
-from agentenv.pipelines.run.transcript import Turn, turns_of
+from agentenv.pipelines.run.records import readable
 from agentenv.untrusted import decode
+
+logger = logging.getLogger(__name__)
 
 API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
 KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables that name a file
@@ -232,250 +219,3 @@ class WandbMonitor(TrackioMonitor):
         tracker.log({**row, axis.key: axis.step}, step=self.saved["num_rows"])
         self.saved["num_rows"] += 1
         self._save()
-
-
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-EXPORT_S = 10.0  # of one request, its retries included
-NANO = 1_000_000_000
-
-
-def service_name() -> str:
-    """`service.name` of a run."""
-    return os.environ.get("OTEL_SERVICE_NAME", "") or "agentenv"
-
-
-class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenTelemetry, by OTLP over HTTP. Keys of the receiver come from the environment
-    (OTEL_EXPORTER_OTLP_HEADERS), never from a file."""
-
-    endpoint: Annotated[
-        str,
-        Meta(
-            description="address of the receiver, such as http://localhost:4318; empty: that of "
-            f"the variable {ENDPOINT}",
-        ),
-    ] = ""
-    content: Annotated[
-        bool,
-        Meta(
-            description="also send prompts, answers, tool arguments and tool results in the spans"
-        ),
-    ] = False
-
-    def __post_init__(self) -> None:
-        address = self.address
-        if not address:
-            raise ConfigError(
-                f"monitor.otel.endpoint: is empty and {ENDPOINT} is not set; set the address of a "
-                "receiver, such as http://localhost:4318"
-            )
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"monitor.otel.endpoint: expected http://HOST:PORT or https://..., got {address!r}"
-            )
-        if parts.username or parts.password:
-            raise ConfigError(
-                "monitor.otel.endpoint: contains a user or a password; put the receiver's "
-                "credentials into OTEL_EXPORTER_OTLP_HEADERS"
-            )
-
-    @property
-    def address(self) -> str:
-        """That of the key or of the environment, without a slash at its end."""
-        return (self.endpoint or os.environ.get(ENDPOINT, "")).rstrip("/")
-
-
-class OtelMonitor:
-    """Sends each row and each sample of trajectories at once, and raises when it is not taken."""
-
-    def __init__(self, config: OtelConfig, run: Path, settings: dict[str, Any]) -> None:
-        algorithm = settings.get("algorithm", {})
-        self._config, self._run = config, run.name
-        self._resource = {
-            "service.name": service_name(),
-            "service.instance.id": run.name,
-            "agentenv.run": run.name,
-            "agentenv.algorithm": str(algorithm.get("name", "")),
-        }
-        self._exporter: _Exporter | None = None
-
-    def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        exporter = self._begun()
-        for key, value in {axis.key: axis.step, **metrics}.items():
-            exporter.gauge(f"agentenv.{_metric_name(key)}").set(value)
-        exporter.send_metrics()
-
-    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        exporter = self._begun()
-        common = {"agentenv.set": name, f"agentenv.{_metric_name(axis.key)}": axis.step}
-        for row in rows:
-            _Rollout(exporter.tracer, self._config, self._run, row).send(common)
-        exporter.send_spans()
-
-    def finish(self, exit_code: int) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
-
-    def _begun(self) -> _Exporter:
-        if self._exporter is None:
-            self._exporter = _Exporter(self._config.address, self._resource)
-        return self._exporter
-
-
-class _Exporter:
-    """The pieces of the SDK. They send when asked to, so that a failure is seen here."""
-
-    def __init__(self, address: str, resource: dict[str, str]) -> None:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-        self.address = address
-        self._metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics", timeout=EXPORT_S)
-        self._spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces", timeout=EXPORT_S)
-        self._reader, self._ended = InMemoryMetricReader(), InMemorySpanExporter()
-        made = Resource.create(resource)
-        self._meters = MeterProvider([self._reader], resource=made, shutdown_on_exit=False)
-        self._meter = self._meters.get_meter("agentenv")
-        self._tracers = TracerProvider(resource=made, shutdown_on_exit=False)
-        self._tracers.add_span_processor(SimpleSpanProcessor(self._ended))
-        self.tracer = self._tracers.get_tracer("agentenv")
-        self.gauge: Callable[[str], Any] = cache(self._meter.create_gauge)
-
-    def send_metrics(self) -> None:
-        data = self._reader.get_metrics_data()
-        if data is not None:
-            self._check(self._metrics.export(data, timeout_millis=EXPORT_S * 1e3), "metrics")
-
-    def send_spans(self) -> None:
-        spans = self._ended.get_finished_spans()
-        self._ended.clear()
-        self._check(self._spans.export(spans), "spans")
-
-    def _check(self, result: Any, sent: str) -> None:
-        if result.name != "SUCCESS":
-            raise ConnectionError(f"{self.address} did not accept {sent}")
-
-    def close(self) -> None:
-        for one in (self._tracers, self._meters, self._metrics, self._spans):
-            one.shutdown()
-
-
-class _Rollout:
-    """The spans of one trajectory, from its row."""
-
-    def __init__(self, tracer: Any, config: OtelConfig, run: str, row: Row) -> None:
-        self._tracer, self._config, self._run, self._row = tracer, config, run, row
-        self._prompt, self._turns = turns_of(row["segments"], row["tool_calls"])
-        self._in_tools_s = sum(_seconds(call) for turn in self._turns for call in turn.calls)
-        self._whole_s = max(row.get("seconds") or 0.0, self._in_tools_s)
-
-    def send(self, common: dict[str, Any]) -> None:
-        """Start and end the spans of the trajectory, its turns and their calls."""
-        now = time.time_ns()
-        at = now - int(self._whole_s * NANO)
-        attributes = {**self._attributes(), **common}
-        root = self._begin(f"invoke_agent {service_name()}", attributes, None, at)
-        num_chars = sum(len(turn.text) for turn in self._turns) or 1
-        texts = [self._prompt]
-        for turn in self._turns:
-            share = len(turn.text) / num_chars
-            at = self._turn(root, turn, texts, at, (self._whole_s - self._in_tools_s) * share)
-            texts += [turn.text, turn.answer]
-        if self._row["end"] == FAILED:
-            from opentelemetry.trace import Status, StatusCode
-
-            root.set_status(Status(StatusCode.ERROR, self._row.get("error") or ""))
-        root.end(end_time=max(at, now))
-
-    def _attributes(self) -> dict[str, Any]:
-        row = self._row
-        name = f"{row['task']}-{row.get('sample', 0)}"
-        if "tree" in row:
-            name = f"tree-{row['tree']:06d}-{row['branch']}"
-        error = row.get("error")
-        found = {
-            "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.agent.name": service_name(),
-            "gen_ai.conversation.id": f"{self._run}/{name}",
-            "gen_ai.request.model": self._run,
-            "gen_ai.usage.input_tokens": row.get("prompt_tokens"),
-            "gen_ai.usage.output_tokens": row.get("action_tokens"),
-            "agentenv.task": row["task"],
-            "agentenv.kind": row["kind"],
-            "agentenv.end": row["end"],
-            "agentenv.success": row["success"],
-            "agentenv.times": "shared" if row.get("seconds") else "tools only",
-            "agentenv.reward": None if row["end"] == FAILED else row["reward"],
-            "agentenv.limit": row["limit"],
-            "agentenv.branch": row.get("branch"),
-            "error.type": error and str(error).partition(":")[0],
-        }
-        return {key: value for key, value in found.items() if value is not None}
-
-    def _turn(self, root: Any, turn: Turn, texts: Sequence[str], at: int, sampling_s: float) -> int:
-        """The spans of a turn from `at` (ns); its end."""
-        span = self._begin(turn.key, {"agentenv.calls": len(turn.calls)}, root, at)
-        chat = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self._run}
-        chat["gen_ai.provider.name"] = "agentenv"
-        if self._config.content:
-            chat["gen_ai.input.messages"] = _messages("user", *texts)
-            chat["gen_ai.output.messages"] = _messages("assistant", turn.text)
-        inner = self._begin(f"chat {self._run}", chat, span, at, client=True)
-        at += int(sampling_s * NANO)
-        inner.end(end_time=at)
-        for place, call in enumerate(turn.calls, 1):
-            tool = self._begin(f"execute_tool {call['name']}", self._tool(turn, place), span, at)
-            at += int(_seconds(call) * NANO)
-            tool.end(end_time=at)
-        span.end(end_time=at)
-        return at
-
-    def _tool(self, turn: Turn, place: int) -> dict[str, Any]:
-        call = turn.calls[place - 1]
-        tool = {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": str(call["name"]),
-            "gen_ai.tool.type": "function",
-            "gen_ai.tool.call.id": f"{turn.key}-call-{place}",
-        }
-        if not call.get("ok", True):
-            tool["error.type"] = "ToolError"
-        if self._config.content:
-            arguments = call.get("arguments", {})
-            tool["gen_ai.tool.call.arguments"] = json.dumps(arguments, ensure_ascii=False)
-            if place == len(turn.calls):
-                tool["gen_ai.tool.call.result"] = turn.answer
-        return tool
-
-    def _begin(
-        self, name: str, attributes: dict[str, Any], above: Any, at: int, *, client: bool = False
-    ) -> Any:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind, set_span_in_context
-
-        context = Context() if above is None else set_span_in_context(above, Context())
-        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
-        return self._tracer.start_span(
-            name, context=context, kind=kind, attributes=attributes, start_time=at
-        )
-
-
-def _messages(role: str, *texts: str) -> str:
-    found = [{"role": role, "parts": [{"type": "text", "content": one}]} for one in texts if one]
-    return json.dumps(found, ensure_ascii=False)
-
-
-def _seconds(call: dict[str, Any]) -> float:
-    return max(0.0, float(call.get("duration_s") or 0.0))
-
-
-def _metric_name(key: str) -> str:
-    """reward/mean as reward.mean, without characters that instruments may not have."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", key.replace("/", "."))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError, origin_of
 from agentenv.pipelines.setup import start_checks
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.registry import loaded
@@ -45,7 +45,8 @@ ALL = (*ASKING, *SUPERVISED)
 class Check(NamedTuple):
     """`look` is given the assembly, or names such a function that is slow to load. `of` are the
     configurations that have it. A dry run makes it where all of `dry` is here; None: never. The
-    doctor leaves it out with `--quick` if it is `slow`, with `--offline` if it `asks` others."""
+    doctor leaves it out with `--quick` if it is `slow`, with `--offline` if it `asks` others, and
+    where the check `after` which it comes has failed."""
 
     name: str
     stage: Stage
@@ -54,6 +55,7 @@ class Check(NamedTuple):
     dry: frozenset[Has] | None = None
     slow: bool = False
     asks: bool = False
+    after: str = ""
 
 
 State = Literal["passed", "failed", "skipped"]
@@ -74,19 +76,28 @@ class CheckResult(Struct, rename={"message": "told"}):
     seconds: float = 0.0
 
 
+REQUIRES = "requires {!r}, which failed"
+
+
 class Runner:
     """Makes checks one after the other. An error that an earlier check has found is not a second
-    failure: the later check is skipped, and names the earlier one."""
+    failure: the later check is skipped, and names the earlier one. One that `catches` takes any
+    exception for a failed check."""
 
-    def __init__(self, timeout_s: float | None = None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float | None = None, *, catches: bool = False) -> None:
+        self._timeout_s, self._catches = timeout_s, catches
         self._found: dict[str, str] = {}  # the checks that found an error, by its text
+        self._failed = set[str]()
         self.error: AgentEnvError | None = None  # of the last check
 
     async def run(self, checks: Iterable[Check], of: Any) -> AsyncIterator[CheckResult]:
         """The result of each check of `of`, an assembly or the folder of the runs."""
         for check in checks:
             began, self.error = time.monotonic(), None
+            if check.after in self._failed:
+                self._failed.add(check.name)
+                yield CheckResult(check.name, "skipped", REQUIRES.format(check.after))
+                continue
             look = loaded(check.look) if isinstance(check.look, str) else check.look
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -98,6 +109,11 @@ class Runner:
                 result = CheckResult(check.name, "skipped", late)
             except AgentEnvError as error:
                 self.error, result = error, self.failure(check.name, error)
+            except Exception as error:  # of a part of others, or a bug of the check
+                if not self._catches:
+                    raise
+                text = f"raised {type(error).__name__}: {error} ({origin_of(error)})"
+                result = self.failure(check.name, ConfigError(text))
             else:
                 result = CheckResult(check.name, "passed", found if isinstance(found, str) else "")
             result.seconds = time.monotonic() - began
@@ -106,8 +122,9 @@ class Runner:
     def failure(self, name: str, error: AgentEnvError) -> CheckResult:
         """The result of a check that raised `error`."""
         text = str(error)
+        self._failed.add(name)
         if text in self._found:
-            return CheckResult(name, "skipped", f"requires {self._found[text]!r}, which failed")
+            return CheckResult(name, "skipped", REQUIRES.format(self._found[text]))
         self._found[text] = name
         problem, _, remedy = text.partition("; ")
         return CheckResult(name, "failed", problem, remedy)
@@ -150,6 +167,7 @@ ENV: frozenset[Has] = frozenset({"rows", "env"})
 PROMPT: frozenset[Has] = frozenset({"rows", "env", "model"})
 SFT: frozenset[Has] = frozenset({"model", "sft"})
 MACHINE: frozenset[Has] = frozenset({"machine"})
+EPISODES = "first episodes"
 _OF = "agentenv.pipelines.diagnosis."  # which is slow to load
 
 CHECKS: tuple[Check, ...] = (
@@ -168,11 +186,12 @@ CHECKS: tuple[Check, ...] = (
     Check("adapter", "configuration", TRAIN, start_checks.adapter, NOTHING),
     Check("helpers", "configuration", EVALUATE, start_checks.helpers, NOTHING),
     Check("roles", "configuration", ASKING, start_checks.roles, NOTHING),
-    Check("disk", "files", RUNS, start_checks.disk),
+    Check("disk", "files", RUNS, start_checks.disk, MACHINE),
     Check("hub", "files", ALL, start_checks.of_the_hub),
     Check("files", "files", RUNS, start_checks.files),
     Check("set-up", "files", RUNS, start_checks.set_up, NOTHING),
     Check("classes of environments", "files", TRAIN, start_checks.environment_classes),
+    Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
     # engine and learner have the GPUs that they need
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", ASKING, start_checks.servers, asks=True),
@@ -193,13 +212,13 @@ CHECKS: tuple[Check, ...] = (
     Check("sequence lengths", "model", SUPERVISED, start_checks.sequence_lengths, MODEL),
     Check("environments", "parts", ASKING, start_checks.environments, ENV),
     # the environment of each set begins an episode
-    Check("first episodes", "parts", ASKING, part("episodes"), ENV),
-    Check("callable tools", "parts", ASKING, start_checks.callable_tools, PROMPT),
-    Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV),
-    Check("observations", "parts", ASKING, start_checks.observations, ENV),
-    Check("graders", "parts", ASKING, start_checks.graders),
+    Check(EPISODES, "parts", ASKING, part("episodes"), ENV),
+    Check("callable tools", "parts", ASKING, start_checks.callable_tools, PROMPT, after=EPISODES),
+    Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV, after=EPISODES),
+    Check("observations", "parts", ASKING, start_checks.observations, ENV, after=EPISODES),
+    Check("graders", "parts", ASKING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits
-    Check("prompts", "parts", ASKING, part("questions"), PROMPT),
+    Check("prompts", "parts", ASKING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair are there, those that they repeat can be
     Check("helpers and tools", "parts", EVALUATE, part("helpers")),
     # demonstrations can be read, and every stage of the cold start has some
@@ -211,10 +230,16 @@ CHECKS: tuple[Check, ...] = (
     Check("room in memory", "contract", TRAIN, f"{_OF}doctor:processes"),
     Check("packed model", "contract", RUNS, f"{_OF}contract:packed_model", MODEL),
     Check("adapters", "contract", RUNS, f"{_OF}contract:adapters", MODEL),
-    Check("calls come back", "contract", TRAIN, f"{_OF}contract:calls"),
-    Check("special tokens in results", "contract", TRAIN, f"{_OF}contract:special_tokens"),
+    Check("calls come back", "contract", TRAIN, f"{_OF}contract:calls", after=EPISODES),
+    Check(
+        "special tokens in results",
+        "contract",
+        TRAIN,
+        f"{_OF}contract:special_tokens",
+        after=EPISODES,
+    ),
     Check("services", "contract", TRAIN, f"{_OF}contract:services", asks=True),
-    Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity"),
+    Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity", after=EPISODES),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),
     Check("engine", "started", ASKING, part("engine"), slow=True),

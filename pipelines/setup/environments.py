@@ -112,6 +112,17 @@ class EnvMaker:
             )
         return env
 
+    def factories(self) -> list[Any]:
+        """The classes of the environments that the configuration names."""
+        return [agentenv.env.spec(one.env_id).load() for one in self._recipes.values()]
+
+    async def check_machine(self) -> None:
+        """Raises ConfigError where this machine lacks what an environment says that it needs."""
+        for recipe, factory in zip(self._recipes.values(), self.factories(), strict=True):
+            check = getattr(factory, "check_machine", None)
+            if check is not None:
+                await check(**recipe.kwargs)
+
     def check_known(self, env_id: str, key: str) -> None:
         """Raises ConfigError, which names `key`, unless there is such an env or variant."""
         if env_id not in self._recipes:

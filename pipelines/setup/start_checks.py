@@ -204,8 +204,9 @@ async def roles(assembly: Assembly[Any]) -> None:
 
 
 async def disk(assembly: Assembly[Any]) -> None:
-    """The run's directory can be written."""
-    check_writable(assembly.folder)
+    """The run's directory, or the one that it is made in, can be written."""
+    folder = assembly.folder.absolute()
+    check_writable(next(one for one in (folder, *folder.parents) if one.exists()))
 
 
 async def of_the_hub(assembly: Assembly[Any]) -> None:
@@ -274,6 +275,13 @@ async def environment_classes(assembly: AskingAssembly[Any]) -> None:
         if asked not in known and not assembly.makes((one.env.tools, one.prompt)):
             known.append(asked)
             EnvMaker.of(asked, assembly.resolve)
+
+
+async def needs_of_environments(assembly: AskingAssembly[Any]) -> None:
+    """This machine has what the environments need, as a sandbox for programs."""
+    for one in assembly.sets.values():
+        if not assembly.makes((one.env.tools, one.prompt)):
+            await EnvMaker.of(one, assembly.resolve).check_machine()
 
 
 async def servers(assembly: AskingAssembly[Any]) -> None:

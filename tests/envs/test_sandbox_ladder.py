@@ -46,6 +46,9 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
     assert sandbox.rung == "landlock"
     assert "uses its level 'landlock', since: namespaces" in caplog.text
     assert "apt install bubblewrap" in caplog.text
+    assert "lost: files and threads" in caplog.text
+    (record,) = caplog.records
+    assert vars(record)["shown"], "on the terminal, too"
     fork = await session.fork()
     assert await said(fork, "import fractions, wave, email.mime.text; x") == "42"  # not preloaded
     assert "ModuleNotFoundError" in await said(fork, "import no_such_module")

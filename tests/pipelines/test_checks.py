@@ -18,7 +18,7 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
-from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, select
+from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner, select
 from agentenv.registry import loaded
 from agentenv.tools import StatelessTool
 
@@ -53,6 +53,41 @@ def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
     for check in CHECKS:
         look = loaded(check.look) if isinstance(check.look, str) else check.look
         assert callable(look), check.name
+
+
+LACKING = """
+from agentenv import ToolEnv, register
+
+
+class LackingEnv(ToolEnv):
+    def __init__(self, task):
+        import no_such_scales
+
+
+register("me/Lacking-v0", "lacking_env:LackingEnv")
+"""
+
+
+async def test_a_check_after_a_failed_one_is_skipped_and_one_that_raises_has_failed(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that cannot be made: the doctor looks on, and has a summary."""
+    (tmp_path / "lacking_env.py").write_text(LACKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    results = await found(warehouse, tmp_path, ["env.module=lacking_env", "env.id=me/Lacking-v0"])
+    assert failed(results) == ["first episodes"]
+    for name in ("callable tools", "observations", "graders", "prompts"):
+        assert results[name].state == "skipped"
+        assert results[name].message == "requires 'first episodes', which failed"
+
+    async def broken(_: object) -> None:
+        raise KeyError("no such part")
+
+    (result,) = [
+        one async for one in Runner(catches=True).run([Check("a", "parts", (), broken)], None)
+    ]
+    assert result.state == "failed"
+    assert "raised KeyError: 'no such part' (test_checks.py, line" in result.message
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,22 @@ def test_an_ended_run_is_named_with_what_to_do(
     )
 
 
+def test_a_finished_run_is_told_from_one_that_was_stopped(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.json").write_text("{}")
+    (run / "summary.json").write_text('{"num_steps": 4}')
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    assert ctl.main([str(run)]) == 0
+    assert f"{run} has finished: 4 of 4 updates" in capsys.readouterr().out.replace("\n", " ")
+    assert ctl.main([str(run), "pause"]) == 1
+    assert "has finished: 4 of 4 updates" in capsys.readouterr().err.replace("\n", " ")
+    with (run / "metrics.jsonl").open("a") as file:  # it went on, and was stopped
+        file.write('{"step": 5}\n')
+    assert ctl.main([str(run)]) == 1
+    assert "no process trains" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("files", [[], ["config.json", "rows.jsonl"]], ids=["none", "evaluation"])
 def test_a_folder_that_is_no_run_is_bad_input(
     run: Path, files: list[str], capsys: pytest.CaptureFixture[str]

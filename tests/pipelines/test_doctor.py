@@ -121,6 +121,18 @@ def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
     assert "bubblewrap" in found.message + found.remedy
 
 
+@pytest.mark.slow
+def test_a_lower_level_of_the_sandbox_is_named_with_its_reason_and_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)  # no bubblewrap
+    (found,) = looked_at(tmp_path, "sandbox")
+    assert found.state == "passed"
+    assert found.message.startswith("landlock: every tested escape was stopped; a lower level")
+    assert "since namespaces: the sandbox needs bubblewrap" in found.message
+    assert "lost: files and threads of the code's own, and programs as agents" in found.message
+
+
 # A configuration.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.released import (
     write_parquet,
     write_rows,
 )
+from tests.support.sources import ROOT
 
 TABLES = """
 [run]
@@ -171,6 +173,110 @@ def test_a_package_that_is_not_installed_here_is_missing_and_no_mistake(
     missing = capsys.readouterr().out.partition("missing:")[2]
     assert "BM25 search requires the package 'bm25s'" in missing
     assert "[search]" in missing
+
+
+MADE = """
+[run]
+setup = "world:prepare"
+[model]
+path = "{run}/model"
+[env]
+id = "agentenv/QAGrader-v0"
+[algorithm]
+name = "grpo"
+[train]
+num_steps = 1
+[data]
+train = "{run}/train.jsonl"
+"""
+LATE = """
+from agentenv import ToolEnv, register, tool
+from agentenv.envs.qa_grader import ExactMatch
+
+
+@tool
+async def weigh(item: str) -> str:
+    \"\"\"The weight of an item.\"\"\"
+    try:
+        import no_such_accelerator
+    except ImportError:
+        pass
+    from no_such_scales.api import Scales
+
+    return Scales().weigh(item)
+
+
+class ScalesEnv(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[weigh], grader=ExactMatch())
+
+
+register("me/Scales-v0", "late_env:ScalesEnv")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "absent", "words", "missing"),
+    [
+        (str(ROOT / "configs" / "quickstart.toml"), "bm25s", (), "requires the package 'bm25s'"),
+        ("made.toml", "math_verify", (), "requires math-verify"),
+        (
+            "made.toml",
+            "",
+            ("env.module=late_env", "env.id=me/Scales-v0"),
+            "me/Scales-v0 (late_env.ScalesEnv) requires the package 'no_such_scales'",
+        ),
+    ],
+)
+def test_of_rows_that_the_run_makes_missing_packages_are_listed(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    absent: str,
+    words: tuple[str, ...],
+    missing: str,
+) -> None:
+    """Those of tools, of graders, and those that an environment imports when a tool is called."""
+    (here / "made.toml").write_text(MADE)
+    (here / "world.py").write_text("def prepare(run, seed):\n    return ''\n")
+    (here / "late_env.py").write_text(LATE)
+    if absent:
+        monkeypatch.setitem(sys.modules, absent, None)
+    assert dry(train.main, config, *words) == EXIT_MISSING
+    told = " ".join(capsys.readouterr().out.partition("missing:")[2].split())
+    assert missing in told
+    assert "no_such_accelerator" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])
+def test_a_folder_of_runs_that_cannot_be_written_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """By the check of a start; not where the run is planned for another machine."""
+    words = ["train.toml", "engine.name=embedded", f"run.dir={place}"]
+    assert train.main([*words, "--dry-run"]) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+    assert dry(train.main, *words) == 0
+
+
+@pytest.mark.slow
+def test_a_program_without_namespaces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before a set-up makes its rows."""
+    shutil.copytree(ROOT / "examples" / "own_agent", tmp_path / "agent")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.chdir(tmp_path / "agent")
+    assert train.main(["shell.toml", "--dry-run"]) == 0, capsys.readouterr().err
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert train.main(["shell.toml", "--dry-run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no sandbox for a program is available: bwrap: No permissions" in told
+    assert "env.kwargs.program.allow_unsafe = true" in told
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -190,7 +191,10 @@ def test_loopback_is_seen_from_another_machine() -> None:
 def rendered(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:
     keys = [*overrides, f"cluster.script={path}"]
     assert train.main([str(QUICKSTART), *keys, "--dry-run"]) == 0
-    assert f"written to {path}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"written to {path}" in told
+    command = "kubectl apply -f" if "cluster.kind=kubernetes" in overrides else "sbatch"
+    assert f"next: {command} {path}" in " ".join(told.split())
     return path.read_text()
 
 
@@ -326,10 +330,13 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     found = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text)}
     name = "agentenv-quickstart"
     assert {*found} == {
-        *((kind, name) for kind in ("Secret", "Service", "NetworkPolicy")),
+        *((kind, name) for kind in ("Secret", "ConfigMap", "Service", "NetworkPolicy")),
         *(("Job", f"{name}-{part}") for part in ("controller", "worker")),
     }
     assert len(found["Secret", name]["stringData"]["token"]) == 32
+    assert stat.S_IMODE((tmp_path / "run.yaml").stat().st_mode) == 0o600, "for the token"
+    held = found["ConfigMap", name]["data"]["config.toml"]
+    assert held.strip() == QUICKSTART.read_text().strip()
     controller, workers = (found["Job", f"{name}-{part}"]["spec"] for part in PARTS)
     assert controller["podReplacementPolicy"] == "Failed", "two would write one run"
     assert workers["backoffLimit"] == 5 * controller["backoffLimit"]
@@ -344,6 +351,8 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
         pod = job["template"]["spec"]
         (container,) = pod["containers"]
         assert pod["restartPolicy"] == "OnFailure"
+        assert pod["securityContext"]["fsGroup"] == 1000, "the user of the image writes the claim"
+        assert container["workingDir"] == "/shared"
         assert container["image"] == "registry.example/agentenv:1"
         mounted = {one["name"] for one in container["volumeMounts"]}
         assert mounted == {one["name"] for one in pod["volumes"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from agentenv.metrics import EntropyProfile
 from agentenv.pipelines.rl import report
 from agentenv.pipelines.run import pictures
 from agentenv.pipelines.run.records import write_rows
+from agentenv.pipelines.run.terminal import reason_of
 from agentenv.pipelines.supervised import run as supervised
 from tests.learners.trees import random_tree
 
@@ -60,6 +62,16 @@ def test_a_full_disk_names_the_file(
         write(tmp_path / name)
     assert raised.value.filename == str(tmp_path / name)
     assert "free some" in explain(raised.value)
+
+
+def test_of_a_copy_to_a_full_disk_the_target_is_named(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"x" * 100_000)
+    target.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        shutil.copyfile(source, target)
+    said = str(reason_of(raised.value, tmp_path, ""))
+    assert said.startswith(f"{target}: no space left on the device; free some space and repeat")
 
 
 def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(

@@ -18,9 +18,9 @@ from aiohttp import web
 from agentenv.config import build_config
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run import trackers
+from agentenv.pipelines.run import otel
 from agentenv.pipelines.run.monitors import Monitors, RolloutMonitorConfig
-from agentenv.pipelines.run.trackers import OtelConfig
+from agentenv.pipelines.run.otel import OtelConfig
 from tests.pipelines.test_exports import ROW
 from tests.support.warehouse import ROOT
 
@@ -87,7 +87,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (trackers.ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS"):
+    for name in (otel.ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -225,23 +225,52 @@ def test_a_failed_rollout_is_an_error(receiver: Receiver, tmp_path: Any) -> None
     assert "agentenv.reward" not in attributes(root)
 
 
-def test_a_receiver_that_refuses_is_told_once_and_left_alone(
-    receiver: Receiver, tmp_path: Any, caplog: pytest.LogCaptureFixture
+def test_metrics_come_back_when_the_receiver_does(
+    receiver: Receiver,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    receiver.refuse = 401
-    followed(receiver, tmp_path)
-    assert len(receiver.headers) == 1
-    told = [
-        text for text in caplog.messages if text.startswith("monitor OpenTelemetry is switched off")
+    """As in a rolling update of a collector: one warning, one line when it is back, and the rows
+    of the outage in their order."""
+    monkeypatch.setattr(otel, "FIRST_PAUSE_S", 0.0)
+    monitors = Monitors(
+        RolloutMonitorConfig(otel=OtelConfig(endpoint=receiver.url)), tmp_path / "arpo-7", {}
+    )
+
+    def row(step: int) -> None:
+        """Handed over, and tried."""
+        monitors.log({"step": step, "reward/mean": 0.5})
+        done = threading.Event()
+        monitors._hand("OpenTelemetry", done.set)
+        assert done.wait(60)
+
+    row(1)
+    receiver.refuse = 404  # for which the SDK has no retries of its own
+    row(2)
+    row(3)
+    assert len(receiver.headers) == 3
+    receiver.refuse = 0
+    row(4)
+    monitors.finish(0)
+    steps = [
+        point.as_int
+        for request in receiver.metrics
+        for metric in request.resource_metrics[0].scope_metrics[0].metrics
+        for point in metric.gauge.data_points
+        if metric.name == "agentenv.step"
     ]
-    assert len(told) == 1
-    assert f"{receiver.url} did not accept metrics" in told[0]
+    assert steps == [1, 2, 3, 4]
+    out, back = [text for text in caplog.messages if "OpenTelemetry" in text]
+    assert f"{receiver.url} takes no metrics and spans" in out
+    assert "404" in out
+    assert f"{receiver.url} takes metrics and spans again; 0 rows were lost" in back
 
 
 def test_address_and_keys_may_come_from_the_environment(
     receiver: Receiver, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(trackers.ENDPOINT, receiver.url + "/")
+    monkeypatch.setenv(otel.ENDPOINT, receiver.url + "/")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=abc123")
     monitors = Monitors(RolloutMonitorConfig(otel=OtelConfig()), tmp_path, {})
     monitors.log({"step": 1, "reward/mean": 1})
