@@ -24,7 +24,7 @@ from agentenv.pipelines.run.control import Reply, Request, UnreachableError
 from agentenv.pipelines.run.rundir import Holder
 from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View, to_its_end
-from agentenv.untrusted import decode
+from agentenv.untrusted import decode, decode_loose
 
 MakeRequest = Callable[[argparse.Namespace], Request]
 
@@ -145,8 +145,8 @@ def _finished(run: Path) -> int | None:
         summary = decode((run / "summary.json").read_bytes(), dict[str, Any])
         rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         num_steps = int(summary["num_steps"])
-        return num_steps if max(json.loads(row)["step"] for row in rows) <= num_steps else None
-    except (OSError, ForeignError, ValueError, KeyError):
+        return num_steps if max(decode_loose(row)["step"] for row in rows) <= num_steps else None
+    except (OSError, ForeignError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -177,7 +177,7 @@ def test_a_package_that_is_not_installed_here_is_missing_and_no_mistake(
 
 MADE = """
 [run]
-setup = "world:prepare"
+setup = "made_world:prepare"
 [model]
 path = "{run}/model"
 [env]
@@ -240,7 +240,7 @@ def test_of_rows_that_the_run_makes_missing_packages_are_listed(
 ) -> None:
     """Those of tools, of graders, and those that an environment imports when a tool is called."""
     (here / "made.toml").write_text(MADE)
-    (here / "world.py").write_text("def prepare(run, seed):\n    return ''\n")
+    (here / "made_world.py").write_text("def prepare(run, seed):\n    return ''\n")
     (here / "late_env.py").write_text(LATE)
     if absent:
         monkeypatch.setitem(sys.modules, absent, None)
