@@ -50,12 +50,15 @@ def loaded(path: str) -> Any:
         return getattr(found, name) if name else found
     except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
         where = ""
-        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        absent = missing and f"{module}.".startswith(f"{missing}.")
+        if missing == module.partition(".")[0]:
             where = "; it must be installed, or be in the directory in which the command runs"
-        if isinstance(error, ModuleNotFoundError):
-            where += _near_module(module, error.name or "")
+        if missing:
+            where += _near_module(module, missing)
         why = f"{error}{place_of(error)}{_renamed(error) or where}"
-        raise ConfigError(why) from error
+        # A name that is wrong has no cause; a package that the module requires is one.
+        raise ConfigError(why) from (None if absent else error)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 

@@ -130,7 +130,9 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
 
 def test_the_split_layout_says_what_would_allow_it() -> None:
     resources = ResourcesConfig(learner_gpus=[1, 2])
-    with pytest.raises(ConfigError, match=r"with resources\.colocated = true they alternate"):
+    with pytest.raises(
+        ConfigError, match=r"resources\.colocated = true learner and servers alternate"
+    ):
         learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
 
 
