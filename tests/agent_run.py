@@ -65,11 +65,13 @@ def trained(seed: int, overrides: tuple[str, ...]) -> Needed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--seeds", type=int, default=5, metavar="NUMBER")
+    options = parser.parse_args()
     print(f"| seed | | update of {GOAL} | tool calls | policy calls | programs | forks |")
     print("|---|---|---|---|---|---|---|")
     found: dict[str, list[Needed]] = {name: [] for name in ARMS}
-    for seed in range(parser.parse_args().seeds):
+    for seed in range(options.first, options.first + options.seeds):
         for name, overrides in ARMS.items():
             one = trained(seed, overrides)
             found[name].append(one)
