@@ -156,7 +156,8 @@ def trimmed(text: str) -> str:
     for pair, count in excess.items():
         if count > 0:
             text = text.removesuffix(pair[0]).strip()
-            text = re.sub(rf"^(?:\\left)?\\?{re.escape(pair[0])}\s*", "", text)
+            escape = "" if pair[0] == "{" else "\\\\?"  # the braces of a set are its own
+            text = re.sub(rf"^(?:\\left)?{escape}{re.escape(pair[0])}\s*", "", text)
         elif count < 0:
             text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
     return text
