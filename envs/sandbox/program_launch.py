@@ -83,7 +83,7 @@ def bubblewrap(
     """The command line that puts process 1 into the sandbox, with the files in `common` that all
     programs see. Raises ConfigError."""
     command = namespaces(python)
-    first = command.index("--ro-bind")  # what lies below /tmp comes behind that
+    first = command.index("--ro-bind")  # mounts below /tmp come after
     command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
     command += ["--as-pid-1", "--new-session"]
     for path in (*SYSTEM_FILES, *spec.read_only):

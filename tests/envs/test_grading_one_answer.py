@@ -2,7 +2,7 @@
 answer that says more about its one candidate is right.
 
 Not decidable by rules: another name for the gold that only an encyclopedia knows, joints of several
-words in another language, a candidate in an aside (see note: 14), two letters behind capitals that
+words in another language, a candidate in an aside (see note: 14), two letters after capitals that
 may be names (Vitamin C), a remark that numbers a source (source 1).
 """
 

@@ -388,7 +388,7 @@ def tried(function, *arguments):
 others = [int(one) for one in os.listdir("/proc") if one.isdigit()]
 others = [one for one in others if one not in (1, os.getpid())]
 print([tried(os.kill, one, 9) for one in others], tried(os.kill, -1, 9))
-print([tried(os.listdir, f"/proc/{{one}}/root/home/agent") for one in others])
+print([tried(os.listdir, f"/proc/{{one}}/root{{os.getcwd()}}") for one in others])
 one = socket.socket(socket.AF_UNIX)
 print(tried(one.connect, "/sandbox/endpoint"))
 print(tried(os.open, "/proc/self/uid_map", os.O_WRONLY) and "mapped")
