@@ -275,9 +275,7 @@ class RunDirectory:
     def forget_unless_begun(self) -> None:
         """Remove the folder of a run that was refused, with what its set-up has made, and those
         above that were made for it, unless a log may say more than the refusal did."""
-        found = {entry.name for entry in self.path.iterdir()}
-        says_more = found & {*LOGS} or any(name.startswith("learner-") for name in found)
-        if self.has_begun or says_more:
+        if self.has_begun or any(map(_says_something, self.path.iterdir())):
             return
         shutil.rmtree(self.path, ignore_errors=True)  # the reported error is another
         for folder in self._made:
@@ -318,6 +316,14 @@ class RunDirectory:
                 and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
             ]
             write_whole(path, "".join(kept))
+
+
+def _says_something(entry: Path) -> bool:
+    """Whether this is a log, or a folder of logs, of a process that was started and wrote."""
+    if entry.name not in LOGS and not entry.name.startswith("learner-"):
+        return False
+    files = entry.rglob("*") if entry.is_dir() else [entry]
+    return any(file.is_file() and file.stat().st_size > 0 for file in files)
 
 
 def check_writable(path: Path) -> None:

@@ -80,3 +80,18 @@ def test_the_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "run", resume=True)
     lock.unlink()
     RunDirectory(tmp_path / "run", resume=True).close()
+
+
+@pytest.mark.parametrize("log", ["learner.log", "learner-0.log", "servers/vllm-0.log"])
+@pytest.mark.parametrize("text", ["", "out of memory\n"])
+def test_a_run_that_never_began_leaves_only_a_log_with_text(
+    tmp_path: Path, log: str, text: str
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "run", resume=False)
+    file = run.path / log
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    run.forget_unless_begun()
+    run.close()
+    assert file.exists() == bool(text)
+    assert (tmp_path / "runs").exists() == bool(text)
