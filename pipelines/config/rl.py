@@ -302,6 +302,12 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="passes over the training questions", extra=ESSENTIAL),
     ] = None
+    stop_at: Annotated[
+        float | None,
+        Meta(
+            description="end the run earlier, once checkpoint.best_metric has reached this value"
+        ),
+    ] = None
     max_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(

@@ -124,8 +124,8 @@ class Loop:
     settings: str  # see training.rollout_settings
 
     async def run(self) -> None:
-        """All steps until the last update."""
-        while self.state.step < self.parts.num_steps:
+        """All steps until the last update, or until the evaluations reach `train.stop_at`."""
+        while self.state.step < self.parts.num_steps and not self.has_reached():
             with self.clock.phase("rl"):
                 try:
                     batch = await self.take()
@@ -139,6 +139,15 @@ class Loop:
                     raise
             async with self.actions.weights_at_rest:
                 await self.evaluate_and_save()
+
+    def has_reached(self) -> bool:
+        """Whether checkpoint.best_metric has reached train.stop_at, also before a resumption."""
+        value, best = self.config.train.stop_at, self.state.best
+        if value is None or best is None or best < value:
+            return False
+        metric = self.config.checkpoint.best_metric
+        self.view.say(f"training ends: {metric} = {best:.3f} has reached train.stop_at = {value:g}")
+        return True
 
     async def step(self, batch: Batch) -> None:
         """One step; the learner keeps the GPUs from its first command to its last."""

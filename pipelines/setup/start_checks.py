@@ -156,6 +156,11 @@ async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
     config = assembly.config
     known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
     name = metric.partition("/")[0]
+    if config.train.stop_at is not None and not metric:
+        raise ConfigError(
+            "train.stop_at is a value of checkpoint.best_metric, which is empty: set it, for "
+            f"instance to {known[0] if known else 'SET'}/success"
+        )
     if name and name not in known:
         raise ConfigError(
             f"checkpoint.best_metric: unknown evaluation set {name!r}; known: {known}; "

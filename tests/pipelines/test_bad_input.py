@@ -63,6 +63,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
         ("data.prefix_starts={low=0.9}", "data.prefix_starts: low = 0.9 must be below high = 0.75"),
         ("checkpoint.best_metric=dev/reward", "checkpoint.best_metric= on the command line keeps"),
+        ("train.stop_at=0.9", "train.stop_at is a value of checkpoint.best_metric, which is empty"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
         ("run.dir=/dev/null/runs", "cannot be written"),
         ("nonsense", "'nonsense' is not of the form key.sub=value"),

@@ -297,6 +297,20 @@ def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_b
     assert best(run) == 2, "that of step 4 is no better"
 
 
+@pytest.mark.usefixtures("rank")
+def test_a_run_ends_well_at_the_value_of_its_best_metric(warehouse: Path) -> None:
+    keys = (BEST, "train.stop_at=0.01")
+    run = warehouse.parent / "runs" / "reached"
+    assert train.main(arguments(warehouse, "reached", *keys)) == 0
+    for _ in range(2):  # a resumed run knows the value
+        assert last_checkpoint(run)[0] == 2
+        evaluated = {path.name for path in (run / "eval").iterdir()}
+        assert evaluated == {"after_rl", "before_sft", "step-000002"}
+        assert train.main([*arguments(warehouse, "reached", *keys), "--resume"]) == 0
+    assert train.main([*arguments(warehouse, "reached", BEST), "--resume"]) == 0
+    assert last_checkpoint(run)[0] == NUM_STEPS
+
+
 # What else ends a run: what is replaced, the exit code, what is said, and the step that is saved.
 
 
