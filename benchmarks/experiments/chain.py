@@ -30,12 +30,12 @@ from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 
 RELATIONS = ("founder", "price", "birthplace", "home", "birthyear")
-LENGTHS = (2, 3, 4)
-HABITS = {"clean": 0.2, "refuse": 0.2, "quit": 0.5, "slip": 0.1}
+LENGTHS = (2, 3)
+HABITS = {"clean": 0.1, "refuse": 0.3, "quit": 0.5, "slip": 0.1}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 2500, 1000  # demonstrations of each length
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 256, "max_turns": 6}
-AMBIGUOUS = 0.125  # share of the look-ups that find two values
+AMBIGUOUS = 0.06  # share of the look-ups that find two values
 Link = tuple[str, str, str, str]  # relation, person, value, and what a look-up says
 
 register("bench/Chain-v0", "benchmarks.experiments.chain:ChainEnv")

@@ -30,8 +30,8 @@ from benchmarks.experiments.chain import LookUp, read_json, write_rows, wrong_be
 
 MIDDLE, LAST = ("founder", "birthplace", "home"), ("price", "birthyear")
 RELATIONS = (*MIDDLE, *LAST)
-LENGTHS = (2, 3, 4)
-HABITS = {"clean": 0.2, "refuse": 0.2, "quit": 0.6}
+LENGTHS = (2, 3)
+HABITS = {"clean": 0.1, "refuse": 0.3, "quit": 0.6}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 3000, 1000  # demonstrations of each length
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}

@@ -115,12 +115,16 @@ class Study:
         num_steps = math.ceil(self.plan["trajectories"] / (groups * algorithm["group_size"]))
         config = arm_config(raw, algorithm, start, cell.seed, num_steps, self.plan["questions"])
         config["queue"]["groups_per_step"] = groups
+        config["learner"]["groups_per_minibatch"] = groups
         for key in RATES:
             config["learner"][key] *= cell.rate
         every = max(1, round(num_steps / self.plan["evaluations"]))
         config["eval"]["sets"][SET]["every"] = every
-        config["train"]["num_steps"] = math.ceil(num_steps / every) * every
-        return config | {"checkpoint": {"every": 0}}
+        config["train"] |= {
+            "num_steps": math.ceil(num_steps / every) * every,
+            "stop_at": self.plan["stop_at"],
+        }
+        return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
 
     # choices
 

@@ -304,9 +304,7 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     stop_at: Annotated[
         float | None,
-        Meta(
-            description="end the run earlier, once checkpoint.best_metric has reached this value"
-        ),
+        Meta(description="end the run earlier, once checkpoint.best_metric has reached this value"),
     ] = None
     max_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
