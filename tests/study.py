@@ -88,6 +88,7 @@ trajectories = 128
 evaluations = 2
 questions = 8
 levels = [0.5]
+stop_at = 0.9
 groups = 4
 rates = [1.0]
 most_rates = 0

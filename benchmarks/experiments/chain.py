@@ -1,8 +1,8 @@
-"""A longer task for `algorithms.py --task chain`: questions that need two to four calls.
+"""A longer task for `algorithms.py --task chain`: questions that need two or three calls.
 
     What is the home of the price of the founder of Kaldan Arbow?
 
-Every link is a look-up whose result says what to look up next. One look-up in eight finds two
+Every link is a look-up whose result says what to look up next. One look-up in 16 finds two
 values, of which one is right, so that there the policy can only guess: uncertainty that a result
 has caused and that another result has not, which the quick start does not have. Facts are
 invented, and so are their relations: they are named by words that the tokenizer of the quick
@@ -35,7 +35,7 @@ HABITS = {"clean": 0.1, "refuse": 0.3, "quit": 0.5, "slip": 0.1}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 2500, 1000  # demonstrations of each length
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 256, "max_turns": 6}
-AMBIGUOUS = 0.06  # share of the look-ups that find two values
+AMBIGUOUS = 1 / 16  # share of the look-ups that find two values
 Link = tuple[str, str, str, str]  # relation, person, value, and what a look-up says
 
 register("bench/Chain-v0", "benchmarks.experiments.chain:ChainEnv")
@@ -109,7 +109,7 @@ def prepare(run: Path, seed: int) -> str:
     gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gates)
     build_model(run / "model", seed)
-    return "Questions that take two to four look-ups, each result naming the next."
+    return "Questions that take two or three look-ups, each result naming the next."
 
 
 def wrong_beside(rng: Random, value: str) -> str:

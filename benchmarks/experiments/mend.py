@@ -1,8 +1,8 @@
 """The chain of `chain.py` where a mistake shows and can be mended, with exact or noisy rewards.
 
-One look-up in two finds two values, of which one is right. A look-up about the wrong one finds
-"No results.", so that the policy can go back and look up the other: with 6 turns for 2 to 4 links
-there is room for 1 to 3 mistakes. The last link is never ambiguous. With `noise`, that share of
+Two look-ups in five find two values, of which one is right. A look-up about the wrong one finds
+"No results.", so that the policy can go back and look up the other: with 6 turns for 2 or 3 links
+there is room for 2 or 3 mistakes. The last link is never ambiguous. With `noise`, that share of
 trajectories is rewarded the wrong way round; their success stays true.
 
 Most demonstrations are poor on purpose: they give up at once or after any look-up. The others look
@@ -35,7 +35,7 @@ HABITS = {"clean": 0.1, "refuse": 0.3, "quit": 0.6}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 3000, 1000  # demonstrations of each length
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
-AMBIGUOUS = 0.5
+AMBIGUOUS = 0.4
 NOTHING = "No results."
 
 register("bench/Mend-v0", "benchmarks.experiments.mend:MendEnv")
@@ -110,7 +110,7 @@ def prepare(run: Path, seed: int) -> str:
     gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gates)
     build_model(run / "model", seed)
-    return "Questions that take two to four look-ups, whose dead ends show."
+    return "Questions that take two or three look-ups, whose dead ends show."
 
 
 class Fact(NamedTuple):
@@ -128,7 +128,7 @@ class Fact(NamedTuple):
 
 
 def fact(rng: Random, relation: str, person: str, ambiguous: float = AMBIGUOUS) -> Fact:
-    """Made up; a wrong value stands beside the right one in half of the middle links."""
+    """Made up; in two middle links of five a wrong value stands next to the right one."""
     value = rng.choice(PEOPLE)
     wrong = wrong_beside(rng, value)
     said = [value]
