@@ -47,6 +47,7 @@ FILE = Path(__file__).with_name("study.toml")
 RATES = ("learning_rate", "muon_learning_rate")
 STAGES = "abcd"
 NUM_ARMS, NUM_SIZES = 4, 2  # that stage b keeps
+STARTS = {"noisy": "mend"}  # tasks that differ in the reward alone share their cold starts
 Row = dict[str, Any]
 
 
@@ -57,6 +58,11 @@ class Cell(NamedTuple):
     arm: str
     rate: float
     seed: int
+
+
+def start_of(cell: Cell) -> Path:
+    """The folder of its cold start, inside that of the study."""
+    return Path(STARTS.get(cell.task, cell.task)) / f"seed-{cell.seed}"
 
 
 class Study:
@@ -89,10 +95,12 @@ class Study:
         """Train, and write down what came of it. Raises DataError for a run that fails."""
         raw, size = configuration(cell.task), self.plan["questions"]
         folder = self.out / cell.task / f"seed-{cell.seed}"
+        begun = self.out / start_of(cell)
         name = f"{cell.arm}@{cell.rate:g}"
-        config = self.config(cell, raw, (folder / START).resolve())
-        if not train(folder, START, start_config(raw, cell.seed, size)):
-            raise DataError(f"the cold start failed: {folder / START}.log")
+        config = self.config(cell, raw, (begun / START).resolve())
+        first = start_config(configuration(begun.parent.name), cell.seed, size)
+        if not train(begun, START, first):
+            raise DataError(f"the cold start failed: {begun / START}.log")
         if not train(folder, name, config):
             raise DataError(f"{cell} failed: {folder / name}.log")
         curve, summary = read_curve(folder / name, SET)
@@ -286,11 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_all(study: Study, cells: Sequence[Cell], jobs: int, end: float) -> bool:
-    """Runs of one seed share a cold start and are trained by one worker; False where the time is
+    """Runs that share a cold start are trained by one worker; False where the time is
     over or a run failed."""
-    by_seed: dict[tuple[str, int], list[Cell]] = {}
+    by_start: dict[Path, list[Cell]] = {}
     for cell in cells:
-        by_seed.setdefault((cell.task, cell.seed), []).append(cell)
+        by_start.setdefault(start_of(cell), []).append(cell)
 
     def run(same: Sequence[Cell]) -> bool:
         for cell in same:
@@ -305,7 +313,7 @@ def _run_all(study: Study, cells: Sequence[Cell], jobs: int, end: float) -> bool
         return True
 
     with ThreadPoolExecutor(jobs) as pool:
-        return all(list(pool.map(run, by_seed.values())))
+        return all(list(pool.map(run, by_start.values())))
 
 
 if __name__ == "__main__":
