@@ -36,6 +36,8 @@ QUESTIONS = {"train": 360, "heldout": 160}  # of each length
 CLEAN, MIXED = 3000, 1000  # demonstrations of each length
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
 AMBIGUOUS = 0.4
+PRACTICED = 0.8  # ambiguous look-ups of the demonstrations that teach the skill
+SKILL_STEPS = 400
 NOTHING = "No results."
 
 register("bench/Mend-v0", "benchmarks.experiments.mend:MendEnv")
@@ -79,7 +81,14 @@ def configure(raw: dict[str, Any], noise: float = 0.0) -> dict[str, Any]:
         "run": {"setup": "benchmarks.experiments.mend:prepare"},
         "env": {"id": "bench/Mend-v0", "module": "benchmarks.experiments.mend", "kwargs": kwargs},
         "limits": raw["limits"] | LIMITS | {"max_tool_calls": LIMITS["max_turns"]},
+        "sft": _practiced(raw["sft"]),
     }
+
+
+def _practiced(sft: dict[str, Any]) -> dict[str, Any]:
+    """The cold start with more steps on the skills after their gate, which has no dead ends."""
+    *before, skills, habits = sft["stages"]
+    return sft | {"stages": [*before, skills | {"num_steps": SKILL_STEPS}, habits]}
 
 
 def prepare(run: Path, seed: int) -> str:
@@ -198,5 +207,8 @@ def _demonstrations(rng: Random) -> Iterable[dict[str, Any]]:
         yield {"stage": "copy", "kind": "copy", "habit": "clean", "question": text, "turns": turns}
     for stage, count in (("clean", CLEAN), ("mixed", MIXED)):
         for length in LENGTHS * count:
+            if stage == "clean":
+                yield demonstration(rng, length, stage, "clean", PRACTICED)
+                continue
             habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
-            yield demonstration(rng, length, stage, "clean" if stage == "clean" else habit)
+            yield demonstration(rng, length, stage, habit)

@@ -4,7 +4,7 @@
         [--minutes M] [--jobs J]
 
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the comparison of
-the last one. What a run came to is one line of FOLDER/results.jsonl with the digest of study.toml;
+the last one. What a run came to is one line of FOLDER/results.jsonl with the digest of study.toml and the tasks;
 a run with a line is not repeated, so that the command may be cut off, and the file carried to
 another machine. With --minutes no run starts later than that. Calls include those that lead an
 environment to a fork.
@@ -40,6 +40,7 @@ from agentenv.errors import DataError
 from agentenv.pipelines.run.tables import as_rich
 from agentenv.pipelines.sets.comparison import compare_curves, read_curve, tables
 from agentenv.pipelines.sets.curves import Curve, calls_to
+from benchmarks.experiments import chain, mend
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.runs import SET, START, arm_config, start_config, train
 
@@ -70,7 +71,8 @@ class Study:
 
     def __init__(self, out: Path, file: Path = FILE) -> None:
         text = file.read_bytes()
-        self.digest = hashlib.sha256(text).hexdigest()
+        tasks = [Path(module.__file__).read_bytes() for module in (chain, mend)]
+        self.digest = hashlib.sha256(b"".join([text, *tasks])).hexdigest()
         self.plan: Row = tomllib.loads(text.decode())
         self.out, self.file = out, out / "results.jsonl"
         self.known: dict[Cell, Row] = {}
@@ -82,7 +84,7 @@ class Study:
     def _add(self, row: Row) -> None:
         if row["digest"] != self.digest:
             raise DataError(
-                f"{self.file} is of another study.toml ({row['digest'][:12]}, now "
+                f"{self.file} belongs to another study.toml or other tasks ({row['digest'][:12]}, now "
                 f"{self.digest[:12]}); a study is fixed before its first run: take another --out"
             )
         self.known[Cell(row["task"], row["arm"], row["rate"], row["seed"])] = row
