@@ -4,8 +4,8 @@
         [--minutes M] [--jobs J]
 
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the comparison of
-the last one. What a run came to is one line of FOLDER/results.jsonl with the digest of study.toml and the tasks;
-a run with a line is not repeated, so that the command may be cut off, and the file carried to
+the last one. The result of a run is one line of FOLDER/results.jsonl, with the digest of study.toml
+and of the tasks; a run with a line is not repeated, so that the command may be cut off, and the file carried to
 another machine. With --minutes no run starts later than that. Calls include those that lead an
 environment to a fork.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import math
 import shutil
@@ -71,7 +72,7 @@ class Study:
 
     def __init__(self, out: Path, file: Path = FILE) -> None:
         text = file.read_bytes()
-        tasks = [Path(module.__file__).read_bytes() for module in (chain, mend)]
+        tasks = [inspect.getsource(module).encode() for module in (chain, mend)]
         self.digest = hashlib.sha256(b"".join([text, *tasks])).hexdigest()
         self.plan: Row = tomllib.loads(text.decode())
         self.out, self.file = out, out / "results.jsonl"
@@ -84,8 +85,8 @@ class Study:
     def _add(self, row: Row) -> None:
         if row["digest"] != self.digest:
             raise DataError(
-                f"{self.file} belongs to another study.toml or other tasks ({row['digest'][:12]}, now "
-                f"{self.digest[:12]}); a study is fixed before its first run: take another --out"
+                f"{self.file} belongs to another study.toml or other tasks (digest "
+                f"{row['digest'][:12]}, now {self.digest[:12]}); a study is fixed before its first run: take another --out"
             )
         self.known[Cell(row["task"], row["arm"], row["rate"], row["seed"])] = row
         made = row["points"][-1]["calls"]
