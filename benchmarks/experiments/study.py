@@ -5,9 +5,9 @@
 
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the comparison of
 the last one. The result of a run is one line of FOLDER/results.jsonl, with the digest of study.toml
-and of the tasks; a run with a line is not repeated, so that the command may be cut off, and the file carried to
-another machine. With --minutes no run starts later than that. Calls include those that lead an
-environment to a fork.
+and of the tasks; a run with a line is not repeated, so that the command may be cut off, and the
+file carried to another machine. With --minutes no run starts later than that. Calls include those
+that lead an environment to a fork.
 
 Stage a runs every arm; b the four best and the two best sizes of GRPO groups, each at the rate that
 is best on the tuning seeds (an optimum at the edge of the grid extends it); c these four and the
@@ -86,7 +86,8 @@ class Study:
         if row["digest"] != self.digest:
             raise DataError(
                 f"{self.file} belongs to another study.toml or other tasks (digest "
-                f"{row['digest'][:12]}, now {self.digest[:12]}); a study is fixed before its first run: take another --out"
+                f"{row['digest'][:12]}, now {self.digest[:12]}); a study is fixed before its "
+                "first run: take another --out"
             )
         self.known[Cell(row["task"], row["arm"], row["rate"], row["seed"])] = row
         made = row["points"][-1]["calls"]
