@@ -33,7 +33,8 @@ from agentenv.envs.grading.parts import (
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
-from agentenv.envs.grading.rivals import NUMBERS, Rivalry
+from agentenv.envs.grading.mentions import Mentions
+from agentenv.envs.grading.rivals import NUMBERS
 from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Tables, clauses, clean, lines, sentences
 from agentenv.envs.grading.words import is_wordy, tokens
@@ -63,7 +64,7 @@ _DOUBT = _TABLES.pattern("doubt", re.I)
 _MATH_ONLY = _TABLES.pattern("math_only")
 
 
-class Gold(Rivalry):
+class Gold(Mentions):
     """A gold, and the candidates beside it that an answer names."""
 
     def is_named_by(self, text: str) -> bool:
@@ -182,6 +183,9 @@ class Gold(Rivalry):
             return Rivals((), beside_it) if self.kind == "math" else Rivals(beside_it)
         if self.kind == "choice":
             return self._other_letters(text, parts)
+        unexplained = self.unexplained(text)
+        if unexplained:
+            return Rivals(tuple(unexplained))
         if self.kind == "truth" and self._says_both(text):
             return Rivals((text,))
         announced = text if self._leaves_between(text) else self._announced(text)
