@@ -156,9 +156,9 @@ class Mentions(Rivalry):
         is_year = _YEAR.fullmatch(mention.text) is not None
         if (is_governed and (is_counted or is_year)) or (is_year and is_counted):
             return True
-        is_of_a_set = has_verb(before) or _SET.search(before) is not None
-        return self.kind == "number" and (
-            (is_counted and is_of_a_set) or _CALCULATED.search(mention.before) is not None
+        is_of_a_set = _SET.search(before) or (MASK in mention.after and has_verb(before))
+        return self.kind == "number" and bool(
+            (is_counted and is_of_a_set) or _CALCULATED.search(mention.before)
         )
 
     def _is_described(self, mention: Mention) -> bool:
