@@ -16,6 +16,7 @@ from msgspec import Struct
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
 from agentenv.envs.grading.frame import Rest, is_framed, rests
+from agentenv.envs.grading.mentions import Mentions
 from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
     ASIDES,
@@ -33,7 +34,6 @@ from agentenv.envs.grading.parts import (
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
-from agentenv.envs.grading.mentions import Mentions
 from agentenv.envs.grading.rivals import NUMBERS
 from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Tables, clauses, clean, lines, sentences
@@ -183,7 +183,7 @@ class Gold(Mentions):
             return Rivals((), beside_it) if self.kind == "math" else Rivals(beside_it)
         if self.kind == "choice":
             return self._other_letters(text, parts)
-        unexplained = self.unexplained(text)
+        unexplained = self.unexplained(text, parts)
         if unexplained:
             return Rivals(tuple(unexplained))
         if self.kind == "truth" and self._says_both(text):

@@ -6,7 +6,7 @@ mention is there for something else, such as a preposition or a calculation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -45,16 +45,16 @@ _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
 _JOINED = re.compile(r",?\s*(?:and|&|,)\s*(?:the )?")
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
 _INSIDE_A_NAME = _TABLES.words("inside_a_name")
-_CLAUSE = re.compile(r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I)
+_CLAUSE = re.compile(
+    r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
+)
 _STARTS = re.compile(r"(?:^|[.!?:;\n\"'(*#>|])\s*$")
 _ENDS = re.compile(r"[.,;:!?)\]\"'}]$")
 _INITIAL = re.compile(r"(?:\b[A-Z]|\b[JSDM]rs?|\bSt)\.$")
 _PLAIN_WORD = re.compile(r"[A-Z]\w+(?:ed|ing|ly|s)")
 _MONTH = re.compile(dates.MONTH, re.IGNORECASE)
 _YEAR = re.compile(r"1\d{3}|20\d{2}")
-_TOKEN = re.compile(  # a fraction and a power stay whole
-    rf"(?:\\d?frac\{{[^{{}}]*\}}\s?\{{?[^{{}}\s]*\}}?|[\^_]\{{[^{{}}]*\}}|[^\s{MASK}\"\[\](){{}}|])+|{MASK}"
-)
+_TOKEN = _TABLES.pattern("token")
 _TRUTH = re.compile(r"\b(?:yes|no(?! [a-z])|true|false)\b", re.IGNORECASE)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
 MAX_WORDS_OF_AMOUNT = 5
@@ -83,14 +83,13 @@ class Mention(Struct, frozen=True):
 class Mentions(Rivalry):
     """A gold, and the mentions beside it."""
 
-    def unexplained(self, text: str) -> list[str]:
-        """The mentions in a text that names the gold which nothing explains."""
+    def unexplained(self, text: str, parts: Sequence[Part]) -> list[str]:
+        """The mentions in a text of these parts, which names the gold, that nothing explains."""
         if self.kind == "truth":
             said = {truth(word) for word in _TRUTH.findall(text)}
             return [text] if said - {None, truth(self.text)} else []
-        if self.kind in ("math", "choice", "list") or (self.kind == "words" and not self.is_named):
+        if self.kind not in ("number", "date", "time") and not self.is_named:
             return []
-        parts = self.parts(text)
         met = [part.text for part in parts if part.meets]
         bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
         hidden = masked(text, (*self.forms, *bare)) if len(met) < len(parts) else ""
@@ -121,9 +120,9 @@ class Mentions(Rivalry):
         if self.kind in ("date", "time"):
             words = bare.split()
             tails = [" ".join(words[count:]) for count in range(len(words))]
-            return 0 if any(map(self._is_other_time_than, tails)) else end
+            return 0 if any(map(self._is_another_time, tails)) else end
         if self.kind != "number":
-            return 0
+            return 0  # a name
         if when:
             return end if {date[0] for date in when} & {0, same[0].value} else 0
         words = mention.after.split(None, MAX_WORDS_OF_AMOUNT)[:MAX_WORDS_OF_AMOUNT]
@@ -136,7 +135,7 @@ class Mentions(Rivalry):
                 return end + len(" ".join(words[:count]))
         return 0
 
-    def _is_other_time_than(self, text: str) -> bool:
+    def _is_another_time(self, text: str) -> bool:
         is_when = dates.dates(text) or dates.minutes(text) is not None or _YEAR.fullmatch(text)
         return bool(is_when) and not self._is_same_time(text)
 
@@ -171,7 +170,9 @@ class Mentions(Rivalry):
             return not _STARTS.search(before)
         word = mention.next_word
         is_a_kind = _is_noun(word) and _ARTICLE.fullmatch(mention.clause[0]) is not None
-        return is_a_kind or (bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part)))
+        return is_a_kind or (
+            bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part))
+        )
 
     def _is_said_of_it(self, mention: Mention) -> bool:
         """Whether the clause says something of the gold, or of what a pronoun stands for: it hosts
@@ -249,7 +250,11 @@ def _is_numeric(token: str, before: str) -> bool:
     word = token.strip(EDGE).lstrip("-+$\u20ac\u00a3\\")
     if word.lower() in ("am", "pm", "one"):
         return bool(before) and word.lower() != "one"
-    return word[:1].isdigit() or is_number(word) or (
-        (word[:1].isupper() and _MONTH.fullmatch(word) is not None)
-        or re.match(r"d?frac\W*\d", word) is not None
+    return (
+        word[:1].isdigit()
+        or is_number(word)
+        or (
+            (word[:1].isupper() and _MONTH.fullmatch(word) is not None)
+            or re.match(r"d?frac\W*\d", word) is not None
+        )
     )
