@@ -42,6 +42,7 @@ _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 _SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
+_BESIDE = re.compile(rf"\s+(?:and|or|to)\s+{MASK}")
 _JOINED = re.compile(r",?\s*(?:and|&|,)\s*(?:the )?")
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
 _INSIDE_A_NAME = _TABLES.words("inside_a_name")
@@ -145,6 +146,8 @@ class Mentions(Rivalry):
         before, _ = mention.clause
         if _TAKEN_BACK.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
             return True
+        if _BESIDE.match(mention.after):
+            return False  # between 90 and the gold
         if _CONCLUDED.search(mention.after) or self._is_said_of_it(mention):
             return True  # we have 3 rows, so the answer is
         is_governed = _GOVERNED.search(before) is not None
