@@ -146,10 +146,12 @@ class Mentions(Rivalry):
         before, _ = mention.clause
         if _TAKEN_BACK.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
             return True
+        if _CONCLUDED.search(mention.after):
+            return True  # we have 3 rows, so the answer is
         if _BESIDE.match(mention.after):
             return False  # between 90 and the gold
-        if _CONCLUDED.search(mention.after) or self._is_said_of_it(mention):
-            return True  # we have 3 rows, so the answer is
+        if self._is_said_of_it(mention):
+            return True
         is_governed = _GOVERNED.search(before) is not None
         if self.kind == "words":
             return is_governed or self._is_described(mention)
