@@ -30,6 +30,8 @@ _SAID = _TABLES.words("said")
 _BEFORE_BUT = _SAID | _TABLES.words("taken_back")
 _JOINS = _TABLES.words("joining")
 _JOINING = _SAID | _JOINS
+FRAME = _JOINING
+MASK = "\0"  # in place of the gold
 _SURE = _TABLES.pattern("sure", re.IGNORECASE)
 _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
 _TAG = _TABLES.pattern("tag", re.IGNORECASE)
@@ -83,6 +85,12 @@ def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
 def _plain(text: str) -> str:
     """Without tags, words of certainty and numbers of sources."""
     return _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
+
+
+def masked(text: str, golds: Sequence[str]) -> str:
+    """A text with a mask for each mention of the gold; "" if there is none."""
+    parts = _parts(text, golds, _ALONE)
+    return f" {MASK} ".join(parts) if len(parts) > 1 else ""
 
 
 def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:

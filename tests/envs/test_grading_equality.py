@@ -167,6 +167,7 @@ def test_what_is_not_evaluated_is_not_zero(form: str, values: list[int]) -> None
         (r"x \equiv 2 \pmod{7}", r"x \equiv 2 \pmod{5}", False),
         (r"x \equiv 2 \pmod{7}", "x \N{IDENTICAL TO} 2 (mod 7)", True),
         (r"5\sqrt(3)", r"5\sqrt{3}", True),
+        (r"(\frac{1}{2!}, 1)", "((2!)^{-1}, 1)", True),  # no end of a sentence
         ("2(3)", "6", True),
         ("2(3)", "5", False),
         (r"\binom{5}{2}\binom{3}{1}", "30", True),

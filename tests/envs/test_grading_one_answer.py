@@ -310,6 +310,56 @@ def test_what_joins_two_answers_need_not_be_known(one: str, other: str, joint: s
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
 
+UNEXPLAINED = [  # a second name or amount that no grammar explains, whatever words stand round it
+    "{}, previously reported as {}", "{} (some editions have {})", "{} ({} in older sources)",
+    "{}. Should that be rejected, {}.", "{}, in other units {}", "{}, N.B. {}",
+    "Most people say {} - a few say {}.", "Confidence: {} = high, {} = medium",
+    "Yes-case: {}. No-case: {}.", "My final answer: {}, with {} as a spare.",
+    "I am split between {} and {}.", "{}, yet a recount produced {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("12", "13"), ("12 cm", "13 cm"), ("May 9, 2005", "June 3, 1999"), ("5am", "7:30 PM"),
+        ("Michio Sugeno", "Martin Luther King Jr."),
+    ],
+)  # fmt: skip
+def test_a_name_or_an_amount_needs_an_explanation(one: str, other: str) -> None:
+    accepted = [
+        (gold, answer)
+        for joint in UNEXPLAINED
+        for answer in (joint.format(one, other), joint.format(other, one))
+        for gold in (one, other)
+        if compare(answer, gold)[0]
+    ]
+    assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("The place that Ann Lee visited is Roma.", "Roma"),
+        ("Roma, because Ann Lee says so.", "Roma"), ("Ann Lee, a UN officer", "Ann Lee"),
+        ("Ann Lee wrote about it, and the answer is Roma.", "Roma"),
+        ("Roma. Ann Lee was born there.", "Roma"), ("12 in total, counting all 7 groups.", "12"),
+        ("12, the sum of 4 and 8", "12"), ("Between 1970 and 1972, i.e. 1971", "1971"),
+        ("According to the 1871 edition, May 9, 2005.", "May 9, 2005"),
+        ("B, because A is too small", "B"),
+    ],
+)  # fmt: skip
+def test_grammar_explains_what_stands_beside_the_answer(answer: str, gold: str) -> None:
+    assert compare(answer, gold)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"), [("Suppose B. Suppose (D) 162.", "(D) 162"), ("B. Compare D.", "B")]
+)
+def test_an_option_after_the_first_word_is_an_option(answer: str, gold: str) -> None:
+    assert not compare(answer, gold)[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [

@@ -1,0 +1,266 @@
+"""Mentions: texts of the gold's shape anywhere in an answer, a name beside a name or an amount
+beside an amount. By default each is a second answer; a short list of grammatical facts says that a
+mention is there for something else, such as a preposition or a calculation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from agentenv.envs.grading import dates
+from agentenv.envs.grading.forms import truth
+from agentenv.envs.grading.frame import FRAME, MASK, masked
+from agentenv.envs.grading.parts import (
+    ASIDES,
+    EDGE,
+    FUNCTION_WORDS,
+    HEADS,
+    LABELS,
+    OPENING,
+    Part,
+    amount_of,
+    is_conversion,
+    is_nationality,
+    is_note,
+    is_number,
+    is_of_place,
+    is_role,
+)
+from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.rivals import Rivalry
+from agentenv.envs.grading.sentences import has_verb
+from agentenv.envs.grading.text import Joint, Tables, clean
+
+_TABLES = Tables("mentions")
+_TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
+_GOVERNED = _TABLES.pattern("governed", re.IGNORECASE)
+_CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE)
+_ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
+_CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
+_SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
+_ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
+_BESIDE = re.compile(rf"\s+(?:and|or|to)\s+{MASK}")
+_JOINED = re.compile(r",?\s*(?:and|&|,)\s*(?:the )?")
+_OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
+_INSIDE_A_NAME = _TABLES.words("inside_a_name")
+_CLAUSE = re.compile(
+    r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
+)
+_STARTS = re.compile(r"(?:^|[.!?:;\n\"'(*#>|])\s*$")
+_ENDS = re.compile(r"[.,;:!?)\]\"'}]$")
+_INITIAL = re.compile(r"(?:\b[A-Z]|\b[JSDM]rs?|\bSt)\.$")
+_PLAIN_WORD = re.compile(r"[A-Z]\w+(?:ed|ing|ly|s)")
+_MONTH = re.compile(dates.MONTH, re.IGNORECASE)
+_YEAR = re.compile(r"1\d{3}|20\d{2}")
+_TOKEN = _TABLES.pattern("token")
+_TRUTH = re.compile(r"\b(?:yes|no(?! [a-z])|true|false)\b", re.IGNORECASE)
+_JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
+MAX_WORDS_OF_AMOUNT = 5
+_COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS | HEADS | _INSIDE_A_NAME
+
+
+class Mention(Struct, frozen=True):
+    """A text and what stands before and after it; the gold is a mask there."""
+
+    text: str
+    before: str
+    after: str
+
+    @property
+    def clause(self) -> tuple[str, str]:
+        """The clause without the mention: before and after it."""
+        return _CLAUSE.split(self.before)[-1], _CLAUSE.split(self.after)[0]
+
+    @property
+    def next_word(self) -> str:
+        """The word that follows at once."""
+        match = re.match(r"\s+([a-z]+)\b", self.after)
+        return match[1] if match is not None else ""
+
+
+class Mentions(Rivalry):
+    """A gold, and the mentions beside it."""
+
+    def unexplained(self, text: str, parts: Sequence[Part]) -> list[str]:
+        """The mentions in a text of these parts, which names the gold, that nothing explains."""
+        if self.kind == "truth":
+            said = {truth(word) for word in _TRUTH.findall(text)}
+            return [text] if said - {None, truth(self.text)} else []
+        is_name = self.kind == "words" and self.is_named
+        if not is_name and self.kind not in ("number", "date", "time"):
+            return []
+        met = [part.text for part in parts if part.meets]
+        bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
+        hidden = masked(text, (*self.forms, *bare)) if len(met) < len(parts) else ""
+        same = [amount for amount in (self.amount, *map(amount_of, map(clean, met))) if amount]
+        others, found, start, last = [], [], 0, ""
+        for one in _mentions(hidden, is_name):
+            end = self._end_of_same(one, same)
+            start = max(start, end)
+            if len(one.before) < start:
+                continue
+            others.append(one)
+            is_joined = last and _JOINED.fullmatch(one.before.removeprefix(last))
+            if is_joined or self._is_explained(one):
+                last = one.before + one.text
+            else:
+                found.append(one.text)
+        amounts = [quantity(clean(one.text)) for one in others] if len(others) > 1 else []
+        is_sum = self.amount and self.amount.value == sum(one.value for one in amounts if one)
+        return [] if is_sum else found
+
+    def _end_of_same(self, mention: Mention, same: list[Quantity]) -> int:
+        """Where a mention ends that is the gold, a part of it, the same amount in another unit, or
+        of another kind; 0 for another value."""
+        bare, end = clean(mention.text), len(mention.before) + len(mention.text)
+        if not bare or self.meets(bare) or self._restates(bare, ""):
+            return end
+        when = dates.dates(bare)
+        if self.kind in ("date", "time"):
+            words = bare.split()
+            tails = [" ".join(words[count:]) for count in range(len(words))]
+            return 0 if any(map(self._is_another_time, tails)) else end
+        if self.kind != "number":
+            return 0  # a name
+        if when:
+            return end if {date[0] for date in when} & {0, same[0].value} else 0
+        words = mention.after.split(None, MAX_WORDS_OF_AMOUNT)[:MAX_WORDS_OF_AMOUNT]
+        for count in range(len(words), -1, -1):
+            whole = clean(" ".join([mention.text, *words[:count]]).rstrip(EDGE))
+            amount = amount_of(whole)
+            if amount is not None and any(
+                same_quantity(amount, one) or is_conversion(amount, one, whole) for one in same
+            ):
+                return end + len(" ".join(words[:count]))
+        return 0
+
+    def _is_another_time(self, text: str) -> bool:
+        is_when = dates.dates(text) or dates.minutes(text) is not None or _YEAR.fullmatch(text)
+        return bool(is_when) and not self._is_same_time(text)
+
+    def _is_explained(self, mention: Mention) -> bool:
+        """Whether grammar says that a mention is no answer."""
+        before, _ = mention.clause
+        if _TAKEN_BACK.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
+            return True
+        if _CONCLUDED.search(mention.after):
+            return True  # we have 3 rows, so the answer is
+        if _BESIDE.match(mention.after):
+            return False  # between 90 and the gold
+        if self._is_said_of_it(mention):
+            return True
+        is_governed = _GOVERNED.search(before) is not None
+        if self.kind == "words":
+            return is_governed or self._is_described(mention)
+        if _OPERAND[0].search(mention.before) or _OPERAND[1].match(mention.after):
+            return True
+        is_counted = _is_noun(mention.next_word)
+        is_year = _YEAR.fullmatch(mention.text) is not None
+        if (is_governed and (is_counted or is_year)) or (is_year and is_counted):
+            return True
+        is_of_a_set = _SET.search(before) or (MASK in mention.after and has_verb(before))
+        return self.kind == "number" and bool(
+            (is_counted and is_of_a_set) or _CALCULATED.search(mention.before)
+        )
+
+    def _is_described(self, mention: Mention) -> bool:
+        """Whether a name is a place, a role or an adjective of the gold, or part of a phrase."""
+        bare, before = clean(mention.text), mention.before.rstrip()
+        part = Part(bare, _JOINTS.get(before[-1:], ""))
+        if is_of_place(bare, self.rank, part) or is_role(bare) or is_note(bare, part):
+            return True
+        if before.endswith(MASK) or mention.after.lstrip().startswith(MASK):
+            return not _STARTS.search(before)
+        word = mention.next_word
+        is_a_kind = _is_noun(word) and _ARTICLE.fullmatch(mention.clause[0]) is not None
+        return is_a_kind or (
+            bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part))
+        )
+
+    def _is_said_of_it(self, mention: Mention) -> bool:
+        """Whether the clause says something of the gold, or of what a pronoun stands for: it hosts
+        the Louvre; no "it is", which would name it."""
+        before, after = mention.clause
+        rest = f"{before} @ {after}"
+        words = re.sub(r"\b(?:the|an?)\s*$", "", before).split()
+        is_subject = mention.next_word not in FRAME and has_verb(f"N {mention.next_word} N")
+        if not is_subject and words and words[-1].strip(EDGE).casefold() in FRAME - {"because"}:
+            return False
+        if MASK in rest:
+            between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
+            return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
+        return _ANAPHOR.search(rest) is not None
+
+
+def _is_noun(word: str) -> bool:
+    """Whether a word may be what a number counts."""
+    return bool(word) and word not in FRAME and not OPENING.match(word) and unit_of(word) is None
+
+
+def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
+    """Runs of capitalized words, or of numbers and months; no words of the frame that begin a
+    sentence."""
+    found = [*_TOKEN.finditer(text)]
+    is_one = _is_capital if is_name else _is_numeric
+    place = 0
+    while place < len(found):
+        start = end = place
+        place += 1
+        if not is_one(found[start][0], ""):
+            continue
+        while True:
+            after = end + 1
+            if _ENDS.search(found[end][0]) and not _INITIAL.search(found[end][0]):
+                is_day = found[end][0].endswith(",") and not is_name and after < len(found)
+                if not (is_day and _YEAR.match(found[after][0])):
+                    break
+            while is_name and after < len(found) and found[after][0] in _INSIDE_A_NAME:
+                after += 1
+            if after == len(found) or not is_one(found[after][0], found[end][0]):
+                break
+            if text[found[after - 1].end() : found[after].start()].strip():
+                break
+            end = after
+        first, last = found[start], found[end]
+        inner = text[first.start() : last.end()]
+        place = end + 1
+        bare = inner.strip(EDGE)
+        begin = first.start() + inner.find(bare)
+        while is_name and _begins_a_sentence(text[:begin], bare, text[begin + len(bare) :]):
+            word = bare.partition(" ")[0]
+            begin, bare = begin + len(word) + 1, bare[len(word) + 1 :]
+        if len(bare) > 1 or (bare and not is_name):
+            yield Mention(bare, text[:begin], text[begin + len(bare) :])
+
+
+def _begins_a_sentence(before: str, text: str, after: str) -> bool:
+    """Whether a word has its capital from where it stands: a word of the frame, a participle."""
+    word, _, rest = text.partition(" ")
+    if not word or not _STARTS.search(before):
+        return False
+    is_participle = _PLAIN_WORD.fullmatch(word) is not None and re.match(r"\s+[a-z]", after)
+    is_known = word.casefold() in (FRAME | _INSIDE_A_NAME if rest else _COMMON)
+    return is_known or bool(not rest and is_participle)
+
+
+def _is_capital(token: str, _: str) -> bool:
+    word = token.strip(EDGE)
+    return word[:1].isupper() and word != "I" and not _MONTH.fullmatch(word)
+
+
+def _is_numeric(token: str, before: str) -> bool:
+    """Whether a token is a number, a month, or half of a day behind its hour."""
+    word = token.strip(EDGE).lstrip("-+$\u20ac\u00a3\\")
+    if word.lower() in ("am", "pm", "one"):
+        return bool(before) and word.lower() != "one"
+    return (
+        word[:1].isdigit()
+        or is_number(word)
+        or (
+            (word[:1].isupper() and _MONTH.fullmatch(word) is not None)
+            or re.match(r"d?frac\W*\d", word) is not None
+        )
+    )
