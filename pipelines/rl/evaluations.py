@@ -15,6 +15,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,31 +52,25 @@ MAX_FAILED = 0.2  # of the trajectories of an evaluation in one of these
 Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates the policy of a run: at once, while no weights are published, or beside the
     training, on an engine of its own, which has the weights of one step until the evaluation of
     that step is done. Evaluations that overlap the training run one at a time."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        state: RunState,
-        clock: PhaseClock,
-        parts: Parts,
-        recorder: Recorder,
-        saver: RunSaver,
-    ) -> None:
-        self.config = config
-        self.state = state
-        self.clock = clock
-        self.parts = parts
-        self.recorder = recorder
-        self.saver = saver
+    config: TrainConfig
+    run: RunDirectory
+    state: RunState
+    clock: PhaseClock
+    parts: Parts
+    recorder: Recorder
+    saver: RunSaver
+
+    def __post_init__(self) -> None:
+        folder, view = self.run.path, self.recorder.view
         self._beside: asyncio.Task[None] | None = None
-        self._folder = run.path / EVALUATIONS
-        self._weights = run.path / "evaluating"
-        self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
+        self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
+        self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
 
     def due(self, step: int) -> list[str]:
         """The sets that are evaluated after this step."""

@@ -11,6 +11,7 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -232,33 +233,32 @@ async def train_supervised(
         await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
 
 
+@dataclass(eq=False)
 class SupervisedTraining:
     """The loop of one run. With a checkpoint the learner's state is loaded from it."""
 
-    def __init__(
-        self,
-        config: SupervisedRunConfig,
-        run: RunDirectory,
-        view: View,
-        learner: Learner,
-        objective: Objective,
-        checkpoint: Path | None,
-    ) -> None:
-        self.config, self.loop, self.run, self.view = config, config.loop, run, view
-        self.learner, self.objective, self.checkpoint = learner, objective, checkpoint
-        self.state = SupervisedState()
-        if checkpoint is not None:
-            self.state = load_state(checkpoint, SupervisedState)
+    config: SupervisedRunConfig
+    run: RunDirectory
+    view: View
+    learner: Learner
+    objective: Objective
+    checkpoint: Path | None
+
+    def __post_init__(self) -> None:
+        self.loop, self.state = self.config.loop, SupervisedState()
+        if self.checkpoint is not None:
+            self.state = load_state(self.checkpoint, SupervisedState)
         self.saver = Saver(
-            config.checkpoint,
-            run.checkpoints,
-            learner,
-            view,
+            self.config.checkpoint,
+            self.run.checkpoints,
+            self.learner,
+            self.view,
             step=lambda: self.state.step,
             state=lambda: self.state,
         )
-        self.rows = Rows(objective.num_rows, self.loop.rows_per_step, config.run.seed)
-        self.num_steps = self.loop.count_steps(objective.num_rows)
+        num_rows = self.objective.num_rows
+        self.rows = Rows(num_rows, self.loop.rows_per_step, self.config.run.seed)
+        self.num_steps = self.loop.count_steps(num_rows)
 
     async def run_all(self) -> None:
         """All steps; whatever ends it leaves a checkpoint."""
