@@ -24,7 +24,7 @@ from agentenv.engines.remote.weights import TransferError
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
-from agentenv.learners.learner import Agreement, Learner, Metrics
+from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
 from agentenv.pipelines.serving import trains_on_gpu
@@ -74,7 +74,7 @@ class ParityProbe:
     prompts; before its next step the learner, still at that version, scores the same tokens."""
 
     engine: Engine
-    learner: Learner
+    learner: DeepSpeedLearner
     prompts: Sequence[list[int]]
     num_tokens: int = 16
 
@@ -146,7 +146,7 @@ class ParityCheck:
     """Judges the gaps that the probe of one run finds. `total` sums them up."""
 
     def __init__(
-        self, config: TrainConfig, probe: ParityProbe, learner: Learner, total: ParityGap
+        self, config: TrainConfig, probe: ParityProbe, learner: DeepSpeedLearner, total: ParityGap
     ) -> None:
         self.train = config.train
         self.in_float32 = computes_in_float32(config)

@@ -21,8 +21,9 @@ import msgspec
 
 from agentenv.actor import Actor, evaluate
 from agentenv.disk import write_whole
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import encode_pair
-from agentenv.learners.learner import Learner, Metrics
+from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SelfCriticConfig
@@ -43,7 +44,7 @@ class SelfCritic:
     config: SelfCriticConfig
     tasks: Sequence[Task]
     actor: Actor
-    learner: Learner
+    learner: DeepSpeedLearner
     optimizer: OptimizerConfig
     seed: str
     run: RunDirectory

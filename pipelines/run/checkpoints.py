@@ -37,7 +37,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.run.arguments import LATEST
 
 if TYPE_CHECKING:
-    from agentenv.learners.learner import Learner
+    from agentenv.learners.deepspeed_learner import DeepSpeedLearner
     from agentenv.pipelines.run.terminal import View
 
 STATE_FILE = "state.json"
@@ -88,7 +88,7 @@ class Checkpoints:
     async def save(
         self,
         path: Path,
-        learner: Learner,
+        learner: DeepSpeedLearner,
         state: msgspec.Struct,
         keep_last: int,
         needed: Collection[int] = (),
@@ -256,7 +256,7 @@ class Saver:
         self,
         config: SavingConfig,
         checkpoints: Checkpoints,
-        learner: Learner,
+        learner: DeepSpeedLearner,
         view: View,
         step: Callable[[], int],
         state: Callable[[], msgspec.Struct],

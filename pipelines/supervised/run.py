@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -26,7 +26,7 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
-from agentenv.learners.learner import Learner, Metrics, Score
+from agentenv.learners.learner import Metrics, Score
 from agentenv.learners.optimizer import lr_factor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
@@ -141,7 +141,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         return learner
 
 
-async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[Score]:
+async def score_all(learner: DeepSpeedLearner, sequences: Iterable[EncodedTree]) -> list[Score]:
     """The scores of many sequences, of which some are sent at once."""
     found: list[Score] = []
     rest = iter(sequences)
@@ -151,7 +151,7 @@ async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[
 
 
 async def with_reference_scores(
-    learner: Learner, pairs: Sequence[EncodedTree]
+    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree]
 ) -> list[EncodedTree]:
     """The pairs with the log-probs of the learner's weights, which are the reference policy."""
     scores = await score_all(learner, pairs)
@@ -159,7 +159,7 @@ async def with_reference_scores(
 
 
 async def preference_figures(
-    learner: Learner, pairs: Sequence[EncodedTree], beta: float
+    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree], beta: float
 ) -> Metrics:
     """Preferences under the learner's weights: see `agentenv.learners.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
@@ -183,9 +183,11 @@ class Objective(Protocol):
     """An objective over `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
     the metrics that are plotted."""
 
-    name: str
-    plotted: tuple[str, ...]
-    num_rows: int
+    name: ClassVar[str]
+    plotted: ClassVar[tuple[str, ...]]
+
+    @property
+    def num_rows(self) -> int: ...
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on these rows."""
@@ -240,7 +242,7 @@ class SupervisedTraining:
     config: SupervisedRunConfig
     run: RunDirectory
     view: View
-    learner: Learner
+    learner: DeepSpeedLearner
     objective: Objective
     checkpoint: Path | None
 
