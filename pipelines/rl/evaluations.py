@@ -280,15 +280,15 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     )
 
 
+@dataclass(eq=False)
 class Evaluations:
     """Begins the evaluations of the run in the folder `run`, and shows their progress in
     `view`."""
 
-    def __init__(
-        self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
-    ) -> None:
-        self._view = view
-        self._config, self._run, self._tasks = config, run, tasks
+    config: TrainConfig
+    run: Path
+    tasks: Mapping[str, Sequence[Task]]
+    view: View
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
@@ -297,7 +297,7 @@ class Evaluations:
         place is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
-        folder = self._run / EVALUATIONS / when
+        folder = self.run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)
         opened: list[Store] = []  # also by a thread whose waiter was cancelled
 
@@ -318,16 +318,16 @@ class Evaluations:
     def is_done(self, what: Evaluating) -> bool:
         """Whether it is there, whole."""
         saved = self._saved(what, self._configuration(what.sets))
-        return is_of(self._run / EVALUATIONS / what.phase, saved)
+        return is_of(self.run / EVALUATIONS / what.phase, saved)
 
     def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
         subject = {
-            "name": self._run.name,
+            "name": self.run.name,
             "step": what.step,
             "policy_version": what.policy_version,
             "incarnation": what.incarnation,
         }
-        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+        return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
 
     async def _ask(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
@@ -344,9 +344,9 @@ class Evaluations:
             return row_of(name, answer, number)
 
         samples = range(own.num_samples)
-        wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self._config.eval.concurrency
-        view, title = self._view, f"evaluation of {name}"
+        wanted = [Wanted(name, task, sample) for task in self.tasks[name] for sample in samples]
+        missing, many = store.missing(wanted), self.config.eval.concurrency
+        view, title = self.view, f"evaluation of {name}"
         shows = view.is_idle  # else beside the training, whose bar it is
         if shows:
             view.begin(title, len(missing))
@@ -362,7 +362,7 @@ class Evaluations:
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `agentenv evaluate RUN` has it."""
-        config = self._config
+        config = self.config
         plain = json.loads(json.dumps(to_plain(config)))
         raw = evaluation_of(plain, names, SET_KEYS)
         raw["concurrency"] = config.eval.concurrency

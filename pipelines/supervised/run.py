@@ -256,7 +256,7 @@ class SupervisedTraining:
             self.learner,
             self.view,
             step=lambda: self.state.step,
-            state=lambda: self.state,
+            snapshot=lambda: self.state,
         )
         num_rows = self.objective.num_rows
         self.rows = Rows(num_rows, self.loop.rows_per_step, self.config.run.seed)
