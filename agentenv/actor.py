@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
@@ -111,6 +112,7 @@ def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
             yield Awaited(task, index, name, clock.doing, clock.since)
 
 
+@dataclass(eq=False)
 class Actor:
     """Rolls out tasks. One actor serves any number of concurrent rollouts.
 
@@ -119,23 +121,16 @@ class Actor:
     randomness is keyed by (seed, index, task, branch, turn).
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        renderer: Renderer,
-        make_env: Callable[[Task], Env],
-        limits: Limits,
-        sampling: SamplingParams,
-        seed: int | str,
-        make_hooks: Callable[[Rollout], RolloutHooks] = RolloutHooks,
-    ) -> None:
-        self.engine = engine
-        self.renderer = renderer
-        self.make_env = make_env
-        self.limits = limits
-        self.sampling = sampling
-        self.seed = seed
-        self.make_hooks = make_hooks
+    engine: Engine
+    renderer: Renderer
+    make_env: Callable[[Task], Env]
+    limits: Limits
+    sampling: SamplingParams
+    seed: int | str
+    make_hooks: Callable[[Rollout], RolloutHooks] = RolloutHooks
+
+    def __post_init__(self) -> None:
+        limits = self.limits
         self.envs = OpenEnvs(limits.env_timeout_s)
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()

@@ -23,7 +23,7 @@ from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
-from agentenv.old_keys import deleted_keys, emptied_keys, moved_values
+from agentenv.old_keys import DELETED, EMPTIED, MOVED, of_struct
 from agentenv.registry import (
     TAG,
     Registry,
@@ -369,7 +369,7 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
         for key in table:
             if key in known or key == struct.tag_field:
                 continue
-            name, gone = _join(path, key), deleted_keys(struct.cls).get(key)
+            name, gone = _join(path, key), of_struct(DELETED, struct.cls).get(key)
             if gone is not None:
                 raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
@@ -433,13 +433,13 @@ def _all_keys(kind: mi.Type, path: str = "", above: tuple[type, ...] = ()) -> It
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
     """Remove deleted keys at their defaults from a table, empty those that had another default,
     and rename what has moved."""
-    for key, gone in deleted_keys(struct.cls).items():
+    for key, gone in of_struct(DELETED, struct.cls).items():
         if key in table and gone.was_unset(table[key]):
             del table[key]
-    for key, former in emptied_keys(struct.cls).items():
+    for key, former in of_struct(EMPTIED, struct.cls).items():
         if table.get(key) == former:
             table[key] = None
-    moved = moved_values(struct.cls)
+    moved = of_struct(MOVED, struct.cls)
     for key, value in table.items() if moved else ():
         if isinstance(value, str):
             table[key] = moved.get(value, value)

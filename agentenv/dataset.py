@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
@@ -311,6 +312,7 @@ class _Prompt(NamedTuple):
     tools: ToolSchemas
 
 
+@dataclass(eq=False)
 class PromptFitter:
     """Renders the prompts of tasks and refuses, leaves out or cuts those that are longer than
     limits.max_prompt_tokens.
@@ -321,21 +323,14 @@ class PromptFitter:
     the length again. `key` is the one that chooses `mode`, for the messages.
     """
 
-    def __init__(
-        self,
-        make_env: Callable[[Task], Env],
-        renderer: Renderer,
-        limits: Limits,
-        mode: Overlong,
-        key: str,
-        say: Callable[[str], None],
-    ) -> None:
-        self.make_env = make_env
-        self.renderer = renderer
-        self.limits = limits
-        self.mode = mode
-        self.key = key
-        self.say = say
+    make_env: Callable[[Task], Env]
+    renderer: Renderer
+    limits: Limits
+    mode: Overlong
+    key: str
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
         self._num_started = 0  # environments that start processes of their own
         self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task

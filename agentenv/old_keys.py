@@ -7,8 +7,10 @@ version wrote can be resumed; any other value is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+V = TypeVar("V")
 
 
 class Deleted(NamedTuple):
@@ -129,20 +131,8 @@ MOVED: dict[str, dict[str, str]] = {
 }
 
 
-def deleted_keys(struct: type) -> dict[str, Deleted]:
-    """The deleted keys of a struct and of its bases."""
-    return {key: one for name in _names(struct) for key, one in DELETED.get(name, {}).items()}
-
-
-def emptied_keys(struct: type) -> dict[str, Any]:
-    """The former defaults of the keys of a struct, and of its bases, that are empty now."""
-    return {key: one for name in _names(struct) for key, one in EMPTIED.get(name, {}).items()}
-
-
-def moved_values(struct: type) -> dict[str, str]:
-    """The present form of texts in a struct's keys, by their former one."""
-    return {old: new for name in _names(struct) for old, new in MOVED.get(name, {}).items()}
-
-
-def _names(struct: type) -> Iterator[str]:
-    return (kind.__name__ for kind in struct.__mro__)
+def of_struct(table: Mapping[str, Mapping[str, V]], struct: type) -> dict[str, V]:
+    """The entries of one of these tables for a struct and its bases."""
+    return {
+        key: one for kind in struct.__mro__ for key, one in table.get(kind.__name__, {}).items()
+    }

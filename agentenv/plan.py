@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -71,7 +71,28 @@ class Independent:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class _Late:
+    """Base of plans that begin with `num_roots` trajectories from scratch and fork late, after
+    paths have ended. A node has `max_children` at most, `keep_forks` is the number of copies of
+    environments that a tree keeps for late forks."""
+
+    group_size: int
+    num_roots: int
+    max_children: int = 4
+    fork_window: int = field(default=0, kw_only=True)
+    keep_forks: int = field(default=0, kw_only=True)
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return min(self.num_roots, self.group_size)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Uniform(_Late):
     """`num_roots` trajectories from scratch; then forks at tool results of paths that have ended,
     drawn uniformly, those of forks included, until there are `group_size` trajectories.
 
@@ -82,20 +103,7 @@ class Uniform:
     most; where there is none a trajectory begins from scratch.
     """
 
-    group_size: int
-    num_roots: int
-    max_children: int = 4
     at_once: bool = False
-    fork_window: int = 0
-    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return min(self.num_roots, self.group_size)
-
-    def on_fork_point(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
-    ) -> int:
-        return 0
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
         left = self.group_size - tree.num_started
@@ -112,7 +120,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(_Late):
     """`num_roots` trajectories from scratch; then, at each end, one more where a call is likely to
     teach most, until there are `group_size`: at the tool result of a path that has ended, or from
     scratch, with the highest
@@ -132,23 +140,10 @@ class Spread:
     the plan keeps no state. A tree without a forecast is scored as above.
     """
 
-    group_size: int
-    num_roots: int
-    max_children: int = 4
     led_cost: float = 1.0
     prior_weight: float = 3.0
     explore: float = 0.1
     learns: bool = False
-    fork_window: int = 0
-    keep_forks: int = 0  # copies of environments that a tree keeps for late forks
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return min(self.num_roots, self.group_size)
-
-    def on_fork_point(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
-    ) -> int:
-        return 0
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
         if tree.num_started >= self.group_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,6 +24,15 @@ ROLES = (
     "refiner",
     "user",
 )  # besides the policy, which is [engine]
+
+
+def read_key(variable: str, key: str) -> str:
+    """The API key in this environment variable, which `key` of the configuration names; none where
+    it names none. Raises ConfigError where the variable is not set."""
+    found = os.environ.get(variable, "") if variable else ""
+    if variable and not found:
+        raise ConfigError(f"{key}: {variable} is not set")
+    return found
 
 
 MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of others

@@ -15,14 +15,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import Work, make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
 from agentenv.learners.batch import EncodedTree
-from agentenv.learners.learner import Learner, Metrics
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import Metrics
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPOLoopConfig, DPORunConfig
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -85,24 +87,20 @@ def self_critic(num_rounds: int) -> Work:
     return work
 
 
+@dataclass(frozen=True)
 class Preference:
     """Pairs with the reference's log-probs; a row is a pair."""
 
-    name = "dpo"
-    plotted: tuple[str, ...] = ("loss", "accuracy", "margin")
+    learner: DeepSpeedLearner
+    pairs: Sequence[EncodedTree]
+    held_out: Sequence[EncodedTree]
+    beta: float
+    name: ClassVar[str] = "dpo"
+    plotted: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
 
-    def __init__(
-        self,
-        learner: Learner,
-        pairs: Sequence[EncodedTree],
-        held_out: Sequence[EncodedTree],
-        config: DPOLoopConfig,
-    ) -> None:
-        self.learner = learner
-        self.pairs = pairs
-        self.num_rows = len(pairs)
-        self.held_out = held_out
-        self.beta = config.beta
+    @property
+    def num_rows(self) -> int:
+        return len(self.pairs)
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Preference:
@@ -113,7 +111,7 @@ class Preference:
         assert isinstance(loop, DPOLoopConfig)
         scored = await with_reference_scores(learner, [*loaded.train, *loaded.eval])
         size = len(loaded.train)
-        return cls(learner, scored[:size], scored[size:], loop)
+        return cls(learner, scored[:size], scored[size:], loop.beta)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One step on the mean over the pairs."""

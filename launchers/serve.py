@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import secrets
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.serving import gpus_for_others
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers
 from agentenv.pipelines.setup.assembly import Assembly
+from agentenv.server_config import read_key
 from agentenv.types import Limits
 
 if TYPE_CHECKING:
@@ -133,10 +133,7 @@ async def serve_policy(
     """Start the engine, listen, say how the model is reached, and go on until `stop`."""
     from agentenv.endpoint.server import ApiServer, only
 
-    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-    if config.api_key_env and not key:
-        raise ConfigError(f"api_key_env: {config.api_key_env} is not set")
-    key = key or secrets.token_urlsafe(NUM_KEY_BYTES)
+    key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
     async with AsyncExitStack() as stack:
         handler = await PolicyAssembly(config, subject, stack, say).handler()
         name, created = handler.names[0], int(time.time())

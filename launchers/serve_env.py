@@ -9,7 +9,6 @@ data.train. Splits of the server are "train" and the evaluation sets, by their n
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +45,7 @@ from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.assembly import load_set, load_training
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.renderer import PromptConfig
+from agentenv.server_config import read_key
 from agentenv.types import Limits
 
 
@@ -163,9 +163,7 @@ def _say_address(name: str, url: str, config: ServeEnvConfig, say: Say) -> None:
 
 async def env_server(config: ServeEnvConfig, resolve: Resolve, say: Say) -> EnvServer:
     """The server, which does not listen yet. Raises ConfigError and DataError."""
-    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-    if config.api_key_env and not key:
-        raise ConfigError(f"api_key_env: {config.api_key_env} is not set")
+    key = read_key(config.api_key_env, "api_key_env")
     env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
     splits = {"train": await load_training(config.data, env_id, resolve, say)}
     for name, one in config.eval.sets.items():

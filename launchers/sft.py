@@ -15,13 +15,16 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.learners.learner import Learner, Metrics
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import Metrics
 from agentenv.pipelines.config.supervised import SFTLoopConfig, SFTRunConfig
 from agentenv.pipelines.supervised.encoding import Example
 from agentenv.pipelines.supervised.run import (
@@ -50,24 +53,20 @@ def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
 class Imitation:
     """Sequences to imitate; a row holds one of them, or several with packing."""
 
-    name = "sft"
-    plotted: tuple[str, ...] = ("loss",)
+    learner: DeepSpeedLearner
+    examples: Sequence[Example]
+    rows: Sequence[Sequence[int]]
+    held_out: Sequence[Example]
+    name: ClassVar[str] = "sft"
+    plotted: ClassVar[tuple[str, ...]] = ("loss",)
 
-    def __init__(
-        self,
-        learner: Learner,
-        examples: Sequence[Example],
-        rows: Sequence[Sequence[int]],
-        held_out: Sequence[Example],
-    ) -> None:
-        self.learner = learner
-        self.examples = examples
-        self.rows = rows
-        self.num_rows = len(rows)
-        self.held_out = held_out
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Imitation:

@@ -270,8 +270,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return Independent(self.group_size)
 
     def advantages(self, returns: Floats) -> Floats:
-        """Advantages of one group from its returns; equal returns give exactly 0."""
-        return group_advantages(returns)
+        """Advantages of one group from its returns; equal returns give exactly 0. An algorithm with
+        the key normalize_by_std divides by their deviation as that says, others always."""
+        return group_advantages(returns, norm_by_std=getattr(self, "normalize_by_std", True))
 
     def penalty(self, trajectory: Trajectory) -> float:
         """Added to a trajectory's return."""
@@ -400,6 +401,3 @@ class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     normalize_by_std: NormalizeByStd = True
     compat: Compat = "none"
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)

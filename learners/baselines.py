@@ -102,9 +102,6 @@ class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     def default_truncated(self) -> dict[Limit, Truncated]:
         return OVERLONG
 
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)
-
 
 class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):
     """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
@@ -174,9 +171,6 @@ class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     def clips_sequences(self) -> bool:
         return True
 
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)
-
 
 class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).
@@ -191,9 +185,6 @@ class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     clip_low: ClipLow = 1.0
     clip_high: ClipHigh = 1.0
     normalize_by_std: NormalizeByStd = True
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         from agentenv.learners.losses import cispo_loss

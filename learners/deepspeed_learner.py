@@ -74,7 +74,8 @@ async def start_ranks(
 
 
 class DeepSpeedLearner:
-    """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
+    """Trees in, metrics and weights out. Use `start`, then `close`. All methods raise LearnerError
+    when a rank fails, dies, or misses its deadline (RankGroup)."""
 
     def __init__(self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup) -> None:
         self.config = config
@@ -119,6 +120,7 @@ class DeepSpeedLearner:
 
     @property
     def policy_version(self) -> int:
+        """Number of updates published; the version of the weights published last."""
         return self._policy_version
 
     async def update(
@@ -170,6 +172,7 @@ class DeepSpeedLearner:
         return metrics
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
+        """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
         if not sequences:
             return {"num_steps": 0.0}
         replies = await self._spread(sequences, lambda own: wire.Imitate(own, lr_scale))
@@ -178,12 +181,14 @@ class DeepSpeedLearner:
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
+        """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
         if not pairs:
             return {"num_steps": 0.0}
         replies = await self._spread(pairs, lambda own: wire.Prefer(own, beta, lr_scale))
         return replies[0][1].metrics
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
+        """Log-probs of given sequences under the current weights; trains nothing."""
         if not sequences:
             return []
         scores = {
@@ -202,15 +207,20 @@ class DeepSpeedLearner:
         return list(zip(shards, replies, strict=True))
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """Start over with an optimizer without state, as between SFT and RL."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
 
     async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
+        """The same for a while: the state is kept in the main memory of the ranks, not in
+        checkpoints, until `take_optimizer_back`."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
 
     async def take_optimizer_back(self, config: OptimizerConfig) -> None:
+        """Go on with the state that was set aside, which is of an optimizer of `config`."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
 
     async def publish(self, directory: Path) -> Path:
+        """Write the weights as a Hugging Face directory and count one policy version up."""
         await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
         return directory
 
@@ -237,13 +247,16 @@ class DeepSpeedLearner:
         await self._exchange([command] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
+        """Write the same directory without counting."""
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
 
     async def save(self, directory: Path) -> None:
+        """Write everything a bit-exact resume needs; atomic."""
         await self.call_all(wire.Save(_absolute(directory)))
 
     async def load(self, directory: Path) -> None:
+        """Resume from a checkpoint, its policy version included."""
         await self.call_all(wire.Load(_absolute(directory)))
 
     async def close(self) -> None:

@@ -1,13 +1,9 @@
-"""Interface between the controller and a learner: trees in, metrics and weights out.
-
-Keys first: an optimizer, its schedule by the number of updates done, the learner with its ranks.
-"""
+"""The keys of a learner and of its ranks, and the metadata of its checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -18,10 +14,6 @@ from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig
-
-if TYPE_CHECKING:
-    from agentenv.learners.batch import EncodedTree
-    from agentenv.learners.credit import CreditedTree
 
 Metrics = dict[str, float]
 
@@ -313,62 +305,6 @@ class Score(Struct, frozen=True):
     logprobs: list[float]
     entropies: list[float]
     matches: list[bool]
-
-
-class Learner(Protocol):
-    """All methods raise LearnerError when a rank fails, dies, or misses its deadline."""
-
-    @property
-    def policy_version(self) -> int:
-        """Number of updates published; the version of the weights published last."""
-
-    async def update(
-        self,
-        groups: Sequence[CreditedTree],
-        lr_scale: float = 1.0,
-        agreement: Agreement = "exact",
-        num_minibatches: int | None = None,
-    ) -> Metrics:
-        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch, of
-        which there are `num_minibatches`, at most one a group, or as few as groups_per_minibatch
-        allows. Trees without entropies get those of their trained tokens, exact ones under the
-        weights with which the token was computed first, and nan elsewhere; all get `scored`."""
-
-    async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
-        """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
-
-    async def prefer(
-        self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
-    ) -> Metrics:
-        """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
-
-    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """Log-probs of given sequences under the current weights; trains nothing."""
-
-    async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Start over with an optimizer without state, as between SFT and RL."""
-
-    async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
-        """The same for a while: the state is kept in the main memory of the ranks, not in
-        checkpoints, until `take_optimizer_back`."""
-
-    async def take_optimizer_back(self, config: OptimizerConfig) -> None:
-        """Go on with the state that was set aside, which is of an optimizer of `config`."""
-
-    async def publish(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory and count one policy version up."""
-
-    async def export(self, directory: Path) -> Path:
-        """Write the same directory without counting."""
-
-    async def save(self, directory: Path) -> None:
-        """Write everything a bit-exact resume needs; atomic."""
-
-    async def load(self, directory: Path) -> None:
-        """Resume from a checkpoint, its policy version included."""
-
-    async def close(self) -> None:
-        """Stop the ranks; idempotent."""
 
 
 # Metadata of a checkpoint, also for readers that do not load it.

@@ -92,10 +92,6 @@ class ReleasedARPO(
 ):
     """The same, with the released rollout."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_criterion(self)
-
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ReleasedARPOPlan(self, vocab_size)
 
@@ -104,10 +100,6 @@ class ReleasedAEPO(
     Released, AEPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"
 ):
     """The same, with its own defaults of the split and the penalty, and z of each micro-batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_criterion(self)
 
     @property
     def needs_entropies(self) -> bool:
@@ -139,15 +131,6 @@ class ReleasedAEPO(
         return entropy_multiplier(current, mean, std, self.entropy_advantage)
 
 
-def check_criterion(rules: ARPO) -> None:
-    """Raise ConfigError for fork keys that the released rollout does not read."""
-    if (rules.fork_rule, rules.fork_criterion) != ("sample", "paper"):
-        raise ConfigError(
-            'algorithm.compat = "reference" has a single fork criterion: remove fork_rule and '
-            "fork_criterion"
-        )
-
-
 RELEASED: dict[type[Algorithm], type[Algorithm]] = {
     GRPO: ReleasedGRPO,
     ARPO: ReleasedARPO,
@@ -159,7 +142,8 @@ def released(algorithm: Algorithm) -> Algorithm:
     """The released form of an algorithm with compat = "reference", which has no importance weight;
     any other as it is.
 
-    Raises ConfigError for a kind of algorithm without a released form.
+    Raises ConfigError for a kind of algorithm without a released form, and for fork keys that the
+    released rollout does not read.
     """
     kind = type(algorithm)
     if kind in RELEASED.values() or getattr(algorithm, "compat", "none") != "reference":
@@ -168,6 +152,12 @@ def released(algorithm: Algorithm) -> Algorithm:
         raise ConfigError(
             f'algorithm.compat = "reference": {kind.__name__} has no released implementation, '
             "only grpo, arpo and aepo have; remove compat"
+        )
+    only = ("sample", "paper")
+    if isinstance(algorithm, ARPO) and (algorithm.fork_rule, algorithm.fork_criterion) != only:
+        raise ConfigError(
+            'algorithm.compat = "reference" has a single fork criterion: remove fork_rule and '
+            "fork_criterion"
         )
     values = {name: getattr(algorithm, name) for name in kind.__struct_fields__}
     return RELEASED[kind](**values | {"importance_cap": "none"})

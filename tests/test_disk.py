@@ -60,7 +60,7 @@ def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
     writes: list[Callable[[], None]] = [
         lambda: write_whole(tmp_path / "rows.jsonl", "text"),
         lambda: write_tensors(tmp_path / "metrics.jsonl", [], [], {}),
-        lambda: run.log_metrics({"step": 1}),
+        lambda: run.write_metrics({"step": 1}),
     ]
     for write, name in zip(writes, ("rows.jsonl", "metrics.jsonl", "metrics.jsonl"), strict=True):
         with pytest.raises(OSError, match="No space left") as raised:

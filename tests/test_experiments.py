@@ -18,20 +18,14 @@ from agentenv.envs.quickstart import PEOPLE
 from agentenv.errors import DataError
 from agentenv.learners.aepo import AEPO
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.sets.curves import (
-    Curve,
-    calls_to,
-    difference_at,
-    gain,
-    ratio_of_calls,
-    success_at,
-)
+from agentenv.pipelines.sets.comparison import Curve, calls_to
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Message, Task
 from benchmarks.experiments import algorithms, mend, tables
 from benchmarks.experiments.algorithms import against_best, seeds_of
 from benchmarks.experiments.chain import demonstration
 from benchmarks.experiments.forks import fork_points
+from benchmarks.experiments.intervals import difference_at, gain, ratio_of_calls, success_at
 from benchmarks.experiments.runs import (
     ARMS,
     NO_PARTS,

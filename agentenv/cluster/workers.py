@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -49,19 +50,17 @@ LOOK_S = 5.0  # for a worker to say what the branches of a tree await
 NUM_SHOWN = 8  # trees of a lost worker, one of which may be a poison task
 
 
+@dataclass(eq=False)
 class _Growing:
     """A tree that is wanted. `number` names it on the link of `worker`; None: it has no worker."""
 
-    def __init__(
-        self,
-        task: Task,
-        index: int,
-        session: str,
-        recorded: Recorded | None,
-        order: Order | None,
-    ) -> None:
-        self.task, self.index, self.session, self.order = task, index, session, order
-        self.recorded = recorded  # to resume from
+    task: Task
+    index: int
+    session: str
+    recorded: Recorded | None  # to resume from
+    order: Order | None
+
+    def __post_init__(self) -> None:
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()

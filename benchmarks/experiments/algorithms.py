@@ -30,15 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.errors import DataError
-from agentenv.pipelines.sets.curves import (
-    Curve,
-    Pairs,
-    calls_to,
-    difference_at,
-    gain,
-    ratio_of_calls,
-)
+from agentenv.pipelines.sets.comparison import Curve, calls_to
 from benchmarks.experiments import chain, mend
+from benchmarks.experiments.intervals import Pairs, curve_of, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.plot import plot
 from benchmarks.experiments.runs import (
     ARMS,
@@ -163,7 +157,7 @@ def report(out: Path) -> Row:
     """All figures, as plain values."""
     raw = collect(out)
     curves = {
-        arm: {seed: Curve.of(run["points"]) for seed, run in by_seed.items()}
+        arm: {seed: curve_of(run["points"]) for seed, run in by_seed.items()}
         for arm, by_seed in raw.items()
     }
     arms = {arm: _arm(curves, arm) for arm in curves}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agentenv.pipelines.run.pictures import panels, png
-from agentenv.pipelines.sets.curves import Curve
+from benchmarks.experiments.intervals import curve_of
 from benchmarks.experiments.tables import BEST
 
 SHOWN = {
@@ -36,7 +36,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
 
 
 def _curves(axes: Any, arm: str, color: str, by_seed: dict[int, Any]) -> None:
-    curves = [Curve.of(run["points"]) for run in by_seed.values()]
+    curves = [curve_of(run["points"]) for run in by_seed.values()]
     shared = np.linspace(0, min(curve.calls[-1] for curve in curves), 100)
     for curve in curves:
         axes.plot(curve.calls, curve.success(), color=color, alpha=0.25, lw=0.8)

@@ -39,8 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.errors import DataError
 from agentenv.pipelines.run.tables import as_rich
-from agentenv.pipelines.sets.comparison import compare_curves, read_curve, tables
-from agentenv.pipelines.sets.curves import Curve, calls_to
+from agentenv.pipelines.sets.comparison import Curve, calls_to, compare_curves, read_curve, tables
 from benchmarks.experiments import chain, mend
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.runs import SET, START, arm_config, start_config, train

@@ -359,15 +359,7 @@ def program(
     there is somebody who listens, and decides about these forks and about signals.
     Raises ValueError for another machine.
     """
-    column = _column_of(machine)
-    code: list[Instruction] = [
-        (LOAD, 0, 0, 4),
-        (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
-        (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, 0),
-    ]
-    if machine == "x86_64":
-        code += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    column, code = _column_of(machine), _beginning(machine)
     names = _READING | _ASKING | _CHANGING | _OTHER_FILES if files else _READING
     for number in _column(names.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
@@ -400,6 +392,19 @@ def program(
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
 
+def _beginning(machine: str) -> list[Instruction]:
+    """Refuse another architecture and the x32 numbers, and load the number of the call."""
+    code = [
+        (LOAD, 0, 0, 4),
+        (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, 0),
+    ]
+    if machine == "x86_64":
+        code += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    return code
+
+
 # What a program, which may start others and talk to sockets, may not do: reach other namespaces or
 # the kernel's keys, modules and tracing. A socket is one of a file, of the network (of which there
 # is only the loopback) or of netlink; others, such as those to the host of a virtual machine, know
@@ -429,15 +434,7 @@ SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
     """The filter for a program and all that it starts. With `snapshots` its listener is asked about
     FORK_SNAPSHOT and about signals. Raises ValueError for another machine."""
-    column = _column_of(machine)
-    code: list[Instruction] = [
-        (LOAD, 0, 0, 4),
-        (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
-        (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, 0),
-    ]
-    if machine == "x86_64":
-        code += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    column, code = _column_of(machine), _beginning(machine)
     for number in _column(_REFUSED.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]
     # the filter cannot read arguments in memory; without clone3 the C library calls clone

@@ -101,18 +101,8 @@ def bubblewrap(
         command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
     command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
     command += ["--proc", "/proc"]
-    command += [
-        "--dir",
-        "/home",
-        "--bind",
-        str(folder),
-        FOLDER,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-    ]
-    return [*command, "--"]
+    command += ["--dir", "/home", "--bind", str(folder), FOLDER]
+    return [*command, "--remount-ro", "/", "--chdir", "/", "--"]
 
 
 def program_settings(

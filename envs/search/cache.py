@@ -16,6 +16,7 @@ import re
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -350,6 +351,7 @@ _PAGE = re.compile(r"^Page \d+: ", re.MULTILINE)
 _ARPO_NOTHING = "No search results found."
 
 
+@dataclass(eq=False)
 class CachedBackend:
     """Equal queries cost one call of `backend`, in this process and in all that share the cache.
 
@@ -358,25 +360,16 @@ class CachedBackend:
     cache answer any backend's query of the same text.
     """
 
-    def __init__(
-        self,
-        name: str,
-        backend: Backend,
-        cache: ResultCache,
-        arpo_cache: Path | None = None,
-        *,
-        lasts: bool = True,
-    ) -> None:
-        self.backend = backend
-        self.cache = cache
-        self._name = name
-        self._lasts = lasts
-        self._arpo_cache = arpo_cache
+    name: str
+    backend: Backend
+    cache: ResultCache
+    arpo_cache: Path | None = None
+    lasts: bool = field(default=True, kw_only=True)
 
     async def start(self) -> None:
         """Import ARPO's cache, if there is one to import, and start the backend."""
-        if self._arpo_cache is not None:
-            path, self._arpo_cache = self._arpo_cache, None
+        if self.arpo_cache is not None:
+            path, self.arpo_cache = self.arpo_cache, None
             await self.cache.import_arpo(path)
         await self.backend.start()
 
@@ -387,7 +380,7 @@ class CachedBackend:
             text = self.cache.get_as(decode_text, imported)
             if text is not None:
                 return hits_of_arpo(text)[: query.max_results]
-        return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self._lasts)
+        return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self.lasts)
 
     def knows(self, query: Query) -> bool:
         """Whether the answer is in the cache."""
@@ -406,7 +399,7 @@ class CachedBackend:
         await self.backend.close()
 
     def _key(self, query: Query) -> str:
-        return msgspec.json.encode([self._name, query]).decode()
+        return msgspec.json.encode([self.name, query]).decode()
 
     async def _fetch(self, query: Query) -> bytes:
         return msgspec.json.encode(await self.backend.search(query))

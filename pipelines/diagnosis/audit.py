@@ -76,7 +76,6 @@ class Graded(NamedTuple):
     tree: int
     branch: str
     task: Task
-    was_right: bool
     reward: float
     again: Grade | None
     problem: str
@@ -220,9 +219,7 @@ class Regrader:
         )
         again, problem = await self.verdict(task, row)
         leaf = path.leaf
-        return Graded(
-            step, kept.tree.index, leaf.branch, task, path.success, path.reward, again, problem, row
-        )
+        return Graded(step, kept.tree.index, leaf.branch, task, path.reward, again, problem, row)
 
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
         """The grade of a row against the answers of `task`, or what was wrong."""

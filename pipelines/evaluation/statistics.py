@@ -39,8 +39,6 @@ CERTAINTY = 18  # power of the chance that alike questions would differ less
 JEFFREYS = 6.85  # n at which the interval is half-way, over 4
 _FRACTIONS = 16  # of so many samples at most each value counts that is no share of its samples
 _TINY = 1e-9
-NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
-_CHUNK = 1_000_000  # drawn signs at a time
 
 
 def share(values: ArrayLike, samples: ArrayLike = 1.0, weights: ArrayLike | None = None) -> Floats:

@@ -110,7 +110,7 @@ class ColdStart:
             parts.learner,
             view,
             step=lambda: self._done.step,
-            state=state.resumable,
+            snapshot=state.resumable,
             turn=lambda: parts.learner.turn(),
             of=COLD_START,
         )

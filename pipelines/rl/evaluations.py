@@ -15,6 +15,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,31 +52,25 @@ MAX_FAILED = 0.2  # of the trajectories of an evaluation in one of these
 Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates the policy of a run: at once, while no weights are published, or beside the
     training, on an engine of its own, which has the weights of one step until the evaluation of
     that step is done. Evaluations that overlap the training run one at a time."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        state: RunState,
-        clock: PhaseClock,
-        parts: Parts,
-        recorder: Recorder,
-        saver: RunSaver,
-    ) -> None:
-        self.config = config
-        self.state = state
-        self.clock = clock
-        self.parts = parts
-        self.recorder = recorder
-        self.saver = saver
+    config: TrainConfig
+    run: RunDirectory
+    state: RunState
+    clock: PhaseClock
+    parts: Parts
+    recorder: Recorder
+    saver: RunSaver
+
+    def __post_init__(self) -> None:
+        folder, view = self.run.path, self.recorder.view
         self._beside: asyncio.Task[None] | None = None
-        self._folder = run.path / EVALUATIONS
-        self._weights = run.path / "evaluating"
-        self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
+        self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
+        self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
 
     def due(self, step: int) -> list[str]:
         """The sets that are evaluated after this step."""
@@ -285,15 +280,15 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     )
 
 
+@dataclass(eq=False)
 class Evaluations:
     """Begins the evaluations of the run in the folder `run`, and shows their progress in
     `view`."""
 
-    def __init__(
-        self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
-    ) -> None:
-        self._view = view
-        self._config, self._run, self._tasks = config, run, tasks
+    config: TrainConfig
+    run: Path
+    tasks: Mapping[str, Sequence[Task]]
+    view: View
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
@@ -302,7 +297,7 @@ class Evaluations:
         place is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
-        folder = self._run / EVALUATIONS / when
+        folder = self.run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)
         opened: list[Store] = []  # also by a thread whose waiter was cancelled
 
@@ -323,16 +318,16 @@ class Evaluations:
     def is_done(self, what: Evaluating) -> bool:
         """Whether it is there, whole."""
         saved = self._saved(what, self._configuration(what.sets))
-        return is_of(self._run / EVALUATIONS / what.phase, saved)
+        return is_of(self.run / EVALUATIONS / what.phase, saved)
 
     def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
         subject = {
-            "name": self._run.name,
+            "name": self.run.name,
             "step": what.step,
             "policy_version": what.policy_version,
             "incarnation": what.incarnation,
         }
-        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+        return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
 
     async def _ask(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
@@ -349,9 +344,9 @@ class Evaluations:
             return row_of(name, answer, number)
 
         samples = range(own.num_samples)
-        wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self._config.eval.concurrency
-        view, title = self._view, f"evaluation of {name}"
+        wanted = [Wanted(name, task, sample) for task in self.tasks[name] for sample in samples]
+        missing, many = store.missing(wanted), self.config.eval.concurrency
+        view, title = self.view, f"evaluation of {name}"
         shows = view.is_idle  # else beside the training, whose bar it is
         if shows:
             view.begin(title, len(missing))
@@ -367,7 +362,7 @@ class Evaluations:
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `agentenv evaluate RUN` has it."""
-        config = self._config
+        config = self.config
         plain = json.loads(json.dumps(to_plain(config)))
         raw = evaluation_of(plain, names, SET_KEYS)
         raw["concurrency"] = config.eval.concurrency

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import to_builtins
@@ -94,31 +95,24 @@ class InflightRollout:
         return self.growing is not None and self.growing.done()
 
 
+@dataclass(eq=False)
 class Feeder:
     """Feeds the queue of one run. A pause holds back new trees, new turns, and the learner."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        state: RunState,
-        parts: Parts,
-        queue: ReplayQueue,
-        batches: BatchBuilder,
-        journal: Journal | None,
-        listeners: Sequence[Listener],
-    ) -> None:
-        self.config = config
-        self.state = state
-        self.parts = parts
-        self.queue = queue
-        self.batches = batches
-        self.journal = journal
-        self.listeners = listeners
+    config: TrainConfig
+    state: RunState
+    parts: Parts
+    queue: ReplayQueue
+    batches: BatchBuilder
+    journal: Journal | None
+    listeners: Sequence[Listener]
+
+    def __post_init__(self) -> None:
         self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
         self.starts = self._starts()
-        self.forecaster = Forecaster(state.known) if learns(parts.plan) else None
+        self.forecaster = Forecaster(self.state.known) if learns(self.parts.plan) else None
         self.archive: Path | None = None  # of an earlier process, whose trajectories are kept
         self.held_back = {"s": 0.0}  # seconds for which trees were
         self._goes_on = asyncio.Event()  # unless the run is paused

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
@@ -23,7 +24,7 @@ from agentenv.engines.remote.weights import TransferError
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
-from agentenv.learners.learner import Agreement, Learner, Metrics
+from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
 from agentenv.pipelines.serving import trains_on_gpu
@@ -67,17 +68,17 @@ class ParityGap(Struct):
         return self.sum / self.num_tokens if self.num_tokens else 0.0
 
 
+@dataclass(eq=False)
 class ParityProbe:
     """After a publish the engine, each server of a pool, samples a few tokens after fixed
     prompts; before its next step the learner, still at that version, scores the same tokens."""
 
-    def __init__(
-        self, engine: Engine, learner: Learner, prompts: Sequence[list[int]], num_tokens: int = 16
-    ) -> None:
-        self.engine = engine
-        self.learner = learner
-        self.prompts = prompts
-        self.num_tokens = num_tokens
+    engine: Engine
+    learner: DeepSpeedLearner
+    prompts: Sequence[list[int]]
+    num_tokens: int = 16
+
+    def __post_init__(self) -> None:
         self._sampling: asyncio.Future[list[dict[str, Completion]]] | None = None
 
     def start(self) -> None:
@@ -145,7 +146,7 @@ class ParityCheck:
     """Judges the gaps that the probe of one run finds. `total` sums them up."""
 
     def __init__(
-        self, config: TrainConfig, probe: ParityProbe, learner: Learner, total: ParityGap
+        self, config: TrainConfig, probe: ParityProbe, learner: DeepSpeedLearner, total: ParityGap
     ) -> None:
         self.train = config.train
         self.in_float32 = computes_in_float32(config)
@@ -269,9 +270,9 @@ class Colocation:
         engine: SleepingEngine,
         learner: DeepSpeedLearner,
         probe: ParityProbe,
-        handover: Handover | None = None,
+        handover: Handover,
     ) -> None:
-        self._handover = handover or Handover()
+        self._handover = handover
         self.owner: Literal["engine", "learner"] = "engine"
         self._engine, self._learner, self._probe = engine, learner, probe
         self._depth = 0
@@ -342,20 +343,15 @@ class Publisher(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class DirectoryPublisher:
     """The learner writes a whole model into `folder`, the engine loads it from there."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        learner: DeepSpeedLearner,
-        folder: Path,
-        colocation: Colocation | None = None,
-        handover: Handover | None = None,
-    ) -> None:
-        self.engine, self.learner = engine, learner
-        self.folder, self.colocation = folder, colocation
-        self.handover = handover or Handover()
+    engine: Engine
+    learner: DeepSpeedLearner
+    folder: Path
+    colocation: Colocation | None = None
+    handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
         version = self.learner.policy_version + 1
@@ -379,15 +375,14 @@ class AdapterPublisher(DirectoryPublisher):
         return await self.learner.publish_adapter(path)
 
 
+@dataclass(eq=False)
 class BroadcastPublisher:
     """The ranks of the learner send the weights to the servers of a pool, past the disk; servers
     that cannot receive read a folder that the sender writes for them."""
 
-    def __init__(
-        self, engine: EnginePool, sender: LearnerSender, handover: Handover | None = None
-    ) -> None:
-        self.engine, self.sender = engine, sender
-        self.handover = handover or Handover()
+    engine: EnginePool
+    sender: LearnerSender
+    handover: Handover
 
     async def publish(self) -> None:
         with self.handover.part("publish"):
@@ -400,19 +395,15 @@ class BroadcastPublisher:
 MAX_FAILURES = 2  # updates in a row; each costs the requests that run
 
 
+@dataclass(eq=False)
 class MemoryPublisher:
     """Servers read the weights from memory that the learner shares. Where it has none for a copy,
     they go through a directory; from then on where servers cannot read it again and again."""
 
-    def __init__(
-        self,
-        engine: EnginePool,
-        sender: MemorySender,
-        colocation: Colocation | None = None,
-        handover: Handover | None = None,
-    ) -> None:
-        self.engine, self.sender, self.colocation = engine, sender, colocation
-        self.handover = handover or Handover()
+    engine: EnginePool
+    sender: MemorySender
+    colocation: Colocation | None = None
+    handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
         learner, folder = self.sender.learner, self.sender.folder

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +115,23 @@ EVALUATIONS = "eval"  # folder of a run
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Recorder:
     """Writes what happens in a run: rows of metrics, trajectories, evaluations, and the report at
     the end. `report_set` is the evaluation set that the report is about, the first."""
 
-    def __init__(
-        self, config: TrainConfig, run: RunDirectory, view: View, state: RunState, tokenizer: Any
-    ) -> None:
-        self.config = config
-        self.run = run
-        self.view = view
-        self.state = state
-        self.tokenizer = tokenizer
-        self.archive = Archive(run.path / ARCHIVE, config.archive)
+    config: TrainConfig
+    run: RunDirectory
+    view: View
+    state: RunState
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self.archive = Archive(self.run.path / ARCHIVE, self.config.archive)
         self._num_bytes = 0  # of trajectories that are written
         self._writing: asyncio.Task[None] | None = None
         self._writer: WorkerPool | None = None  # from the first step with many tokens on
-        self.report_set = next(iter(config.eval.sets), "")
+        self.report_set = next(iter(self.config.eval.sets), "")
 
     async def log(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl, and of the monitors."""

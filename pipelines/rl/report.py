@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +60,17 @@ INTERVAL_S = 0.5
 Lines = list[tuple[str, str]]
 
 
+@dataclass(eq=False)
 class LiveFigures:
     """Keeps the figures below the progress bar fresh, also during a long step."""
 
-    def __init__(self, view: View, state: RunState, queue: ReplayQueue, engine: Engine) -> None:
-        self.view = view
-        self.state = state
-        self.queue = queue
-        self.engine = engine
-        self.row: Row = {}  # of the last step
+    view: View
+    state: RunState
+    queue: ReplayQueue
+    engine: Engine
+    row: Row = field(default_factory=dict)  # of the last step
+
+    def __post_init__(self) -> None:
         self._throughput = Throughput()
 
     async def run(self) -> None:
@@ -379,28 +382,21 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
     (append_whole if append else write_whole)(path, "".join(f"{text}\n\n" for text in texts))
 
 
+@dataclass(eq=False)
 class StepReport:
     """Measures and records the steps of a run."""
 
-    def __init__(
-        self,
-        state: RunState,
-        feeder: Feeder,
-        alarms: Alarms,
-        recorder: Recorder,
-        watch: Stopwatch,
-        lag: LoopLag,
-    ) -> None:
-        self.state = state
-        self.feeder = feeder
-        self.parts = feeder.parts
-        self.queue = feeder.queue
-        self.alarms = alarms
-        self.recorder = recorder
-        self.view = recorder.view
-        self.watch = watch
-        self.lag = lag
-        self.live = LiveFigures(self.view, state, self.queue, self.parts.engine)
+    state: RunState
+    feeder: Feeder
+    alarms: Alarms
+    recorder: Recorder
+    watch: Stopwatch
+    lag: LoopLag
+
+    def __post_init__(self) -> None:
+        self.parts, self.queue = self.feeder.parts, self.feeder.queue
+        self.view = self.recorder.view
+        self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         self._throughput = Throughput()
         self._throughput.rate(self.parts.engine.stats())
         self._scored_s = self._began_s = asyncio.get_running_loop().time()

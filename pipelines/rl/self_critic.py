@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
 
 from agentenv.actor import Actor, evaluate
 from agentenv.disk import write_whole
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import encode_pair
-from agentenv.learners.learner import Learner, Metrics
+from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SelfCriticConfig
@@ -34,27 +36,18 @@ from agentenv.types import Task
 PAIRS_PER_QUESTION = 4  # random pairs of a chosen and a rejected answer, at most
 
 
+@dataclass(eq=False)
 class SelfCritic:
     """Rounds of one run. `actor` rolls out training questions, `optimizer` is that of the updates
     between the rounds."""
 
-    def __init__(
-        self,
-        config: SelfCriticConfig,
-        tasks: Sequence[Task],
-        actor: Actor,
-        learner: Learner,
-        optimizer: OptimizerConfig,
-        seed: int,
-        run: RunDirectory,
-    ) -> None:
-        self.config = config
-        self.tasks = tasks
-        self.learner = learner
-        self.optimizer = optimizer
-        self.seed = f"{seed}/self_critic"
-        self.run = run
-        self.actor = actor
+    config: SelfCriticConfig
+    tasks: Sequence[Task]
+    actor: Actor
+    learner: DeepSpeedLearner
+    optimizer: OptimizerConfig
+    seed: str
+    run: RunDirectory
 
     def is_due(self, step: int) -> bool:
         """Whether a round precedes the update after this step."""

@@ -215,7 +215,7 @@ class RunSaver(Saver):
             learner,
             view,
             step=lambda: state.step,
-            state=state.resumable,
+            snapshot=state.resumable,
             needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
             turn=lambda: learner.turn(),  # which colocation replaces
         )

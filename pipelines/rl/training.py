@@ -203,7 +203,7 @@ class Training:
             parts.actor,
             parts.learner,
             optimizer_of(self.config.learner),
-            self.config.run.seed,
+            f"{self.config.run.seed}/self_critic",
             self.run,
         )
 

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.run.arguments import LATEST
 
 if TYPE_CHECKING:
-    from agentenv.learners.learner import Learner
+    from agentenv.learners.deepspeed_learner import DeepSpeedLearner
     from agentenv.pipelines.run.terminal import View
 
 STATE_FILE = "state.json"
@@ -88,7 +89,7 @@ class Checkpoints:
     async def save(
         self,
         path: Path,
-        learner: Learner,
+        learner: DeepSpeedLearner,
         state: msgspec.Struct,
         keep_last: int,
         needed: Collection[int] = (),
@@ -247,29 +248,23 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 60.0
 
 
+@dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of one run. `state` gives what is remembered beside the learner's own
-    state at this moment, `step` its number, and `needed` steps that are kept however old; `turn` is
-    entered around all commands of a checkpoint. `of`: see Checkpoints.path."""
+    """Writes the checkpoints of one run. `snapshot` gives what is remembered beside the learner's
+    own state at this moment, `step` its number, and `needed` steps that are kept however old;
+    `turn` is entered around all commands of a checkpoint. `of`: see Checkpoints.path."""
 
-    def __init__(
-        self,
-        config: SavingConfig,
-        checkpoints: Checkpoints,
-        learner: Learner,
-        view: View,
-        step: Callable[[], int],
-        state: Callable[[], msgspec.Struct],
-        needed: Callable[[], Collection[int]] = tuple,
-        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-        of: str = "step",
-    ) -> None:
-        self.config = config
-        self.checkpoints = checkpoints
-        self.learner = learner
-        self._view = view
-        self._of = of
-        self._step, self._state, self._needed, self._turn = step, state, needed, turn
+    config: SavingConfig
+    checkpoints: Checkpoints
+    learner: DeepSpeedLearner
+    view: View
+    step: Callable[[], int]
+    snapshot: Callable[[], msgspec.Struct]
+    needed: Callable[[], Collection[int]] = tuple
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    of: str = "step"
+
+    def __post_init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
         self._is_whole = True  # weights and state belong together
         self._last = _now()
@@ -288,7 +283,7 @@ class Saver:
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due after this step."""
-        every, step, minutes = self.config.every, self._step(), self.config.minutes
+        every, step, minutes = self.config.every, self.step(), self.config.minutes
         late = minutes and _now() - self._last >= 60 * minutes
         return bool((every and step % every == 0) or late)
 
@@ -303,7 +298,7 @@ class Saver:
         cancelled: asyncio.CancelledError | None = None
         timer = self._cancel_later(task) if at_end else None
         try:
-            with self._view.doing(f"the checkpoint {self._path().name}"):
+            with self.view.doing(f"the checkpoint {self._path().name}"):
                 while not task.done():
                     try:
                         await asyncio.wait({task})
@@ -346,7 +341,7 @@ class Saver:
             return "its disk hangs"
         try:
             if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
-                self._view.say(
+                self.view.say(
                     f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
                     "(checkpoint.finish_s)"
                 )
@@ -370,7 +365,7 @@ class Saver:
 
         async with self._one_at_a_time:
             if await in_thread(self._exists):
-                await in_thread(save_state, self._path(), self._state())
+                await in_thread(save_state, self._path(), self.snapshot())
 
     # inner workings
 
@@ -381,30 +376,31 @@ class Saver:
         async with self._one_at_a_time:
             if not self._is_whole:
                 raise LearnerError("the weights are those of an incomplete step and are not saved")
-            async with self._turn():
+            async with self.turn():
                 if not at_end:
                     await self._before()
+                state, keep_last = self.snapshot(), self.config.keep_last
                 await self.checkpoints.save(
-                    self._path(), self.learner, self._state(), self.config.keep_last, self._needed()
+                    self._path(), self.learner, state, keep_last, self.needed()
                 )
             self._last = _now()
 
     def _exists(self) -> bool:
-        return self._has(self._step())
+        return self._has(self.step())
 
     def _has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
-        return self.checkpoints.path(step, self._of) in self.checkpoints.finished()
+        return self.checkpoints.path(step, self.of) in self.checkpoints.finished()
 
     def _path(self) -> Path:
-        return self.checkpoints.path(self._step(), self._of)
+        return self.checkpoints.path(self.step(), self.of)
 
     def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
         return loop.call_later(self.config.finish_s, self._cancel, saving)
 
     def _cancel(self, saving: asyncio.Task[None]) -> None:
-        self._view.warn(
+        self.view.warn(
             f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
             "it was only slow"
         )
@@ -419,9 +415,9 @@ class Saver:
     def _fail(self, reason: str) -> None:
         found, name = self._found, self._path().name
         if found is not None and self._path() in found:
-            return self._view.warn(f"{name} is saved, but afterwards: {reason}")
+            return self.view.warn(f"{name} is saved, but afterwards: {reason}")
         kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"
-        self._view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
+        self.view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
 
 
 def _now() -> float:

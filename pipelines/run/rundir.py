@@ -289,11 +289,6 @@ class RunDirectory:
         """Write a JSON file at once, so that no reader ever sees half of it."""
         write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
-    def log_metrics(self, row: Row) -> None:
-        """Add a row to metrics.jsonl, and tell the monitors. Blocks."""
-        self.write_metrics(row)
-        self.monitors.log(row)
-
     def write_metrics(self, row: Row) -> None:
         """Add a row to metrics.jsonl. Blocks."""
         append_whole(self.path / "metrics.jsonl", json.dumps(row) + "\n")

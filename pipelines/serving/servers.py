@@ -88,10 +88,6 @@ class ServerProcess:
         """Of the guard; the server is its child."""
         return self._process.pid
 
-    @property
-    def num_restarts(self) -> int:
-        return self._restarts.num
-
     async def close(self) -> None:
         """Stop the server with all its processes. Idempotent."""
         tasks, self._tasks = self._tasks, []

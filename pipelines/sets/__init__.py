@@ -1,2 +1,2 @@
 """Sets of runs: `sweep.py` makes the runs of several arms and seeds, `comparison.py` compares
-them by the learning curves of `curves.py`."""
+them by their learning curves."""

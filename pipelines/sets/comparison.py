@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -19,19 +20,55 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 
 from agentenv.errors import DataError
 from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.run.pictures import panels, png
 from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.sets.curves import Curve, Floats, calls_to, crossings
 
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
 BEFORE = ("after_sft", "before_sft")  # the evaluation of the weights that RL begins with
 OF_RUN = ("run", "resources", "cluster", "log", "monitor")  # tables that make no arm
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out success at each of E evaluations against the tool calls of training so far, joined
+    by straight lines: `calls` [E]; `right` [E, Q] of 0 and 1 for Q questions."""
+
+    calls: Floats
+    right: Floats
+    tokens: Floats | None = None  # [E], sampled so far
+
+    def success(self) -> Floats:
+        """[E], the share of questions answered right."""
+        found: Floats = self.right.mean(1)
+        return found
+
+
 Curves = dict[str, dict[int, Curve]]  # by arm and seed
+
+
+def calls_to(calls: Floats, success: Floats, level: float) -> tuple[float, bool]:
+    """Tool calls at the first crossing of `level`, all of them where there is none, which is less
+    than it would need; and whether there was one."""
+    return float(crossings(calls, success[None], level)[0]), bool((success >= level).any())
+
+
+def crossings(calls: Floats, success: Floats, level: float) -> Floats:
+    """`calls_to` for each row of `success` [N, E]; [N]."""
+    above = success >= level
+    last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
+    rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
+    rise = success[rows, last] - success[rows, before]
+    share = np.where(rise > 0, (level - success[rows, before]) / np.where(rise > 0, rise, 1.0), 1.0)
+    met = above.any(1) & (last > 0)
+    found = np.where(met, calls[before] + share * (calls[last] - calls[before]), calls[last])
+    return np.asarray(found, dtype=np.float64)
 
 
 class Ratio(Struct):

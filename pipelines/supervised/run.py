@@ -11,10 +11,11 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -25,7 +26,7 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
-from agentenv.learners.learner import Learner, Metrics, Score
+from agentenv.learners.learner import Metrics, Score
 from agentenv.learners.optimizer import lr_factor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
@@ -140,7 +141,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         return learner
 
 
-async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[Score]:
+async def score_all(learner: DeepSpeedLearner, sequences: Iterable[EncodedTree]) -> list[Score]:
     """The scores of many sequences, of which some are sent at once."""
     found: list[Score] = []
     rest = iter(sequences)
@@ -150,7 +151,7 @@ async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[
 
 
 async def with_reference_scores(
-    learner: Learner, pairs: Sequence[EncodedTree]
+    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree]
 ) -> list[EncodedTree]:
     """The pairs with the log-probs of the learner's weights, which are the reference policy."""
     scores = await score_all(learner, pairs)
@@ -158,7 +159,7 @@ async def with_reference_scores(
 
 
 async def preference_figures(
-    learner: Learner, pairs: Sequence[EncodedTree], beta: float
+    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree], beta: float
 ) -> Metrics:
     """Preferences under the learner's weights: see `agentenv.learners.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
@@ -182,9 +183,11 @@ class Objective(Protocol):
     """An objective over `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
     the metrics that are plotted."""
 
-    name: str
-    plotted: tuple[str, ...]
-    num_rows: int
+    name: ClassVar[str]
+    plotted: ClassVar[tuple[str, ...]]
+
+    @property
+    def num_rows(self) -> int: ...
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on these rows."""
@@ -232,33 +235,32 @@ async def train_supervised(
         await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
 
 
+@dataclass(eq=False)
 class SupervisedTraining:
     """The loop of one run. With a checkpoint the learner's state is loaded from it."""
 
-    def __init__(
-        self,
-        config: SupervisedRunConfig,
-        run: RunDirectory,
-        view: View,
-        learner: Learner,
-        objective: Objective,
-        checkpoint: Path | None,
-    ) -> None:
-        self.config, self.loop, self.run, self.view = config, config.loop, run, view
-        self.learner, self.objective, self.checkpoint = learner, objective, checkpoint
-        self.state = SupervisedState()
-        if checkpoint is not None:
-            self.state = load_state(checkpoint, SupervisedState)
+    config: SupervisedRunConfig
+    run: RunDirectory
+    view: View
+    learner: DeepSpeedLearner
+    objective: Objective
+    checkpoint: Path | None
+
+    def __post_init__(self) -> None:
+        self.loop, self.state = self.config.loop, SupervisedState()
+        if self.checkpoint is not None:
+            self.state = load_state(self.checkpoint, SupervisedState)
         self.saver = Saver(
-            config.checkpoint,
-            run.checkpoints,
-            learner,
-            view,
+            self.config.checkpoint,
+            self.run.checkpoints,
+            self.learner,
+            self.view,
             step=lambda: self.state.step,
-            state=lambda: self.state,
+            snapshot=lambda: self.state,
         )
-        self.rows = Rows(objective.num_rows, self.loop.rows_per_step, config.run.seed)
-        self.num_steps = self.loop.count_steps(objective.num_rows)
+        num_rows = self.objective.num_rows
+        self.rows = Rows(num_rows, self.loop.rows_per_step, self.config.run.seed)
+        self.num_steps = self.loop.count_steps(num_rows)
 
     async def run_all(self) -> None:
         """All steps; whatever ends it leaves a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
@@ -120,23 +121,20 @@ class TaskPair(Struct, frozen=True):
     tools: Task
 
 
+@dataclass(eq=False)
 class SynthesisSampling:
     """Asks in two stages, since hints need the language-only chains; what `store` holds is not
     asked again. `tools` are the names of the tools by environment id."""
 
-    def __init__(
-        self,
-        plan: SynthesisPlan,
-        assembly: EvaluationAssembly,
-        sets: Mapping[str, Questions],
-        store: Store,
-        tools: Mapping[str, Sequence[str]],
-        view: View,
-    ) -> None:
-        self.plan, self.store, self.num_failed = plan, store, 0
-        self._assembly, self._sets, self._tools, self._view = assembly, sets, tools, view
-        self._engine: Engine | None = None
-        self._actors: dict[str, Actor] = {}
+    plan: SynthesisPlan
+    assembly: EvaluationAssembly
+    sets: Mapping[str, Questions]
+    store: Store
+    tools: Mapping[str, Sequence[str]]
+    view: View
+    num_failed: int = field(default=0, init=False)
+    _engine: Engine | None = field(default=None, init=False)
+    _actors: dict[str, Actor] = field(default_factory=dict, init=False)
 
     async def run(self, pairs: Sequence[TaskPair]) -> list[JudgedQuestion]:
         """Every question with all of its trajectories."""
@@ -150,7 +148,7 @@ class SynthesisSampling:
     def _samples(self, pair: TaskPair, way: Way) -> Iterator[Wanted]:
         name = set_name(pair.name, way)
         task = pair.direct if way == "direct" else pair.tools
-        for sample in range(self._sets[name].config.num_samples):
+        for sample in range(self.sets[name].config.num_samples):
             yield Wanted(name, task, sample)
 
     def _with_tools(self, pair: TaskPair) -> Iterator[Wanted]:
@@ -172,7 +170,7 @@ class SynthesisSampling:
             row = self.store.rows.get(wanted.key)
             if row is None or row.end == FAILED or count == config.max_per_question:
                 continue
-            text = chain_text(parts_of(row, self._tools[pair.tools.env_id]))
+            text = chain_text(parts_of(row, self.tools[pair.tools.env_id]))
             rng = Random(f"{self.plan.config.seed}/{pair.name}/{pair.tools.id}/{row.sample}/hint")
             hint = make_hint(text, row.sample, config, rng)
             if hint is not None and self._has_room(name, hint):
@@ -181,7 +179,7 @@ class SynthesisSampling:
                 yield Wanted(name, replace(pair.tools, metadata=hinted), row.sample)
 
     def _has_room(self, name: str, hint: Hint) -> bool:
-        one = self._sets[name]
+        one = self.sets[name]
         room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
         return len(one.renderer.encode(hint.prefix)) <= room
 
@@ -191,18 +189,18 @@ class SynthesisSampling:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self._view.say(f"{stage}: {held} exist already")
+            self.view.say(f"{stage}: {held} exist already")
         if not missing:
             return
         if self._engine is None:
-            self._engine = await self._assembly.engine()
+            self._engine = await self.assembly.engine()
         actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
         failures = share_failures(actors.values(), self.plan.evaluation)
-        self._view.begin(stage, len(missing))
-        progress = Progress(self._view.advance, self._engine)
+        self.view.begin(stage, len(missing))
+        progress = Progress(self.view.advance, self._engine)
 
         def make_row(name: str, answer: Answer) -> EvalRow:
-            row = row_of(name, answer, self._assembly.seed(name))
+            row = row_of(name, answer, self.assembly.seed(name))
             return hinted_row(row, answer) if MARK in row.metadata else row
 
         many = self.plan.evaluation.concurrency
@@ -212,11 +210,11 @@ class SynthesisSampling:
             self.num_failed += progress.num_failed
             failures.report("failed attempts")
             progress.close()
-            self._view.end()
+            self.view.end()
 
     async def _actor(self, name: str, engine: Engine) -> Actor:
         if name not in self._actors:
-            actor = await self._assembly.actor(name, engine)
+            actor = await self.assembly.actor(name, engine)
             if name.endswith(".direct"):
                 make_env = actor.make_env
                 actor.make_env = lambda task: LanguageOnly(make_env(task))
@@ -243,7 +241,7 @@ class SynthesisSampling:
             if row is not None:
                 ways = (way for way in WITH_TOOLS if one.dataset.endswith(f".{way}"))
                 way: Way = next(ways, "direct")
-                judged.append(judge(row, way, self._tools[one.task.env_id], config))
+                judged.append(judge(row, way, self.tools[one.task.env_id], config))
         return judged
 
 

@@ -122,7 +122,7 @@ class Idle:
 async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
-    shared = Colocation(engine, learner, Idle())  # type: ignore[arg-type]
+    shared = Colocation(engine, learner, Idle(), Handover())  # type: ignore[arg-type]
     async with learner.turn(), learner.turn():
         assert log.awake == {"engine": False, "learner": True}
     handed = ["engine sleeps", "learner wakes", "learner sleeps", "engine wakes"]

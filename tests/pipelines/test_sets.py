@@ -23,10 +23,11 @@ from agentenv.pipelines.sets.comparison import (
     _holm,
     arms_by_keys,
     as_json,
+    calls_to,
     compare,
+    crossings,
     tables,
 )
-from agentenv.pipelines.sets.curves import calls_to, crossings
 from agentenv.pipelines.sets.sweep import (
     Made,
     SweepConfig,

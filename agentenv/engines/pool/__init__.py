@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.offload import in_thread
-from agentenv.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig
+from agentenv.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 
 WATCH_INTERVAL_S = 5.0
 
@@ -239,9 +238,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
-        api_key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-        if self.api_key_env and not api_key:
-            raise ConfigError(f"engine.api_key_env: {self.api_key_env} is not set")
+        api_key = read_key(self.api_key_env, "engine.api_key_env")
 
         def make(url: str) -> Server:
             return type(self).client(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Callable
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -23,7 +22,7 @@ from agentenv.deadline import admitted, backoff_s, waiting
 from agentenv.engines.remote import BusyError
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
-from agentenv.server_config import ChatModelConfig
+from agentenv.server_config import ChatModelConfig, read_key
 from agentenv.untrusted import convert, decode
 
 FIRST_DELAY_S = 0.5
@@ -60,7 +59,7 @@ class Endpoint:
     and 0 if it does not say. `table` is the one of the configuration that errors name."""
 
     def __init__(self, config: EndpointConfig, table: str) -> None:
-        url, key_env = config.url, config.api_key_env
+        url = config.url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, got "
@@ -68,9 +67,7 @@ class Endpoint:
             )
         base = URL(url.rstrip("/"))
         api = base if base.path.strip("/") else base / "v1"
-        key = os.environ.get(key_env, "") if key_env else ""
-        if key_env and not key:
-            raise ConfigError(f"{table}.api_key_env: {key_env} is not set")
+        key = read_key(config.api_key_env, f"{table}.api_key_env")
         timeout_s = config.timeout_s
         self.model = config.model
         self.owner = self.served_from = ""

@@ -1,9 +1,4 @@
-"""Learning curves over tool calls, paired by seed, with intervals over seeds.
-
-A curve is held-out success at every evaluation against the tool calls of training so far,
-joined by straight lines. `calls_to` is where it first meets a level; a curve that never does
-counts with all its calls, which is less than it would need: such cases are counted and shown.
-"""
+"""Intervals over seeds of figures of learning curves: ratios of calls, success at a budget."""
 
 from __future__ import annotations
 
@@ -14,55 +9,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentenv.pipelines.evaluation import statistics
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """`calls` [E] so far at each of E evaluations; `right` [E, Q] of 0 and 1 for Q questions."""
-
-    calls: Floats
-    right: Floats
-    tokens: Floats | None = None  # [E], sampled so far
-
-    @classmethod
-    def of(cls, points: Sequence[Mapping[str, Any]]) -> Curve:
-        calls = np.array([point["calls"] for point in points], float)
-        return cls(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
-
-    def success(self) -> Floats:
-        """[E], the share of questions answered right."""
-        found: Floats = self.right.mean(1)
-        return found
+from agentenv.pipelines.sets.comparison import Curve, Floats, calls_to
 
 
-def calls_to(calls: Floats, success: Floats, level: float) -> tuple[float, bool]:
-    """Tool calls at the first crossing of `level`, and whether there was one."""
-    above = np.flatnonzero(success >= level)
-    if not len(above):
-        return float(calls[-1]), False
-    last = above[0]
-    if last == 0:
-        return float(calls[0]), True
-    rise = success[last] - success[last - 1]
-    share = (level - success[last - 1]) / rise
-    return float(calls[last - 1] + share * (calls[last] - calls[last - 1])), True
-
-
-def crossings(calls: Floats, success: Floats, level: float) -> Floats:
-    """`calls_to` for each row of `success` [N, E]; [N]."""
-    above = success >= level
-    last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
-    rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
-    rise = success[rows, last] - success[rows, before]
-    share = np.where(rise > 0, (level - success[rows, before]) / np.where(rise > 0, rise, 1.0), 1.0)
-    met = above.any(1) & (last > 0)
-    found = np.where(met, calls[before] + share * (calls[last] - calls[before]), calls[last])
-    return np.asarray(found, dtype=np.float64)
+def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:
+    """The curve of stored points: calls so far, and a text of 0 and 1 for the questions."""
+    calls = np.array([point["calls"] for point in points], float)
+    return Curve(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
 
 
 def success_at(calls: Floats, success: Floats, budget: float) -> float:
