@@ -47,7 +47,7 @@ from agentenv.pipelines.run.records import (
     trajectory_rows,
     written,
 )
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import TRAINED
 from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.max_trees < 1:
         parser.error("--max-trees must be at least 1")
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
     )
 

@@ -397,11 +397,11 @@ class View:
         self._handlers = []
 
 
-def to_its_end(
+def exit_code_of(
     work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
 ) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted.
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted.
 
     The user's modules are found where the command is run. `writing` is said of a failure of files
     that names none, `interrupted` after Ctrl-C. Whatever has no reason for the user is a bug and

@@ -205,7 +205,7 @@ async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> N
     try:
         say(f"{server.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"
-        say(f"Ctrl-C ends it; from another machine: {tunnel}, then the same address there")
+        say(f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address")
         if opens:
             await in_thread(webbrowser.open, server.address)
         await asyncio.Event().wait()

@@ -17,7 +17,7 @@ import msgspec
 from agentenv.config import Say
 from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
-from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, is_shown, run_until_done
 from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
 from agentenv.untrusted import packed
@@ -163,4 +163,4 @@ def main(build: Build) -> int:
         hello = Hello(token, int(number), os.getpid(), own_code())
         return work(address, hello, view, build, *seconds)
 
-    return to_its_end(lambda: run_until_done(begin(), view), view, writing="its log")
+    return exit_code_of(lambda: run_until_done(begin(), view), view, writing="its log")
