@@ -510,8 +510,8 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
             leave_hanging(loop)
 
     def run() -> T:
-        dog = Watchdog(loop, view.warn_at_once)
-        with dog.look(), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        watchdog = Watchdog(loop, view.warn_at_once)
+        with watchdog.watch_thread(), asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(main())
 
     outcome = apart(run, "agentenv")

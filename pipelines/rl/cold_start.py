@@ -112,7 +112,7 @@ class ColdStart:
             step=lambda: self._done.step,
             state=state.resumable,
             turn=lambda: parts.learner.turn(),
-            of=COLD_START,
+            phase=COLD_START,
         )
 
     async def run_all(self) -> None:

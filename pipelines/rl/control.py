@@ -147,7 +147,7 @@ class Control:
                 "capacity": queue.capacity,
             },
             loop=training.lag.figures(),
-            longest_wait=training.view.behind(),
+            longest_wait=training.view.longest_wait(),
         )
         counters = state.counters
         found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)

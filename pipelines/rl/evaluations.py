@@ -355,7 +355,7 @@ class Evaluations:
         shows = view.is_idle  # else beside the training, whose bar it is
         if shows:
             view.begin(title, len(missing))
-        look = view.advance if shows else Pulse(view, title, len(missing)).look
+        look = view.advance if shows else Pulse(view, title, len(missing)).update
         progress = Progress(look, actor.engine)
         try:
             await ask_into(store, missing, {name: asking}, make_row, progress, concurrency=many)

@@ -151,7 +151,9 @@ class Training:
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
             if self.workers is not None:
-                self.view.behind = partial(self._longest_waits, self.view.behind, self.workers)
+                self.view.longest_wait = partial(
+                    self._longest_waits, self.view.longest_wait, self.workers
+                )
             stack.callback(self.actions.close, "the run is at its end")
             with rolling_out():
                 if "after_sft" not in self.state.reports:

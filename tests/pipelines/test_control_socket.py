@@ -113,7 +113,7 @@ def test_another_user_is_kept_out_by_the_folder_and_refused_behind_it(run: Path)
         (run / "ctl").chmod(0o755)
         socket_.chmod(0o666)
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert f"this run is user 0's, and not user {NOBODY}'s" in found.stdout
+        assert f"this run belongs to user 0, not to user {NOBODY}" in found.stdout
 
     beside(run, come)
 
