@@ -239,7 +239,7 @@ def test_a_comparison_is_shown_in_80_columns_and_written(
     remember(tmp_path, made)
     assert compare_command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    shown = out.partition("written to")[0]
+    shown = out.partition("wrote ")[0]
     assert max(map(len, shown.splitlines())) <= 80
     assert "0.50-0.50" in shown
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
