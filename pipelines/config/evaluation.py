@@ -35,7 +35,7 @@ from agentenv.server_config import RoleConfig
 from agentenv.types import Limits
 
 # an evaluation may ask any endpoint, too
-ASKED_ENGINES = Registry(
+EVALUATION_ENGINES = Registry(
     "engine",
     ENGINES.group,
     EngineConfig,
@@ -43,9 +43,9 @@ ASKED_ENGINES = Registry(
 )
 
 if TYPE_CHECKING:
-    AskedEngine = EngineConfig
+    EvaluationEngine = EngineConfig
 else:
-    AskedEngine = ASKED_ENGINES.key
+    EvaluationEngine = EVALUATION_ENGINES.key
 
 # of a set: keys that it does not give are those of the evaluation
 OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
@@ -108,7 +108,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    engine: AskedEngine = EmbeddedConfig()
+    engine: EvaluationEngine = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
         Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
@@ -133,7 +133,7 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sampling: Annotated[Sampling, Meta(description="defaults for values that a request omits")] = (
         Sampling()
     )
-    engine: AskedEngine = EmbeddedConfig()
+    engine: EvaluationEngine = EmbeddedConfig()
     max_tokens: Annotated[
         int, Meta(ge=1, description="tokens of a turn, if a request omits it")
     ] = 4096

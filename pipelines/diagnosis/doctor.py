@@ -72,7 +72,7 @@ async def examine(
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, say)
             for check in select(config, "configuration", "measured"):
-                if check.asks and is_offline:
+                if check.remote and is_offline:
                     yield CheckResult(check.name, "skipped", "--offline sends no requests")
                 elif check.slow and is_quick:
                     why = "--quick starts neither learner nor engine"

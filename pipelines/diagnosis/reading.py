@@ -31,7 +31,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
-from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
+from agentenv.pipelines.setup.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
 from agentenv.pipelines.setup.checks import Has, refuse
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
@@ -67,7 +67,7 @@ async def read_what_is_here(
         here: set[Has] = set() if model is None else {"model"}
         if not is_elsewhere:
             here.add("machine")
-        if isinstance(assembly, AskingAssembly):
+        if isinstance(assembly, RolloutAssembly):
             await _read_sets(assembly, model, absent, say, here)
         else:
             await _read_dialogues(assembly, model, absent, say)
@@ -91,7 +91,7 @@ def _assembly(
 
 
 async def _read_sets(
-    assembly: AskingAssembly[Any],
+    assembly: RolloutAssembly[Any],
     model: Path | None,
     absent: Collection[str],
     say: Say,
@@ -139,7 +139,7 @@ async def _read_sets(
         say(f"{assembly.sets[name].key}: {'; '.join(parts)}")
 
 
-async def _not_installed(assembly: AskingAssembly[Any]) -> AsyncIterator[str]:
+async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
     """Packages that environments, tools and graders need and that are not installed here, also of
     sets whose rows the run generates."""
     for one in map(_local, assembly.sets.values()):
@@ -210,7 +210,7 @@ def _lacks(absent: Collection[str], table: str) -> bool:
     return any(key.startswith(f"{table}.") for key in absent)
 
 
-async def _prompt(assembly: AskingAssembly[Any], name: str, model: Path | None) -> str:
+async def _prompt(assembly: RolloutAssembly[Any], name: str, model: Path | None) -> str:
     messages, info = (await assembly.episodes())[name]
     if model is None:
         return f"a prompt has {len(messages)} messages"

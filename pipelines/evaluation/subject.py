@@ -47,12 +47,12 @@ from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.serving import vllm_hint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import (
-    AskingAssembly,
     Questions,
+    RolloutAssembly,
     SetConfig,
     load_set,
     once,
-    said,
+    prefixed,
 )
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
@@ -187,7 +187,7 @@ def weights_digest(model: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
+class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
     """Builds the parts of one evaluation of `subject`. Where the subject is an endpoint of chat
     messages there is no model."""
 
@@ -280,7 +280,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        env_id, say = one.env.id, said(self.say, one.key)
+        env_id, say = one.env.id, prefixed(self.say, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)

@@ -55,8 +55,8 @@ from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
     TRAINING,
-    AskingAssembly,
     Questions,
+    RolloutAssembly,
     SetConfig,
     actor_seed,
     load_set,
@@ -143,7 +143,7 @@ async def build_parts(
         return await assembly.parts()
 
 
-class TrainingAssembly(AskingAssembly[TrainConfig]):
+class TrainingAssembly(RolloutAssembly[TrainConfig]):
     """Builds the parts of one training run."""
 
     is_whole = True

@@ -38,7 +38,7 @@ from agentenv.pipelines.run.watchdog import Waits, ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
     TRAINING,
-    AskingAssembly,
+    RolloutAssembly,
     actor_seed,
     training_set,
 )
@@ -214,7 +214,7 @@ class RolloutWorker:
         return pack(messages.Alive(found))
 
 
-class WorkerAssembly(AskingAssembly[TrainConfig]):
+class WorkerAssembly(RolloutAssembly[TrainConfig]):
     """The parts of a rollout worker: set-up, model and servers of roles are there."""
 
     def __init__(
