@@ -183,7 +183,7 @@ def test_the_same_call_asks_only_what_is_missing(
     path = warehouse.parent / "model"
     for number in (2, 4):
         evaluate(path, ASKED, env=Warehouse, data=ROWS, max_tasks=number, out=tmp_path / "e")
-    assert "holds 2 of 4 trajectories" in capsys.readouterr().out
+    assert "contains 2 of 4 trajectories" in capsys.readouterr().out
 
 
 def test_mistakes_are_errors_with_the_text_of_the_command(
