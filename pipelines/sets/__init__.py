@@ -1,2 +1,2 @@
-"""Sets of runs: `sweep.py` makes the runs of several arms and seeds, `comparison.py` compares
-them by the learning curves of `curves.py`."""
+"""Sets of runs: `sweep.py` trains several arms with several seeds, `comparison.py` compares them by
+the learning curves of `curves.py`."""

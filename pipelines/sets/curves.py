@@ -1,8 +1,8 @@
 """Learning curves over tool calls, paired by seed, with intervals over seeds.
 
-A curve is held-out success at every evaluation against the tool calls of training so far,
-joined by straight lines. `calls_to` is where it first meets a level; a curve that never does
-counts with all its calls, which is less than it would need: such cases are counted and shown.
+A curve is held-out success at every evaluation against the tool calls of training so far, with
+linear interpolation. `calls_to` returns the calls at which it first reaches a level. If it never
+does, all its calls count, which is less than it would need: such cases are counted and reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Curve:
         return cls(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
 
     def success(self) -> Floats:
-        """[E], the share of questions answered right."""
+        """[E], the share of correctly answered questions."""
         found: Floats = self.right.mean(1)
         return found
 
@@ -66,15 +66,14 @@ def crossings(calls: Floats, success: Floats, level: float) -> Floats:
 
 
 def success_at(calls: Floats, success: Floats, budget: float) -> float:
-    """Success after `budget` calls; beyond the last evaluation its value."""
+    """Success after `budget` calls; constant after the last evaluation."""
     return float(np.interp(budget, calls, success))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval over seeds, None where the seeds say nothing of it: one
-    alone, or all with the same ratio. `num_missed` of `num_seeds` seeds had an arm that never met
-    the level."""
+    """A figure with its 95 % interval over seeds; None for one seed, or if all seeds have the same
+    ratio. In `num_missed` of `num_seeds` seeds, an arm never reached the level."""
 
     value: float
     low: float | None
@@ -87,12 +86,12 @@ class Estimate:
         return f"{self.value:.2f}{spread}"
 
 
-Pairs = Sequence[tuple[Curve, Curve]]  # by seed: the arm and what it is compared with
+Pairs = Sequence[tuple[Curve, Curve]]  # per seed: the arm and its baseline
 
 
 def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
-    """Calls of the first needed for `level` over those of the second: geometric mean over seeds
-    of the ratio, with the interval of Student's t of its logarithm."""
+    """Calls that the first needs for `level`, divided by those of the second: geometric mean over
+    seeds, with Student's interval for the logarithm."""
     found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
     logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
     missed = sum(not all(met for _, met in pair) for pair in found)
@@ -102,7 +101,7 @@ def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
 
 
 def difference_at(pairs: Pairs, budget: float) -> Estimate:
-    """Success of the first minus that of the second after equally many calls, mean over seeds."""
+    """Success of the first minus that of the second after `budget` calls, mean over seeds."""
     at = [[success_at(curve.calls, curve.success(), budget) for curve in pair] for pair in pairs]
     return _difference([(other, one) for one, other in at], pairs)
 
@@ -114,8 +113,8 @@ def gain(curves: Sequence[Curve]) -> Estimate:
 
 
 def _difference(shares: Sequence[tuple[float, float]], pairs: Pairs) -> Estimate:
-    """Mean over seeds of second - first; a seed is what is drawn at random, its held-out questions
-    are its samples."""
+    """Mean over seeds of second - first. Seeds are drawn at random; the held-out questions are the
+    samples of a seed."""
     first, second = np.array(shares).T
     low, high = statistics.difference(first, second, [one.right.shape[1] for one, _ in pairs])
     return Estimate(float((second - first).mean()), float(low), float(high), len(pairs))

@@ -19,7 +19,7 @@ from agentenv.pipelines.workers import main
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> EnvServer:
-    """The environments of this process."""
+    """The server of this process's environments."""
     setup = read_env_setup(frame)
     settings = settings_of(setup)
     stack.push_async_callback(close_shared)

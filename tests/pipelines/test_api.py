@@ -286,7 +286,7 @@ def test_a_tool_that_holds_up_the_loop_is_named(
 
 def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None:
     def inside(task: Task) -> ToolEnv:
-        with pytest.raises(ConfigError, match="another run of this process"):
+        with pytest.raises(ConfigError, match="another run is in progress"):
             train(warehouse, [f"run.dir={tmp_path}"])
         return Warehouse(task)
 
