@@ -78,7 +78,7 @@ def quickstart(**keys: Any) -> SweepConfig:
         ({"arms": {"a b": []}}, "a name has letters"),
         ({"arms": {"start": []}}, "is not 'start'"),
         ({"arms": {"a": ["learner.lr=1"]}}, "did you mean"),
-        ({"arms": {"a": ["model.path={start}"]}}, "needs the key `start`"),
+        ({"arms": {"a": ["model.path={start}"]}}, "requires the key `start`"),
         ({"baseline": "b"}, "baseline 'b' is not an arm"),
         ({"seeds": []}, "needs at least one"),
         ({"start": ["train.num_steps=x"]}, "train.num_steps"),
