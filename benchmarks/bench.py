@@ -9,14 +9,14 @@
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
-`learner` measures the worth of training trees as trees (layouts.py), `server` the cost of a token
-to the API server of vLLM or SGLang (server_cost.py), `overhead` the cost of the controller at
-thousands of rollouts, `capture` that of a call which the endpoint captures, `env-server` the time
-of a step in the sessions of `agentenv serve-env` (env_server.py), `chaos` the rest of a
-run in a storm of faults (it fails if a tree is lost or trained twice), `simulate` a run under other
-settings, by the times of a recorded one (simulation.py),
-`peers` the cost of other projects at the work of `overhead` (it installs them). `--json -` prints
-the figures alone.
+`learner` compares training on trees with training on flat sequences (layouts.py). `server` measures
+the CPU cost of a token in the API server of vLLM or SGLang (server_cost.py). `overhead` measures
+the CPU cost of the controller with thousands of rollouts (overhead.py). `capture` measures the cost
+of a model call that the endpoint captures (captured.py). `env-server` times the steps in sessions
+of `agentenv serve-env` (env_server.py). `chaos` measures the goodput of a run during a storm of
+faults, and fails if a tree is lost or trained twice (chaos.py). `simulate` predicts a run under
+other settings from the timings of a recorded run (simulation.py). `peers` measures other projects
+on the workload of `overhead`, and installs them. `--json -` prints only the figures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; the exit status."""
+    """Run one benchmark and return the exit status."""
     options = _parse(argv)
     view = View()
     try:
@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     def part(name: str, about: str) -> argparse.ArgumentParser:
         found = parts.add_parser(name, help=about)
-        found.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+        found.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
         return found
 
     def number(parser: argparse.ArgumentParser, name: str, default: int, about: str) -> None:
@@ -80,50 +80,53 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             name, type=int, default=default, metavar="N", help=f"{about}; default {default}"
         )
 
-    learner = part("learner", "trees against flat layouts")
+    learner = part("learner", "trees compared with flat layouts")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
-    number(learner, "--repeats", 3, "medians of N")
-    learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
-    server = part("server", "CPU of an API server by kind of request and length of a turn")
+    number(learner, "--repeats", 3, "report the median of N repeats")
+    learner.add_argument("--dense", action="store_true", help="also trees with a dense mask")
+    server = part("server", "CPU of an API server by kind of request and turn length")
     server.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    server.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens of a turn")
-    number(server, "--rounds", 3, "medians of N")
+    server.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per turn")
+    number(server, "--rounds", 3, "report the median of N rounds")
     server.add_argument(
-        "--python", default="", metavar="PATH", help="the Python that has the engine"
+        "--python", default="", metavar="PATH", help="Python interpreter with the engine installed"
     )
     overhead = part("overhead", "CPU, lag and memory of the controller")
     overhead.add_argument(
-        "--sizes", nargs="+", type=int, metavar="N", help="rollouts at a time; default 1000 10000"
+        "--sizes", nargs="+", type=int, metavar="N", help="concurrent rollouts; default 1000 10000"
     )
-    number(overhead, "--workers", 1, "rollout workers; 0: rollouts grow in the controller")
+    number(overhead, "--workers", 1, "rollout workers; 0: rollouts run in the controller")
     capture = part("capture", "CPU of a call that the endpoint captures")
-    number(capture, "--programs", 500, "programs at a time")
-    number(capture, "--calls", 6, "calls of each")
+    number(capture, "--programs", 500, "concurrent programs")
+    number(capture, "--calls", 6, "calls per program")
     capture.add_argument(
-        "--beside", nargs="+", metavar="PEER", help="openenv, verifiers: in the same rounds"
+        "--beside", nargs="+", metavar="PEER", help="also measure openenv, verifiers"
     )
-    number(capture, "--rounds", 3, "with --beside, medians of N")
-    env_server = part("env-server", "the time of a step in sessions of agentenv serve-env")
+    number(capture, "--rounds", 3, "with --beside, report the median of N rounds")
+    env_server = part("env-server", "step times in sessions of agentenv serve-env")
     env_server.add_argument(
-        "--sizes", nargs="+", type=int, metavar="N", help="sessions at a time; default 512 2048"
+        "--sizes", nargs="+", type=int, metavar="N", help="concurrent sessions; default 512 2048"
     )
-    number(env_server, "--steps", 8, "steps of each")
-    chaos = part("chaos", "a run in a fault storm, beside a calm one")
+    number(env_server, "--steps", 8, "steps per session")
+    chaos = part("chaos", "a run in a fault storm, compared with a calm run")
     form = chaos.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
-    form.add_argument("--short", action="store_true", help="seconds: whether it works at all")
-    number(chaos, "--times", 1, "storms")
+    form.add_argument("--short", action="store_true", help="a smoke test of some seconds")
+    number(chaos, "--times", 1, "number of storms")
     chaos.add_argument(
         "--seconds", type=float, metavar="S", help="length of the calm run; default 300"
     )
-    peers = part("peers", "the overhead of other projects at the same work")
+    peers = part("peers", "the overhead of other projects on the same workload")
     peers.add_argument("--only", nargs="+", metavar="NAME", help="only these; default all")
     peers.add_argument("--sizes", nargs="+", type=int, metavar="N", help="default 100 1000")
-    number(peers, "--rounds", 3, "medians of N")
+    number(peers, "--rounds", 3, "report the median of N rounds")
     peers.add_argument(
-        "--folder", type=Path, metavar="DIR", help="of their environments; default in ~/.cache"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of their virtual environments; default in ~/.cache",
     )
-    number(peers, "--install-s", 600, "seconds that installing one may take")
+    number(peers, "--install-s", 600, "seconds allowed for installing a project")
     other = part("simulate", "a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -132,20 +135,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="RUN",
         action="append",
-        help="folder of a run of benchmarks.parts.timings, by default that of CONFIG; given again: "
-        "another run, with other settings, whose times count as well",
+        help="folder of a run recorded by benchmarks.parts.timings; default: the run folder of "
+        "CONFIG. Repeat the option to add runs with other settings to the fit",
     )
     number(other, "--steps", 20, "updates")
     return parser.parse_args(argv)
 
 
 def is_alone(options: argparse.Namespace) -> bool:
-    """Whether nothing but the figures is to be printed."""
+    """Return whether only the figures are printed (`--json -`)."""
     return str(options.json) == "-"
 
 
 def check_target(file: Path) -> None:
-    """Raises ConfigError for what figures cannot be written to; what is there stays as it is."""
+    """Raise ConfigError if `file` cannot be written. An existing file is not changed."""
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--json {file}: no such folder")
     is_new = not os.path.lexists(file)
@@ -160,13 +163,13 @@ def check_target(file: Path) -> None:
         file.unlink()
 
 
-def say_of(options: argparse.Namespace, view: View) -> Say:
-    """Reports the progress of a part."""
+def reporter_of(options: argparse.Namespace, view: View) -> Say:
+    """Return the function that reports the progress of a part."""
     return (lambda text: None) if is_alone(options) else view.say
 
 
-def tell(options: argparse.Namespace, figures: Any, show: Callable[[], None]) -> None:
-    """The figures alone to the output, as JSON; or shown, and as JSON in a file."""
+def report_figures(options: argparse.Namespace, figures: Any, show: Callable[[], None]) -> None:
+    """Print only the figures as JSON, or call `show` and write the JSON to the file, if any."""
     text = json.dumps(figures, indent=1) + "\n"
     if is_alone(options):
         sys.stdout.write(text)
@@ -177,39 +180,39 @@ def tell(options: argparse.Namespace, figures: Any, show: Callable[[], None]) ->
 
 
 def head(title: str, names: Iterable[str]) -> Table:
-    """A table of figures with these columns, without rows."""
+    """Return an empty table with these columns."""
     table = bare_table(title)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right")  # names may wrap, no figure does
+        table.add_column(name.replace("_", " "), justify="right")  # names may wrap, figures may not
     return table
 
 
 def run_learner(options: argparse.Namespace, view: View) -> int:
-    """Trees against flat layouts."""
+    """Compare trees with flat layouts."""
     from benchmarks.parts import layouts  # loads torch
 
-    say = say_of(options, view)
+    say = reporter_of(options, view)
     figures, tables = layouts.run(options.shapes, options.repeats, options.dense, say)
 
     def show() -> None:
         for table in tables:
             view.show(table)
 
-    tell(options, figures, show)
+    report_figures(options, figures, show)
     return 0
 
 
 def run_server(options: argparse.Namespace, view: View) -> int:
-    """The cost of a token to the API server, likewise."""
+    """Measure the cost of a token in the API server."""
     from benchmarks.parts import server_cost
 
     lengths = sorted(set(options.lengths or server_cost.LENGTHS))
     found = server_cost.run(
-        lengths, options.rounds, options.engine, options.python, say_of(options, view)
+        lengths, options.rounds, options.engine, options.python, reporter_of(options, view)
     )
 
     def show() -> None:
-        title = f"CPU of the API server of {options.engine} (its engine), us a sampled token"
+        title = f"CPU of the API server of {options.engine} (its engine), us per sampled token"
         columns = ["request", *(f"turns of {n}" for n in lengths), "us_a_turn", "us_a_token"]
         table = head(title, columns)
         for form, costs in found.costs.items():
@@ -217,32 +220,32 @@ def run_server(options: argparse.Namespace, view: View) -> int:
             table.add_row(form, *cells, f"{found.turn_us[form]:.0f}", f"{found.token_us[form]:.0f}")
         view.show(table)
 
-    tell(options, msgspec.to_builtins(found, str_keys=True), show)
+    report_figures(options, msgspec.to_builtins(found, str_keys=True), show)
     return 0
 
 
 def run_overhead(options: argparse.Namespace, view: View) -> int:
-    """The controller's figures as a table, or as JSON: to a file, or alone to the output."""
+    """Measure the CPU, lag and memory of the controller."""
     from benchmarks.parts import overhead
 
     sizes = options.sizes or list(overhead.SIZES)
     if unknown := set(sizes) - set(overhead.SIZES):
-        raise ConfigError(f"--sizes: {unknown}; expected of {list(overhead.SIZES)}")
+        raise ConfigError(f"--sizes: unknown {unknown}; expected: {list(overhead.SIZES)}")
     found = overhead.run(sizes, options.workers)
 
     def show() -> None:
         names = next(iter(found.values()))
-        table = head("the controller, by rollouts at a time", ["rollouts", *names])
+        table = head("the controller, by concurrent rollouts", ["rollouts", *names])
         for size, figures in found.items():
             table.add_row(size, *map(str, figures.values()))
         view.show(table)
 
-    tell(options, found, show)
+    report_figures(options, found, show)
     return 0
 
 
 def run_capture(options: argparse.Namespace, view: View) -> int:
-    """The cost of a captured call, likewise."""
+    """Measure the cost of a captured call."""
     from benchmarks.parts import captured
 
     if options.beside:
@@ -254,12 +257,12 @@ def run_capture(options: argparse.Namespace, view: View) -> int:
         table.add_row(*(f"{value:.0f}" for value in asdict(found).values()))
         view.show(table)
 
-    tell(options, asdict(found), show)
+    report_figures(options, asdict(found), show)
     return 0
 
 
 def run_captures(options: argparse.Namespace, view: View) -> int:
-    """The cost of a captured call beside that of peers, likewise."""
+    """Compare the cost of a captured call with that of other projects."""
     from benchmarks.parts import captured
     from benchmarks.peers import captures
     from benchmarks.peers.contest import python_of, version_of
@@ -267,7 +270,7 @@ def run_captures(options: argparse.Namespace, view: View) -> int:
 
     known = captures.peers()
     if unknown := set(options.beside) - set(known):
-        raise ConfigError(f"--beside: {', '.join(unknown)}; expected of {', '.join(known)}")
+        raise ConfigError(f"--beside: unknown {', '.join(unknown)}; expected: {', '.join(known)}")
     costs: dict[str, list[float]] = {"ours": []}
     pythons: dict[str, tuple[str, Path]] = {}
     for name in options.beside:
@@ -283,19 +286,19 @@ def run_captures(options: argparse.Namespace, view: View) -> int:
 
     def show() -> None:
         title = f"a captured call, {options.programs} programs"
-        table = head(title, ["", "us a call", "rounds", "to ours"])
+        table = head(title, ["", "us per call", "rounds", "/ours"])
         for name, rounds in costs.items():
             ratio = median(one / own for one, own in zip(rounds, costs["ours"], strict=True))
             each = " ".join(f"{one:.0f}" for one in rounds)
             table.add_row(name, f"{median(rounds):.0f}", each, f"{ratio:.1f}")
         view.show(table)
 
-    tell(options, costs, show)
+    report_figures(options, costs, show)
     return 0
 
 
 def run_env_server(options: argparse.Namespace, view: View) -> int:
-    """The times of steps over the protocol of OpenEnv, likewise."""
+    """Measure step times over the OpenEnv protocol."""
     from benchmarks.parts import env_server
 
     found = env_server.run(options.sizes or env_server.SIZES, options.steps)
@@ -307,21 +310,21 @@ def run_env_server(options: argparse.Namespace, view: View) -> int:
             table.add_row(str(size), *(f"{value:.3g}" for value in asdict(one).values()))
         view.show(table)
 
-    tell(options, msgspec.to_builtins(found, str_keys=True), show)
+    report_figures(options, msgspec.to_builtins(found, str_keys=True), show)
     return 0
 
 
 def run_peers(options: argparse.Namespace, view: View) -> int:
-    """Our figures and those of peers, likewise; those without stand below with their errors."""
+    """Compare our figures with other projects. A project that fails is listed with its error."""
     from benchmarks.peers import contest
     from benchmarks.peers.environments import default_folder
 
     sizes = options.sizes or list(contest.SIZES)
 
     def keep(report: contest.Report) -> None:
-        """A contest that is cut off leaves its rounds."""
+        """Write the rounds so far, so that an interrupted contest keeps them."""
         if not is_alone(options):
-            tell(options, msgspec.to_builtins(report), lambda: None)
+            report_figures(options, msgspec.to_builtins(report), lambda: None)
 
     report = contest.run(
         options.only or list(contest.PEERS),
@@ -329,14 +332,14 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
         options.rounds,
         options.folder or default_folder(),
         options.install_s,
-        say_of(options, view),
+        reporter_of(options, view),
         keep=keep,
     )
 
     def show() -> None:
-        columns = ("", "cpu", "of rounds", "floor", "below it", "/floor", "/ours", "speed")
+        columns = ("", "cpu", "range", "floor", "children", "/floor", "/ours", "speed")
         for size in sizes:
-            table = head(f"{size} rollouts at a time: microseconds of CPU an env step", columns)
+            table = head(f"{size} concurrent rollouts: microseconds of CPU per env step", columns)
             for name, peer in report.peers.items():
                 if (one := peer.sizes.get(str(size))) is not None:
                     table.add_row(
@@ -348,25 +351,25 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
                     )
             view.show(table)
         view.say(
-            "below it: of the processes that it started; /ours: what is above the floor, beside "
-            "ours; speed: env steps a second, beside a loop that only waits"
+            "children: CPU of the processes that it started; /ours: CPU above the floor, relative "
+            "to ours; speed: env steps per second, relative to a loop that only waits"
         )
         for name, peer in report.peers.items():
             view.say(f"{name}: {peer.error or peer.version}")
 
-    tell(options, msgspec.to_builtins(report), show)
+    report_figures(options, msgspec.to_builtins(report), show)
     return 0
 
 
 def run_chaos(options: argparse.Namespace, view: View) -> int:
-    """The figures of fault storms, likewise. The exit status is 1 if anything was lost or trained
-    twice, or if too little was trained; of a short one that says nothing."""
+    """Measure runs in fault storms. Return 1 if anything was lost or trained twice, or if goodput
+    was too low. A short storm is not checked for goodput."""
     from benchmarks.parts import chaos
 
     size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
     if options.seconds:
         size = msgspec.structs.replace(size, calm_s=options.seconds)
-    storms = chaos.run(size, say_of(options, view), options.times)
+    storms = chaos.run(size, reporter_of(options, view), options.times)
     together: dict[str, Any] = asdict(chaos.together(storms))
     if len(storms) > 1:
         together["storms"] = list(map(asdict, storms))
@@ -374,7 +377,7 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
 
     def show() -> None:
         names = [name for name in chaos.Figures.__struct_fields__ if name not in ("ended", "wrong")]
-        table = head("fault storms beside a calm run", [*names, "share"])
+        table = head("fault storms compared with a calm run", [*names, "share"])
         for one in storms:
             table.add_row(*(str(getattr(one, name)) for name in names), f"{one.share:.2f}")
         view.show(table)
@@ -384,14 +387,14 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
         if slow:
             view.fail(f"less than {chaos.MIN_SHARE:g} of the calm goodput")
 
-    tell(options, together, show)
+    report_figures(options, together, show)
     return int(bool(slow) or any(one.wrong for one in storms))
 
 
 def run_simulation(options: argparse.Namespace, view: View) -> int:
-    """What the settings of a run, and others beside them, would give; likewise."""
+    """Predict a run under its own settings and under other settings."""
     from agentenv.config import load_config
-    from agentenv.pipelines.config.rl import TrainConfig  # slow to load, as --help need not be
+    from agentenv.pipelines.config.rl import TrainConfig  # slow to load; --help needs no config
     from benchmarks.parts.simulation import advice, fitted, recorded, simulate, together, variants
     from benchmarks.parts.timings import read_trace
 
@@ -405,7 +408,7 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
 
     def show() -> None:
         title = f"{options.steps} steps in virtual time; recorded: the run of the trace"
-        names = ("settings", "s a step", "idle", "stale", "tokens/s", "branches", "tools wait")
+        names = ("settings", "s/step", "idle", "stale", "tokens/s", "branches", "tools wait")
         table = head(title, names)
         for name, one in found.items():
             table.add_row(
@@ -417,7 +420,7 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
         view.say(advice(config, found))
 
     rows = {name: asdict(one) for name, one in found.items()}
-    tell(options, {"model": asdict(model), **rows}, show)
+    report_figures(options, {"model": asdict(model), **rows}, show)
     return 0
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names; its exit code, 2 for an unknown one."""
+    """Run the command that the first argument names; returns its exit code, 2 if it is unknown."""
     given = list(sys.argv[1:] if argv is None else argv)
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The commands, each with its purpose."""
+    """The help text: the commands, each with its purpose."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {purpose}" for name, purpose in COMMANDS.items()]
     return "\n".join(

@@ -37,7 +37,7 @@ def make_parser(
     views: bool = False,
 ) -> Parser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
-    `example` is the path of a CONFIG. Not all `resumes` or `views`."""
+    `example` is the path of a CONFIG. `resumes` adds --resume, `views` adds --view."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
     parser = Parser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
@@ -69,7 +69,7 @@ def make_parser(
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """--dry-run, and the machine that it is for."""
+    """Add --dry-run and the options that describe its target machine."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -94,7 +94,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Refuse what only a dry run reads."""
+    """Reject options that require --dry-run when it is absent."""
     if arguments.defaults and not arguments.dry_run:
         parser.error("--defaults requires --dry-run")
     for name in ("gpus", "gpu_memory"):
@@ -106,8 +106,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
-    """SUBJECT [key.sub=value ...] and the options of commands that ask a policy; `out` is the help
-    of --out."""
+    """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
+    help text of --out."""
     parser.add_argument(
         "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
     )
@@ -125,7 +125,7 @@ def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> 
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments; what follows --resume may be an override."""
+    """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint."""
     arguments = parser.parse_intermixed_args(argv)
     if "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides.append(arguments.resume)
@@ -134,8 +134,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def stopped() -> asyncio.Event:
-    """Set by Ctrl-C or SIGTERM from now on, which is how a server ends."""
+def stop_event() -> asyncio.Event:
+    """An event that Ctrl-C or SIGTERM sets: a server runs until then."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -149,13 +149,16 @@ def run_command(
     then: str = "",
     suggest: Suggest | None = None,
 ) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted. `then` is said to come after the start, and what `suggest` gives of
-    the arguments and the run's folder after a run that ended well."""
-    from agentenv.pipelines.run.terminal import View, to_its_end  # --help answers sooner
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted.
+
+    `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
+    run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
+    the run."""
+    from agentenv.pipelines.run.terminal import View, exit_code_of  # a late import: fast --help
 
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: _run(arguments, config_type, work, view, then, suggest),
         view,
         writing="writing the run",
@@ -170,7 +173,7 @@ def _run(
     then: str,
     suggest: Suggest | None,
 ) -> int:
-    """Read the configuration, then do the work or say what it would need; the exit code."""
+    """Read the configuration, then do the work or the dry run; returns the exit code."""
     from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
     from agentenv.pipelines.run.terminal import run_until_done
@@ -203,16 +206,16 @@ def _run(
     code = EXIT_FAILED
     view.wait_for(f"getting {folder} ready", then)
     try:
-        looked_at = _looked_at(run.path, view) if arguments.view else nullcontext()
-        with looked_at, gpus_for_others(config):
+        viewer = _viewer(run.path, view) if arguments.view else nullcontext()
+        with viewer, gpus_for_others(config):
             run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
         if suggest is not None:
             view.suggest(suggest(arguments, folder))
     except KeyboardInterrupt:
         view.end()
-        goes_on = "the command with --resume continues from the last checkpoint"
-        view.say(f"interrupted; {goes_on if run.has_begun else 'training had not started'}")
+        hint = "to continue from the last checkpoint, repeat the command with --resume"
+        view.say(f"interrupted; {hint if run.has_begun else 'training had not started'}")
         code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)
@@ -222,8 +225,9 @@ def _run(
     return code
 
 
-def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
+def _viewer(folder: Path, view: View) -> AbstractContextManager[None]:
+    """Inside, a server shows the run in the browser."""
     from agentenv.pipelines.viewing.page import viewed  # loads a server
 
-    # the address holds a token, which belongs into no log
+    # The address contains a token, which must not get into a log.
     return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

@@ -11,7 +11,7 @@ from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.run.tables import as_rich
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
     options = _parse(argv)
     view = View()
-    return to_its_end(lambda: _run(options, view), view, writing="writing the comparison")
+    return exit_code_of(lambda: _run(options, view), view, writing="writing the comparison")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "comparison.json", comparison.as_json(found))
     comparison.plot(curves, out / "comparison.png")
-    view.say(f"written to {out}: comparison.json, comparison.png")
+    view.say(f"wrote comparison.json and comparison.png to {out}")
     return 0
 
 

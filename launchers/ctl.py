@@ -1,7 +1,7 @@
 """Controls a run while it trains: `agentenv ctl RUN [COMMAND ...]`, see docs/control.md.
 
-The process that trains in RUN answers over a socket that only its owner can open. Replies are
-metadata; text of a policy, a page or a dataset is in them with --text only.
+The process that trains in RUN answers over a socket that only its owner can open. Replies contain
+metadata only; --text adds questions and generated text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
 from agentenv.pipelines.run.rundir import Holder
 from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.untrusted import decode, decode_loose
 
 MakeRequest = Callable[[argparse.Namespace], Request]
@@ -42,11 +42,11 @@ not answer, 2 rejected or bad arguments, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 no answer, 2 refused or bad arguments, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
     arguments = make_parser().parse_args(argv)
     view = View()
-    interrupted = "interrupted; the run goes on, and may still do what was asked"
-    return to_its_end(
+    interrupted = "interrupted; the run continues and may still carry out the request"
+    return exit_code_of(
         lambda: _run(arguments, view), view, writing=str(arguments.run), interrupted=interrupted
     )
 
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     common = Parser(add_help=False)
     common.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
-    )  # no default: what stands before the command holds
+    )  # no default, which would override a --json before the command
     texts = Parser(add_help=False)
     texts.add_argument(
         "--text", action="store_true", help="also print questions and generated text"
@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         view.end()
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
         if not isinstance(request, ask.AskStatus):
-            view.fail(f"{text}; look at it with `agentenv view {run}`")
+            view.fail(f"{text}; view it with `agentenv view {run}`")
             return EXIT_FAILED
         if arguments.json:
             found = {"type": "finished", "step": num_steps, "num_steps": num_steps}
@@ -137,8 +137,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def _finished(run: Path) -> int | None:
-    """The number of updates of a run that nobody trains and that has written its report; None for
-    one that was stopped, also in a later continuation, or that is held."""
+    """The number of updates of a finished run; None if a process holds the run, or if the run, or a
+    continuation of it, stopped before its end."""
     try:
         if (run / "lock").exists() and (run / "lock").read_bytes():
             return None
@@ -151,15 +151,14 @@ def _finished(run: Path) -> int | None:
 
 
 def _why(run: Path, error: UnreachableError) -> str:
-    """Why no process answers, as far as the folder says, and what to do. Raises ConfigError for a
-    folder that is no run's."""
+    """Why no process answers, as far as the folder shows, and a remedy. Raises ConfigError for a
+    folder that does not contain a run."""
     try:
         holder = decode((run / "lock").read_bytes() or b"null", Holder | None)
     except (OSError, ForeignError):
         holder = None
     then = (
-        f"look at it with `agentenv view {run}`, or repeat the command that started it with "
-        "--resume"
+        f"view it with `agentenv view {run}`, or repeat the command that started it with --resume"
     )
     if holder is None:
         is_evaluation = (run / "rows.jsonl").is_file()
@@ -179,11 +178,11 @@ def _why(run: Path, error: UnreachableError) -> str:
     return f"{who}: {error}"
 
 
-# For people.
+# Output on the terminal.
 
 
 def show(reply: Reply, view: View) -> None:
-    """The reply in the terminal."""
+    """Print the reply on the terminal."""
     match reply:
         case ask.Status():
             _show_status(reply, view)
@@ -199,7 +198,7 @@ def show(reply: Reply, view: View) -> None:
 
 
 def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
-    """Commands that may come next, each with its use."""
+    """Commands to suggest next, each with its use."""
     page = {f"agentenv view {run}": "its curves and trees"}
     match reply:
         case ask.Status():
@@ -223,8 +222,8 @@ def _seconds(seconds: float) -> str:
 def _show_status(one: ask.Status, view: View) -> None:
     paused = ", paused" if one.is_paused else ""
     view.say(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
-    of = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
-    view.say(f"phase {one.phase}{paused}, step {one.step}{of}")
+    total = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
+    view.say(f"phase {one.phase}{paused}, step {one.step}{total}")
     for title, text in (
         ("doing", one.doing),
         ("evaluation", one.evaluating),
@@ -255,15 +254,15 @@ def _show_waits(reply: ask.Waits, view: View) -> None:
         title = "waits of rollouts"
         note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
-        _say_advice(((one.what, one.advice) for one in reply.waits), view)
+        _show_advice(((one.what, one.advice) for one in reply.waits), view)
     else:
         view.say("no rollout of this process waits")
     for line in reply.lines:
         view.say(line)
 
 
-def _say_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
-    """The likely cause of each wait, once."""
+def _show_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
+    """Print the likely cause of each kind of wait, once."""
     for what, advice in dict(waits).items():
         if advice:
             view.say(f"{what}: {advice}")
@@ -291,7 +290,7 @@ def _show_why(reply: ask.Why, view: View) -> None:
     if rows:
         columns = ["branch", "wait", "since", "for", "worked", "turns", "tokens", "calls"]
         view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
-        _say_advice(((branch.what, branch.advice) for branch in reply.branches), view)
+        _show_advice(((branch.what, branch.advice) for branch in reply.branches), view)
     if reply.ends:
         view.say(f"ended: {_figures(reply.ends)}")
     if reply.failures:

@@ -1,9 +1,9 @@
 """Checks a machine, a configuration or the rewards of a run: `agentenv doctor`, see
 docs/doctor.md.
 
-    doctor.py                          the machine alone
-    agentenv doctor --config X [key=value]   and what a run of X would need
-    agentenv doctor audit RUN                the rewards of a run, graded again
+    agentenv doctor                          check the machine
+    agentenv doctor --config X [key=value]   also check the requirements of a run of X
+    agentenv doctor audit RUN                regrade the rewards of a run
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from rich.markup import escape
 
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 
 if TYPE_CHECKING:
     from agentenv.pipelines.setup.checks import CheckResult
@@ -30,7 +30,7 @@ audit: agentenv doctor audit RUN [--help]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments, 130 stopped."""
+    """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments, 130 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["audit"]:
         from agentenv.pipelines.diagnosis.audit import main as audit
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return audit(given[1:])
     arguments = make_parser().parse_intermixed_args(given)
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: run_until_done(_run(arguments, view), view), view, writing="the checks"
     )
 
@@ -90,17 +90,17 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def next_commands(arguments: argparse.Namespace, has_failed: bool) -> dict[str, str]:
-    """What to type after the checks."""
+    """Commands to suggest after the checks, each with its use."""
     if arguments.config is None:
-        again = {"agentenv doctor": "again, once that is mended"}
+        again = {"agentenv doctor": "check again after the fix"}
         return (again if has_failed else {}) | {
-            "agentenv doctor --config CONFIG": "what a run would need",
-            "agentenv new NAME": "an environment of your own, which trains as it is",
+            "agentenv doctor --config CONFIG": "check the requirements of a run",
+            "agentenv new NAME": "create your own environment, ready to train",
         }
     given = shlex.join([str(arguments.config), *arguments.overrides])
     if has_failed:
-        return {f"agentenv doctor --config {given}": "again, once that is mended"}
-    return {f"agentenv train {given}": "starts the run"}
+        return {f"agentenv doctor --config {given}": "check again after the fix"}
+    return {f"agentenv train {given}": "start the run"}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Preference training: `agentenv dpo CONFIG [key.sub=value ...] [--resume [WHICH]]`.
 
-Reads pairs of a chosen and a rejected answer and trains the policy's own tokens in them by direct
-preference optimization (learners/dpo.py). With --self-critic N, CONFIG is that of a training run
-(agentenv train) with a table [self_critic]: N rounds in which the policy makes the pairs
-itself. See docs/sft.md.
+Reads pairs of a chosen and a rejected answer and trains on the policy's own tokens in them by
+direct preference optimization (learners/dpo.py). With --self-critic N, CONFIG is a configuration of
+`agentenv train` with a table [self_critic], and the policy generates the pairs itself, in N rounds.
+See docs/sft.md.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from agentenv.pipelines.supervised.run import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv dpo", "Train a policy on preferences.", DPORunConfig)
     parser.add_argument(
         "--self-critic",
@@ -63,7 +63,7 @@ def _rounds(text: str) -> int:
 
 
 class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The configuration of a training run that says what a round of the self-critic is."""
+    """A training configuration that has the table [self_critic]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +75,7 @@ class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 def self_critic(num_rounds: int) -> Work:
-    """The run of --self-critic."""
+    """The work of --self-critic."""
 
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
@@ -89,7 +89,7 @@ def self_critic(num_rounds: int) -> Work:
 
 @dataclass(frozen=True)
 class Preference:
-    """Pairs with the reference's log-probs; a row is a pair."""
+    """Preference training. A row is a pair with the log-probs of the reference policy."""
 
     learner: DeepSpeedLearner
     pairs: Sequence[EncodedTree]
@@ -104,8 +104,8 @@ class Preference:
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Preference:
-        """The pairs of the configuration, scored by the reference policy. That is the policy which
-        the run began with: the learner has its weights until a checkpoint is loaded over them."""
+        """The pairs of the configuration, scored by the reference policy. The reference is the
+        initial policy of the run: the learner has these weights until it loads a checkpoint."""
         loaded, learner = await assembly.rows(), await assembly.learner()
         loop = assembly.config.loop
         assert isinstance(loop, DPOLoopConfig)
@@ -114,11 +114,11 @@ class Preference:
         return cls(learner, scored[:size], scored[size:], loop.beta)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
-        """One step on the mean over the pairs."""
+        """One optimizer step on the mean loss over the pairs."""
         return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
 
     async def measure(self) -> Metrics:
-        """See `agentenv.learners.dpo.preference_metrics`."""
+        """Metrics of the held-out pairs, see `agentenv.learners.dpo.preference_metrics`."""
         if not self.held_out:
             return {}
         found = await preference_figures(self.learner, self.held_out, self.beta)

@@ -37,7 +37,7 @@ from agentenv.pipelines.evaluation.subject import (
     is_url,
 )
 from agentenv.pipelines.run.checkpoints import BEST
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.serving import gpus_for_others
 
 EPILOG = (
@@ -46,14 +46,14 @@ EPILOG = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
     arguments = _parse(argv)
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: _run(arguments, view),
         view,
         writing="writing the evaluation",
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    """Evaluate what the arguments name; the exit code."""
+    """Evaluate the subject of the arguments; returns the exit code."""
     names = [name for name in arguments.set.split(",") if name]
     _find_on_hub(arguments, view)
     subject = find_subject(
@@ -101,16 +101,16 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def next_commands(out: Path) -> dict[str, str]:
-    """What to type after an evaluation."""
+    """Commands to suggest after an evaluation, each with its use."""
     path = shlex.quote(str(out))
     return {
         f"agentenv view {path}": "every trajectory, in the browser",
-        f"agentenv evaluate compare {path} OTHER": "with another one, in pairs",
+        f"agentenv evaluate compare {path} OTHER": "a paired comparison with another evaluation",
     }
 
 
 def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
-    """A model that is named by its id on the hub; of a dry run only from the cache."""
+    """Fetch a subject that is the id of a model on the hub; a dry run only searches the cache."""
     if is_url(arguments.subject):
         return
     if arguments.dry_run:
@@ -173,7 +173,7 @@ def _report(argv: Sequence[str]) -> int:
         write_report(folder, view, ks=ks, compat=compat)
         view.suggest(next_commands(folder))
 
-    return to_its_end(work, view, writing="writing the report")
+    return exit_code_of(work, view, writing="writing the report")
 
 
 def _compare(argv: Sequence[str]) -> int:
@@ -193,7 +193,7 @@ def _compare(argv: Sequence[str]) -> int:
         both = shlex.join([str(given.first), str(given.second)])
         view.suggest({f"agentenv view {both}": "question by question, in the browser"})
 
-    return to_its_end(work, view, writing="writing the comparison")
+    return exit_code_of(work, view, writing="writing the comparison")
 
 
 def _regrade(argv: Sequence[str]) -> int:
@@ -214,7 +214,7 @@ def _regrade(argv: Sequence[str]) -> int:
         asyncio.run(regrade(given.folder, given.overrides, view))
         view.suggest(next_commands(given.folder))
 
-    return to_its_end(work, view, writing="writing the grades")
+    return exit_code_of(work, view, writing="writing the grades")
 
 
 STORED = {"report": _report, "compare": _compare, "regrade": _regrade}

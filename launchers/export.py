@@ -1,7 +1,7 @@
 """Writes a Hugging Face directory: `agentenv export CHECKPOINT OUT`.
 
-CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
-SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
+CHECKPOINT is a checkpoint of a run, or a run, for its last checkpoint. OUT contains weights,
+config, tokenizer, chat template and generation_config, for transformers, vLLM and SGLang.
 
 `agentenv export transcripts SOURCE OUT --format inspect|atif` exports trajectories instead: the
 trees of a run or the rows of an evaluation, for other viewers.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from agentenv.learners.export import export  # slow to load: mistakes are reported before
+        from agentenv.learners.export import export  # slow to load: after the checks of the input
 
         view.wait_for(f"reading {checkpoint}", "writing")
         export(
@@ -42,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
         )
         view.end()
-        view.say(f"{checkpoint} written to {arguments.out} as {arguments.dtype}")
+        view.say(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
         path = shlex.quote(str(arguments.out))
         view.suggest(
             {
-                f"vllm serve {path}": "an endpoint of it",
-                f"agentenv evaluate {path} --env ID data=FILE": "asks it questions",
+                f"vllm serve {path}": "serve the model",
+                f"agentenv evaluate {path} --env ID data=FILE": "evaluate it",
             }
         )
 
-    return to_its_end(work, view, writing=str(arguments.out))
+    return exit_code_of(work, view, writing=str(arguments.out))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -103,7 +103,7 @@ def _transcripts(argv: Sequence[str]) -> int:
             path = shlex.quote(str(arguments.out))
             view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
-    return to_its_end(work, view, writing=str(arguments.out))
+    return exit_code_of(work, view, writing=str(arguments.out))
 
 
 if __name__ == "__main__":

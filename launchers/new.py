@@ -1,7 +1,7 @@
 """Creates a project with a custom environment: `agentenv new NAME [--folder DIR]`.
 
-The folder NAME has tools, grader, questions, demonstrations, a configuration and a test. It trains
-as it is, on a laptop within minutes, and is changed from there.
+The folder NAME contains tools, grader, questions, demonstrations, a configuration and a test. It
+trains without changes, on a laptop within minutes; users then adapt it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from agentenv.disk import replace_folder
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
-SUFFIX = ".txt"  # of the templates, so that nothing takes them for code
+SUFFIX = ".txt"  # of the templates, so that tools do not treat them as code
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=where)
     arguments = parser.parse_args(argv)
     view = View()
-    return to_its_end(lambda: _make(arguments.name, arguments.folder, view), view, writing="NAME")
+    return exit_code_of(lambda: _make(arguments.name, arguments.folder, view), view, writing="NAME")
 
 
 def _make(name: str, parent: Path, view: View) -> int:
@@ -49,7 +49,7 @@ def _make(name: str, parent: Path, view: View) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for a name that no package can have, or that another one has."""
+    """Raises ConfigError unless the name is valid and free for a Python package."""
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         near = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")
         hint = f"; did you mean {near}?" if NAME.fullmatch(near) and near != name else ""
@@ -65,7 +65,7 @@ def check_name(name: str) -> None:
 
 
 def make_folder(name: str, parent: Path) -> Path:
-    """The folder, whole or not at all. Raises ConfigError."""
+    """Create the project folder atomically. Raises ConfigError."""
     folder = parent / name
     if folder.exists():
         raise ConfigError(f"{folder} already exists; choose another NAME, or remove it")
@@ -83,7 +83,7 @@ def make_folder(name: str, parent: Path) -> Path:
 
 
 def next_commands(name: str, parent: Path) -> dict[str, str]:
-    """The next commands, from the parent folder of the environment."""
+    """Commands to suggest next, each with its use; they run in the parent folder of NAME."""
     is_here = parent.resolve() == Path.cwd()
     train = f"agentenv train {name}/train.toml"
     before = {} if is_here else {f"cd {shlex.quote(str(parent))}": "its folder"}
@@ -91,7 +91,7 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
         before["pip install pytest"] = "for the test"
     return before | {
         f"python -m pytest {name}": "test of the environment",
-        f"{train} --dry-run": "checks everything",
+        f"{train} --dry-run": "check everything",
         train: "cold start, then ARPO: minutes",
     }
 

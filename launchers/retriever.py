@@ -3,12 +3,12 @@
     agentenv retriever CONFIG [key.sub=value ...]
     agentenv retriever port=8001 backend.corpus=wiki.jsonl
 
-POST /retrieve in both dialects: {"queries": [text, ...], "topk": 5, "return_scores": true} and
-{"query": text, ...}. The answer is {"result": [[{"document": {"id", "title", "contents"},
-"score"}, ...], ...]}, a list for each query. As Tool-Star's server has them, POST /search of
-{"query": text, "top_n": 10, "return_score": false} gives [{"id", "contents"}, ...], and POST
-/batch_search of {"query": [text, ...], ...} a list of these; with scores, [documents, scores].
-GET /health says {"status": "ok"}.
+POST /retrieve accepts {"queries": [text, ...], "topk": 5, "return_scores": true} and
+{"query": text, ...}. The response is {"result": [[{"document": {"id", "title", "contents"},
+"score"}, ...], ...]}, a list for each query. The routes of Tool-Star's server: POST /search
+accepts {"query": text, "top_n": 10, "return_score": false} and returns [{"id", "contents"}, ...];
+POST /batch_search accepts {"query": [text, ...], ...} and returns a list of these; with scores,
+both return [documents, scores]. GET /health returns {"status": "ok"}.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
 from agentenv.errors import ForeignError, InfraError, ToolError
-from agentenv.launchers.command import stopped
+from agentenv.launchers.command import stop_event
 from agentenv.pipelines.config.help import key_table
 from agentenv.pipelines.run.arguments import check_arguments
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.untrusted import decode
 
 MAX_BODY_BYTES = 4_000_000
@@ -42,7 +42,7 @@ MAX_QUERY_CHARS = 10_000
 
 
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The retriever."""
+    """The keys of `agentenv retriever`."""
 
     backend: Annotated[AnyBackend, Meta(description="corpus and index")] = BM25Config()
     host: Annotated[str, Meta(description="address to listen on; 0.0.0.0: every address")] = (
@@ -62,8 +62,8 @@ class _Request(Struct):
     return_scores: bool = False
 
 
-class _Asked(Struct):
-    """/search and /batch_search: FlashRAG's requests, with its default of ten."""
+class _SearchRequest(Struct):
+    """A request to /search or /batch_search: FlashRAG's format, with its default of ten."""
 
     query: str | list[str]
     top_n: Annotated[int, Meta(ge=1, le=100)] = 10
@@ -71,7 +71,7 @@ class _Asked(Struct):
 
 
 class Retriever:
-    """The service: one backend behind /retrieve, /search and /batch_search."""
+    """The HTTP service: /retrieve, /search and /batch_search over one backend."""
 
     def __init__(self, config: RetrieverConfig, backend: Backend) -> None:
         self.config = config
@@ -87,37 +87,37 @@ class Retriever:
         return app
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answers once the index is there."""
+        """Responds once the index is loaded."""
         return web.json_response({"status": "ok"})
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        """Both dialects; a wrong request is answered with 400 and what was expected."""
+        """/retrieve in both formats; status 400 for a bad request, with the expected format."""
         expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
 
         async def answer() -> Any:
-            asked = decode(await request.read(), _Request)
-            found = await self._found(self._queries(asked), asked.topk or self.config.topk)
-            return {"result": [[_row(hit, asked.return_scores) for hit in hits] for hits in found]}
+            body = decode(await request.read(), _Request)
+            found = await self._search(self._queries(body), body.topk or self.config.topk)
+            return {"result": [[_row(hit, body.return_scores) for hit in hits] for hits in found]}
 
         return await _response(answer(), expected)
 
     async def search(self, request: web.Request) -> web.Response:
-        """Tool-Star's dialects: /search has one query, /batch_search a list of them."""
+        """Tool-Star's routes: /search takes one query, /batch_search a list."""
         many = request.path == "/batch_search"
         query = "[text, ...]" if many else "text"
 
         async def answer() -> Any:
-            asked = decode(await request.read(), _Asked)
-            found = await self._found(self._texts(asked.query, many), asked.top_n)
+            body = decode(await request.read(), _SearchRequest)
+            found = await self._search(self._texts(body.query, many), body.top_n)
             documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
             scores: list[Any] = [[hit.score for hit in hits] for hits in found]
             if not many:
                 documents, scores = documents[0], scores[0]
-            return [documents, scores] if asked.return_score else documents
+            return [documents, scores] if body.return_score else documents
 
         return await _response(answer(), f'expected {{"query": {query}}}, with "top_n" up to 100')
 
-    async def _found(self, queries: list[str], num_results: int) -> list[list[Hit]]:
+    async def _search(self, queries: list[str], num_results: int) -> list[list[Hit]]:
         return await asyncio.gather(
             *(self.backend.search(Query(query, num_results)) for query in queries)
         )
@@ -130,10 +130,10 @@ class Retriever:
             raise ValueError("query is empty")
         return self._cut(queries)
 
-    def _queries(self, asked: _Request) -> list[str]:
-        if (asked.query is None) == (asked.queries is None):
-            raise ValueError("one of query and queries is required")
-        return self._cut([asked.query] if asked.query is not None else asked.queries or [])
+    def _queries(self, body: _Request) -> list[str]:
+        if (body.query is None) == (body.queries is None):
+            raise ValueError("exactly one of query and queries is required")
+        return self._cut([body.query] if body.query is not None else body.queries or [])
 
     def _cut(self, queries: list[str]) -> list[str]:
         if len(queries) > self.config.max_queries:
@@ -142,8 +142,8 @@ class Retriever:
 
 
 async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Response:
-    """The answer, or its error: 400 for a request or a search that is at fault itself, 503 for
-    machinery."""
+    """The response: 200 with the answer, 400 for a bad request or query, 503 for an
+    infrastructure failure."""
     status = 200
     try:
         content = await answer
@@ -165,7 +165,7 @@ def _row(hit: Hit, with_score: bool) -> dict[str, object]:
 
 
 async def serve(config: RetrieverConfig, view: View) -> None:
-    """Load the index, listen, say the address, and serve until a signal; raises ConfigError,
+    """Load the index, listen, print the address, and serve until a signal. Raises ConfigError and
     DataError."""
     cache = ResultCache()
     backend = build_backend(SearchConfig(backend=config.backend), cache)
@@ -174,11 +174,11 @@ async def serve(config: RetrieverConfig, view: View) -> None:
         view.wait_for("loading the index", "the address")
         await backend.start()
         await listener.listen(Retriever(config, backend).app(), config.host, config.port)
-        stop = stopped()
+        stop = stop_event()
         view.end()
         url = f"http://{config.host}:{listener.port}"
         view.say(f"serving on {url} (POST /retrieve, /search, /batch_search)")
-        view.say("Ctrl-C ends it; in another terminal:")
+        view.say("Ctrl-C stops the server; in another terminal:")
         view.say(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
         view.say("or in the configuration of a run:")
         view.say(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
@@ -195,7 +195,7 @@ async def serve(config: RetrieverConfig, view: View) -> None:
 
 
 def read_config(arguments: list[str]) -> RetrieverConfig:
-    """From a TOML file and overrides, or from overrides alone."""
+    """The configuration: of a TOML file and overrides, or of overrides alone."""
     if arguments and "=" not in arguments[0]:
         return load_config(RetrieverConfig, Path(arguments[0]), arguments[1:])
     raw: dict[str, object] = {}
@@ -207,8 +207,8 @@ def read_config(arguments: list[str]) -> RetrieverConfig:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted before
-    it served."""
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
+    the start-up."""
     if {"-h", "--help"} & set(arguments):
         usage = "usage: agentenv retriever [CONFIG] [key.sub=value ...]"
         sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
         check_arguments(arguments)
         run_until_done(serve(read_config(arguments), view), view)
 
-    return to_its_end(work, view, writing="the index")
+    return exit_code_of(work, view, writing="the index")
 
 
 if __name__ == "__main__":

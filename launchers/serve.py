@@ -1,6 +1,8 @@
-"""Serves models: `agentenv serve SUBJECT [key.sub=value ...]` the policy, a run, a checkpoint or a
-model directory, over OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml`
-auxiliary models such as a judge or a summarizer, shared by runs and evaluations; until Ctrl-C.
+"""Serves models until Ctrl-C (docs/serve.md).
+
+`agentenv serve SUBJECT [key.sub=value ...]` serves a policy (of a run, a checkpoint or a model
+directory) over OpenAI's and Anthropic's APIs. `agentenv serve CONFIG.toml` serves auxiliary models,
+such as a judge or a summarizer, that several runs and evaluations share.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentenv.config import Say, Tree, build_config
 from agentenv.errors import ConfigError, require_train
-from agentenv.launchers.command import make_parser, parse, run_command, stopped
+from agentenv.launchers.command import make_parser, parse, run_command, stop_event
 from agentenv.model_files import fetch_from_hub
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import ServeConfig
@@ -27,7 +29,7 @@ from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configured, find_subject
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.serving import gpus_for_others
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers
 from agentenv.pipelines.setup.assembly import Assembly
@@ -54,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(parse(parser, argv), ServeConfig, serve)
     arguments = _parse(argv)
     view = View()
-    return to_its_end(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
-    """Start all, say their addresses, and wait for a signal."""
-    stop = stopped()
+    """Start all servers, print their addresses, and wait for a signal."""
+    stop = stop_event()
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
@@ -92,7 +94,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    """Serve what the arguments name; the exit code."""
+    """Serve the subject of the arguments; returns the exit code."""
     require_train("torch", "transformers")
     fetch_from_hub(arguments.subject, "model", view.say)
     subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
@@ -114,7 +116,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
-    stop = stopped()
+    stop = stop_event()
 
     def say(text: str) -> None:
         view.end()
@@ -130,7 +132,7 @@ _OF_RUN = ("prompt", "renderer", "sampling", "engine")
 async def serve_policy(
     config: PolicyConfig, subject: Subject, say: Say, stop: asyncio.Event
 ) -> None:
-    """Start the engine, listen, say how the model is reached, and go on until `stop`."""
+    """Start the engine, listen, print how to reach the model, and serve until `stop`."""
     from agentenv.endpoint.server import ApiServer, only
 
     key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
@@ -151,7 +153,7 @@ async def serve_policy(
         say(f"{name} is at {url}")
         say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
         say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
-        say("Ctrl-C ends it; in another terminal, with the variables above:")
+        say("Ctrl-C stops the server; in another terminal, with the variables above:")
         say(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
         await stop.wait()
 
@@ -166,7 +168,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         self.subject = subject
 
     def _logs(self) -> Path:
-        """A temporary folder: the subject may be a model directory, where nothing is written."""
+        """A temporary folder: the subject may be a model directory, which stays unchanged."""
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-serve-")))
 
     async def model(self) -> Path:

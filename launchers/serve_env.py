@@ -2,8 +2,8 @@
 `agentenv serve-env SUBJECT [key.sub=value ...]`.
 
 SUBJECT is a run, the configuration of one, or the id of an environment, with its questions in
-data.train. Splits of the server are "train" and the evaluation sets, by their names
-(docs/openenv.md); until Ctrl-C.
+data.train. The splits of the server are "train" and the evaluation sets, by name
+(docs/openenv.md). It serves until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentenv.config import (
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
-from agentenv.launchers.command import stopped
+from agentenv.launchers.command import stop_event
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.rl import (
     DataConfig,
@@ -41,7 +41,7 @@ from agentenv.pipelines.config.rl import (
 )
 from agentenv.pipelines.evaluation.subject import saved_config
 from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import load_set, load_training
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.renderer import PromptConfig
@@ -84,8 +84,8 @@ _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grade
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted before
-    it served."""
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
+    the start-up."""
     parser = Parser(
         prog="agentenv serve-env",
         usage="agentenv serve-env SUBJECT [key.sub=value ...]",
@@ -97,16 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_key_help(parser, ServeEnvConfig)
     arguments = parser.parse_intermixed_args(argv)
     view = View()
-    return to_its_end(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    raw, folder = _found(arguments.subject)
+    raw, folder = _settings_of(arguments.subject)
     override_kinds(ServeEnvConfig, raw, arguments.overrides, view.say)
     if "data" not in raw:
         raise ConfigError(
             f"{arguments.subject}: neither a run nor a configuration with [data]; to serve an "
-            "environment by its id, name its questions with data.train=FILE"
+            "environment by its id, set its questions with data.train=FILE"
         )
     with blaming(arguments.subject, arguments.overrides):
         config = build_config(ServeEnvConfig, raw, arguments.subject)
@@ -114,8 +114,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     return 0
 
 
-def _found(subject: str) -> tuple[Tree, Path]:
-    """The configuration that the subject comes with, and what {run} stands for."""
+def _settings_of(subject: str) -> tuple[Tree, Path]:
+    """The settings of the subject, and the folder that {run} expands to."""
     path = Path(subject)
     if (path / CONFIG_FILE).is_file():
         raw, folder = saved_config(path), path
@@ -138,9 +138,9 @@ async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -
         server = await env_server(config, resolve, view.say)
         try:
             await server.start(config.host, config.port)
-            stop = stopped()
+            stop = stop_event()
             view.end()
-            _say_address(server.name, f"http://{config.host}:{server.port}", config, view.say)
+            _print_address(server.name, f"http://{config.host}:{server.port}", config, view.say)
             await stop.wait()
             view.say("stopping")
         finally:
@@ -149,11 +149,11 @@ async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -
         await close_shared()
 
 
-def _say_address(name: str, url: str, config: ServeEnvConfig, say: Say) -> None:
-    """How the server ends, and how it is asked and trained on."""
+def _print_address(name: str, url: str, config: ServeEnvConfig, say: Say) -> None:
+    """Print how to stop the server, query it, and train on it."""
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if config.api_key_env else ""
     say(f"{name} is at {url}")
-    say("Ctrl-C ends it; in another terminal:")
+    say("Ctrl-C stops the server; in another terminal:")
     say(f"  curl {url}/metadata{key}")
     say("or in the configuration of a run (docs/openenv.md):")
     say('  env.id = "agentenv/OpenEnv-v0"')

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: `agentenv sft CONFIG [key.sub=value ...] [--resume [WHICH]]`.
 
-Reads dialogues (ShareGPT, messages, Alpaca, LLaMA-Factory's dataset_info.json), trains what the
-policy wrote in them with the learner and the renderer of reinforcement learning, and writes a run
-directory whose checkpoints `agentenv train` starts from (model.path). See docs/sft.md.
+Reads dialogues (ShareGPT, messages, Alpaca, LLaMA-Factory's dataset_info.json) and trains on the
+policy's own messages in them, with the learner and the renderer of reinforcement learning. Writes a
+run directory, from whose checkpoints `agentenv train` can start (model.path). See docs/sft.md.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from agentenv.pipelines.supervised.run import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
     work = partial(train_supervised, Imitation.of)
     return run_command(parse(parser, argv), SFTRunConfig, work, "the first step", next_commands)
 
 
 def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
-    """What to type after a run."""
+    """Commands to suggest after a run, each with its use."""
     path = shlex.quote(str(run))
     return {
-        f"agentenv train CONFIG model.path={path}": "reinforcement learning starts from it",
-        f"agentenv evaluate {path} --env ID data=FILE": "asks it questions",
+        f"agentenv train CONFIG model.path={path}": "reinforcement learning from this model",
+        f"agentenv evaluate {path} --env ID data=FILE": "evaluate it",
         f"agentenv export {path} DIR": "for transformers and vLLM",
     }
 
 
 @dataclass(frozen=True)
 class Imitation:
-    """Sequences to imitate; a row holds one of them, or several with packing."""
+    """Supervised fine-tuning. A row holds one sequence, or several with packing."""
 
     learner: DeepSpeedLearner
     examples: Sequence[Example]
@@ -70,7 +70,7 @@ class Imitation:
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Imitation:
-        """The rows to imitate by the configuration."""
+        """The training and held-out rows of the configuration."""
         config, loaded = assembly.config, await assembly.rows()
         rows = [[place] for place in range(len(loaded.train))]
         if isinstance(config.loop, SFTLoopConfig) and config.loop.packing:
@@ -79,13 +79,13 @@ class Imitation:
         return cls(await assembly.learner(), loaded.train, rows, loaded.eval)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
-        """One step on the mean over all tokens of the policy in the rows."""
+        """One optimizer step on the mean loss over all policy tokens of the rows."""
         chosen = [self.examples[place] for row in rows for place in self.rows[row]]
         return await self.learner.imitate([example.encoded() for example in chosen], lr_scale)
 
     async def measure(self) -> Metrics:
-        """Mean negative log-likelihood of a token, nats; share of tokens that are the likeliest;
-        share of sequences of which all are."""
+        """On the held-out rows: mean negative log-likelihood per token (nats), share of tokens that
+        are the most likely, and share of sequences whose tokens all are."""
         if not self.held_out:
             return {}
         count, exact = 0, 0

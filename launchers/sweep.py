@@ -15,7 +15,7 @@ from pathlib import Path
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.run.tables import Table, as_rich
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import (
     START,
     Made,
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
     options = _parse(argv)
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: _run(options, view),
         view,
         writing="writing the sweep",
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
 
 
 def _plan(runs: Sequence[SweepRun], made: Made) -> Table:
-    """Arm by arm, with the overrides that only this arm has."""
+    """A row per arm: its seeds, and the overrides that only this arm has."""
     rows = []
     for arm in dict.fromkeys(run.arm for run in runs):
         own = made.start if arm == START else made.arms[arm]

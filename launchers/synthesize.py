@@ -1,9 +1,9 @@
 """Synthesizes data: `agentenv synthesize SUBJECT [key=value ...]`, see
 docs/synthesis.md.
 
-Questions are asked without tools, with tools, and with hints put into answers without tools. What
-is right and clean becomes dialogues for `agentenv sft`; what stays unanswered becomes
-questions for `agentenv train`.
+The policy answers each question without tools, with tools, and with hints inserted into answers
+without tools. Correct trajectories that pass the filters become dialogues for `agentenv sft`;
+unsolved questions become data for `agentenv train`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentenv.pipelines.evaluation.subject import (
     find_subject,
 )
 from agentenv.pipelines.run.rundir import LOG_FILE
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.environments import try_env
@@ -65,11 +65,11 @@ FOLDER = "synthesis"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted."""
     arguments = _parse(argv)
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: _run(arguments, view),
         view,
         writing="writing the data",
@@ -93,17 +93,17 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     path = shlex.quote(str(out))
     view.suggest(
         {
-            f"agentenv sft CONFIG data.train={path}/sft.jsonl": "imitates the dialogues",
-            f"agentenv train CONFIG data.train={path}/rl.jsonl": "trains on the hard questions",
+            f"agentenv sft CONFIG data.train={path}/sft.jsonl": "imitate the dialogues",
+            f"agentenv train CONFIG data.train={path}/rl.jsonl": "train on the hard questions",
         }
     )
     return 0
 
 
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
-    """Uses the subject's settings, but not its sets."""
-    own = {key: value for key, value in subject.raw.items() if key != "sets"}
-    subject = subject._replace(raw=own)
+    """The plan of the arguments; it uses the subject's settings, but not its sets."""
+    settings = {key: value for key, value in subject.raw.items() if key != "sets"}
+    subject = subject._replace(raw=settings)
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)
     if not arguments.n:
         return plan
@@ -127,7 +127,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:
-    """Ask what `out` does not hold yet and write the data; how many trajectories failed."""
+    """Sample the trajectories that `out` lacks and write the data; returns the number of failed
+    trajectories."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.say)
         await refuse(assembly, "model")
@@ -174,13 +175,13 @@ async def _write(
 
 
 async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
-    """The messages that the policy meets with tools: it shall learn there when it needs none."""
+    """The prompt with tools, also for answers without: the policy learns when to skip tools."""
     messages, _ = await try_env(questions.make_env, one.question.task)
     return messages
 
 
 def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) -> None:
-    """Refuse hints where no text can be gone on with."""
+    """Reject hints for an endpoint that cannot continue a text."""
     if plan.config.hints is None or not isinstance(engine, ChatEngine):
         return
     chosen = engine.config.continuation

@@ -1,5 +1,5 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with `--view`
-shown in the browser.
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`; `--view` shows
+the run in the browser.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted."""
     parser = make_parser(
         "agentenv train",
         "Train a policy with asynchronous agentic reinforcement learning.",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
-    """What to type after a run."""
+    """Commands to suggest after a run, each with its use."""
     return {
         f"agentenv view {shlex.quote(str(run))}": "curves, trajectories, forks, in the browser",
         f"agentenv evaluate {shlex.quote(str(run))}": "the last checkpoint, in more detail",
@@ -51,9 +51,9 @@ def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
 def reinforce(
     config: TrainConfig, run: RunDirectory, view: View, resume: str
 ) -> Coroutine[Any, Any, None]:
-    """The run of the configuration."""
+    """Train as configured. The returned coroutine is the whole run."""
     from agentenv.pipelines.rl.control import controlled  # slow to load
-    from agentenv.pipelines.rl.training import Training  # mistakes are reported before
+    from agentenv.pipelines.rl.training import Training  # after the errors of the configuration
 
     logging.getLogger().setLevel(config.log.level.upper())
     if resume:
@@ -62,7 +62,7 @@ def reinforce(
 
 
 def warn_of_values_set(path: Path, view: View) -> None:
-    """Keys that an earlier version changed in flight have the values of the configuration again."""
+    """Warn that values set at run time, by an earlier version, no longer apply."""
     if path.exists() and b'"command":"set"' in path.read_bytes():
         view.warn(
             f"{path} contains values that were set at run time; they are ignored; set them as "

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.max_mb <= 0:
         parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
 
-    from agentenv.pipelines.run.terminal import View, to_its_end  # after --help
+    from agentenv.pipelines.run.terminal import View, exit_code_of  # after --help
 
     view = View()
 
@@ -87,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run_until_done(serve(server, say, opens=arguments.open), view)
         except KeyboardInterrupt:
-            return 0  # that is how it ends
+            return 0  # the usual end
         return 0
 
-    return to_its_end(work, view, writing=str(arguments.export or arguments.run))
+    return exit_code_of(work, view, writing=str(arguments.export or arguments.run))
 
 
 if __name__ == "__main__":

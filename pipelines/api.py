@@ -1,4 +1,4 @@
-"""Training and evaluation from Python: in a script, a notebook, or beside an event loop that runs.
+"""Training and evaluation from Python: in a script, a notebook, or next to a running event loop.
 
     from agentenv.pipelines import evaluate, train
 
@@ -6,12 +6,11 @@
     print(result.success, result.checkpoint)
     print(evaluate(result, data=other_rows).success)
 
-Each call does the work of its command, `agentenv train` or `agentenv evaluate`, in a thread with an
-event loop of its own, and returns at the end. It sets no signal handlers, ends no process, and
-leaves nothing behind in this one but what the arguments are. A mistake is the error that the
-command prints: ConfigError, DataError, another AgentEnvError, or OSError for files. Ctrl-C, or the
-stop button of a notebook, ends the work as it ends the command, with a checkpoint, and raises
-KeyboardInterrupt.
+Each call does the work of its command, `agentenv train` or `agentenv evaluate`, in a separate
+thread and event loop, and returns at the end. It sets no signal handlers, ends no process, and
+restores the state of this one. It raises the error that the command would print: ConfigError,
+DataError, another AgentEnvError, or OSError for files. Ctrl-C, or the stop button of a notebook,
+ends the work like the command, with a checkpoint, and raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 class Success(NamedTuple):
-    """A share of right answers with its 95 % interval, over the trajectories that did not fail;
-    the first three are None where all failed."""
+    """A share of correct answers with its 95 % interval, over the trajectories that did not fail;
+    `value`, `low` and `high` are None if all failed."""
 
     value: float | None
     low: float | None
@@ -96,7 +95,7 @@ class Success(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainingResult:
-    """A finished run. `summary` is its summary.json; `env` is the environment that was given."""
+    """A finished run. `summary`: its summary.json; `env`: the environment passed to `train`."""
 
     folder: Path
     summary: dict[str, Any]
@@ -104,11 +103,12 @@ class TrainingResult:
 
     @property
     def success(self) -> Success | None:
-        """On the evaluation set that the run reports, at its end; None without such a set."""
+        """Success on the reported evaluation set after training; None without such a set."""
         return self.success_at("after_rl")
 
     def success_at(self, phase: str) -> Success | None:
-        """The same `before_sft`, `after_sft` (both the same without a cold start) or `after_rl`."""
+        """Success at a phase: `before_sft`, `after_sft` (equal without a cold start) or
+        `after_rl`."""
         found = self.summary
         if not found["evaluation_set"] or found["num_trajectories"].get(phase) is None:
             return None
@@ -119,17 +119,17 @@ class TrainingResult:
 
     @property
     def checkpoint(self) -> Path:
-        """The last one, a Hugging Face directory."""
+        """The last checkpoint, a Hugging Face directory."""
         return find_checkpoint(self.folder)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl: one an update, one an evaluation."""
+        """The rows of metrics.jsonl: one per update, one per evaluation."""
         text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
     def load(self) -> tuple[Any, Any]:
-        """The trained model and its tokenizer, by transformers."""
+        """The trained model and its tokenizer, loaded by transformers."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         place = self.checkpoint
@@ -140,21 +140,21 @@ class TrainingResult:
         return f"{self.folder}" if found is None else f"{self.folder}: success {found}"
 
     def _repr_png_(self) -> bytes | None:
-        """A notebook shows the learning curve."""
+        """The learning curve, for notebooks."""
         path = self.folder / "curve.png"
         return path.read_bytes() if path.is_file() else None
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """An evaluation. `summary` has all figures, by group of questions too."""
+    """An evaluation. `summary`: all figures, also by group of questions."""
 
     folder: Path
     summary: Summary
 
     @property
     def success(self) -> Success:
-        """Over all questions."""
+        """Success over all questions."""
         overall = self.summary.overall
         found = overall.estimates.get("success")
         values = (None,) * 3 if found is None else (found.value, found.low, found.high)
@@ -162,7 +162,7 @@ class EvaluationResult:
 
     @cached_property
     def rows(self) -> list[EvalRow]:
-        """A row each trajectory, failed ones too: its texts, calls, reward, success."""
+        """A row per trajectory, including failed ones: texts, calls, reward, success."""
         return read_rows(self.folder)
 
     def __str__(self) -> str:
@@ -184,15 +184,18 @@ def train(
 ) -> TrainingResult:
     """Train a policy, as `agentenv train` does, and return at the end of the run.
 
-    `config` is a TOML file, its content, or the struct; `overrides` are those of a command line,
-    ["train.num_steps=20"] or {"train.num_steps": 20}. What is given besides takes the place of its
-    keys: `model` (and `tokenizer`) a model of transformers, which is copied, or a directory; `env`
-    an environment's class, any function from a Task to an Env, an id, or tools, which `grader`
-    grades (default: ExactMatch); `data` and `held_out` the questions, rows or files. What other
-    processes are to import (env.workers, cluster.workers) must be in a module.
+    `config`: a TOML file, its content, or the struct. `overrides`: those of a command line,
+    ["train.num_steps=20"] or {"train.num_steps": 20}. The other arguments override their keys:
 
-    `resume` continues from a checkpoint: "latest" (or True), "best", or its path. Raises as said at
-    the top of this file.
+    model, tokenizer   a model of transformers, which is copied, and its tokenizer; or a directory
+    env, grader        an environment's class, a function from a Task to an Env, or an id; or tools,
+                       with a grader (default: ExactMatch)
+    data, held_out     training and held-out questions: rows or files
+
+    Code that other processes import (env.workers, cluster.workers) must be in a module.
+
+    `resume` continues from a checkpoint: "latest" (or True), "best", or its path. See the top of
+    this file for errors.
     """
     from agentenv.pipelines.rl.control import controlled  # slow to load
     from agentenv.pipelines.rl.training import Training
@@ -229,7 +232,7 @@ def train(
             logging.getLogger().setLevel(built.log.level.upper())
             with gpus_for_others(built):
                 training = Training(built, run, view, resume=which, subscribers=[controlled])
-                _run_beside(training.run_all, view)
+                _run_in_thread(training.run_all, view)
             code = 0
         finally:
             run.monitors.finish(code)
@@ -257,12 +260,12 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate, as `agentenv evaluate` does, and return when all trajectories have ended.
 
-    `subject` is a TrainingResult, a run, a checkpoint, a model directory or an id on the hub, the
-    URL of an endpoint (of whose models `model` names one), or a model of transformers with its
-    `tokenizer`. `env`, `grader`, `data` and `overrides` are as in `train`; of a run, everything is
-    known. `sets` chooses among a run's evaluation sets, `checkpoint` among "last", "best" and
-    "start", `max_tasks` takes the first questions of each set. The same call with the same `out`
-    asks only what is missing. Raises as said at the top of this file.
+    `subject`: a TrainingResult, a run, a checkpoint, a model directory, an id on the hub, the URL
+    of an endpoint (with `model`, the name of its model), or a model of transformers with its
+    `tokenizer`. `env`, `grader`, `data` and `overrides`: see `train`; for a run, they default to
+    the run's. `sets` chooses evaluation sets of a run, `checkpoint` is "last", "best" or "start",
+    and `max_tasks` limits the questions per set. The same call with the same `out` samples only
+    missing trajectories. See the top of this file for errors.
     """
     if isinstance(subject, TrainingResult):
         env = subject.env if env is None else env
@@ -319,19 +322,19 @@ def evaluate(
             return summary
 
         with gpus_for_others(built):
-            summary = _run_beside(work, view)
+            summary = _run_in_thread(work, view)
     return EvaluationResult(folder, summary)
 
 
 class _Given(NamedTuple):
-    """The id of the environment that was given, and whether this process alone can make it."""
+    """The id of the given environment, and whether only this process can make it."""
 
     id: str = ""
     is_here_only: bool = False
 
 
 def _known_env(env: EnvInMemory | None, grader: Grader | None, stack: ExitStack) -> _Given:
-    """The environment by an id that is known until `stack` is closed. Raises ConfigError."""
+    """The environment under an id that is registered until `stack` closes. Raises ConfigError."""
     if grader is not None and (env is None or isinstance(env, str) or callable(env)):
         raise ConfigError(
             "grader: belongs to tools, as in env=[search, python]; a class has its own"
@@ -356,13 +359,13 @@ def _known_env(env: EnvInMemory | None, grader: Grader | None, stack: ExitStack)
 def _maker_of(tools: Sequence[Tool], grader: Grader | None) -> Callable[[Task], Env]:
     for one in tools:
         if not (hasattr(one, "schema") and hasattr(one, "call")):
-            raise ConfigError(f"env: {one!r} is no tool; put @tool before a function")
+            raise ConfigError(f"env: {one!r} is not a tool; put @tool before a function")
     graded = ExactMatch() if grader is None else grader
     return lambda task: ToolEnv(task, tools, graded)
 
 
 def _refuse_elsewhere(given: _Given, *workers: int) -> None:
-    """Raises ConfigError for an environment of this process alone that others are to make."""
+    """Raises ConfigError if workers would have to make an environment of only this process."""
     if given.is_here_only and any(workers):
         raise ConfigError(
             f"env: {given.id} is in the memory of this process, and env.workers or cluster.workers "
@@ -371,7 +374,7 @@ def _refuse_elsewhere(given: _Given, *workers: int) -> None:
 
 
 def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree, str, str]:
-    """A copy of the plain values, their name in messages, and a name for a run of theirs."""
+    """A copy of the configuration as plain data, its name in messages, and a name for its run."""
     if isinstance(config, str | Path):
         return read_toml(Path(config)), str(config), Path(config).stem
     given = config if isinstance(config, msgspec.Struct) else dict(config)
@@ -380,7 +383,7 @@ def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree
 
 
 def _texts(overrides: Overrides, path: str = "") -> Iterator[str]:
-    """Overrides as on a command line."""
+    """Overrides in the format of a command line."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: {overrides!r} is one text; expected a list of them")
     if not isinstance(overrides, Mapping):
@@ -398,7 +401,7 @@ def _texts(overrides: Overrides, path: str = "") -> Iterator[str]:
 def _replace_keys(
     raw: Tree, model: Any, env_id: str, data: Rows | None, held_out: Rows | None, view: View
 ) -> dict[str, list[Any]]:
-    """Put what was given in the place of its keys; the rows to be kept, by the name of the file."""
+    """Replace the keys of given arguments; returns the rows to store, by file name."""
     kept: dict[str, list[Any]] = {}
 
     def path_of(rows: Rows, name: str) -> Any:
@@ -425,7 +428,7 @@ def _replace_keys(
 
 
 def _files_or_rows(given: Rows, name: str) -> tuple[Any, bool]:
-    """A path, or a list of paths or of rows; and whether these are rows. Raises ConfigError."""
+    """A path, or a list of paths or of rows; and whether it is rows. Raises ConfigError."""
     if isinstance(given, str | os.PathLike):
         return str(given), False
     found = list(given)
@@ -441,7 +444,7 @@ def _is_model(given: Any) -> bool:
 
 
 def _keep(folder: Path, rows: Mapping[str, Sequence[Any]], model: Any, tokenizer: Any) -> None:
-    """Write rows and a model in memory, for the processes that read them. Raises ConfigError."""
+    """Write rows and an in-memory model to files, for other processes. Raises ConfigError."""
     for name, found in rows.items():
         write_rows(folder / name, found)
     if not _is_model(model):
@@ -454,17 +457,17 @@ def _keep(folder: Path, rows: Mapping[str, Sequence[Any]], model: Any, tokenizer
     tokenizer.save_pretrained(folder / "model")
 
 
-# One run at a time in a process: shared resources (agentenv/env.py) and the log are its own.
+# One run at a time per process: it owns the shared resources (agentenv/env.py) and the log.
 
 _one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
-    """The settings that a command makes in its process, taken back at the end; errors are those
-    that the command prints."""
+    """Inside, the process settings of a command apply, and errors become those that the command
+    would print."""
     if not _one_at_a_time.acquire(blocking=False):
-        raise ConfigError("another run of this process goes on; wait for its end, or start another")
+        raise ConfigError("another run is in progress in this process; wait, or use a new process")
     here, waits, files = os.getcwd(), "OMP_WAIT_POLICY", resource.getrlimit(resource.RLIMIT_NOFILE)
     adds_here, adds_waits = here not in sys.path, waits not in os.environ
     level = logging.getLogger().level
@@ -474,7 +477,7 @@ def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
             raise_file_limit()
             if adds_waits:  # spinning threads starve other processes
                 os.environ[waits] = "PASSIVE"
-            if adds_here:  # modules of the user are found as by the command
+            if adds_here:  # import the user's modules as the command does
                 sys.path.insert(0, here)
             yield view, stack
     except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
@@ -493,10 +496,10 @@ def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
         _one_at_a_time.release()
 
 
-def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
-    """What the work gives, which runs in a thread of its own: the caller's may have an event loop.
-    A first KeyboardInterrupt cancels the work, which may save before it ends; a second one leaves
-    it to itself."""
+def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
+    """Run the work in a separate thread, since the caller's may have an event loop; returns its
+    result. A first KeyboardInterrupt cancels the work, which may save before it ends; a second one
+    abandons it."""
     loop = asyncio.SelectorEventLoop()
     task: asyncio.Task[T] | None = None
 
@@ -510,8 +513,8 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
             leave_hanging(loop)
 
     def run() -> T:
-        dog = Watchdog(loop, view.warn_at_once)
-        with dog.look(), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        watchdog = Watchdog(loop, view.warn_at_once)
+        with watchdog.watch_thread(), asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(main())
 
     outcome = apart(run, "agentenv")

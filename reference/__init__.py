@@ -1,6 +1,6 @@
 """Behavior of the released code of ARPO, AEPO and Tool-Star where it differs from the papers, and
 Tool-Star's helpers at inference time.
 
-Nothing of the framework imports this package; pipelines load it for `compat = "reference"`
-and `[assist]`.
+The framework does not import this package; pipelines load it for `compat = "reference"` and
+`[assist]`.
 """

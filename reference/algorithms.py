@@ -1,21 +1,21 @@
 """GRPO, ARPO and AEPO of the released code, and their selection by a configuration.
 
-The only member of a group keeps its reward, the log-ratio is not bounded; AEPO's z is over the
-micro-batch, from current entropies, not clamped. Equal rewards leave rounding noise, which no
-credit has (`learners.credit.tree_credit`): such a group is without a signal. The released code's
-weighting of micro-batches, which depends on the packing, is not brought back.
+A group with a single member keeps its reward, and the log-ratio is not clamped. AEPO's z-score is
+over the micro-batch, from current entropies, and not clamped. Equal rewards leave rounding noise,
+which credits do not contain (`learners.credit.tree_credit`): such a group has no signal. The
+released code's weighting of micro-batches, which depends on the packing, is not reproduced.
 
-The rollouts of ARPO and AEPO differ from the papers too. Both decide on the segment before the tool
-result, against the first segment of the trajectory's own list entry, on sums of entropies:
+The rollouts of ARPO and AEPO also differ from the papers. Both compare the segment before the tool
+result with the first segment of the trajectory's own list entry, by sums of entropies:
 
-    H    = -sum over the first 20 tokens, and their 10 or 11 likeliest, of p ln p, / ln V
+    H    = -sum over the first 20 tokens, and their top 10 or 11 tokens, of p ln p, / ln V
     ARPO   fork iff clip(u - w dH, 0, 1) <= p
     AEPO   fork iff clip((u + w dH) max(0, 1 - 0.05 l), 0, 1) >= p,   l counted per prompt
 
-Functions here are exact. The plans are the same rules without that code's barrier over all prompts
-of a batch, and so without its effects: baselines kept from earlier batches under the same list
-index, and l reset by passes in which another prompt got a trajectory.
-`tests/support/reference_loop.py` adds the barrier and replays recorded runs. Loads no torch.
+The functions here are exact. The plans follow the same rules without that code's barrier over all
+prompts of a batch, and so without its side effects: baselines from earlier batches under the same
+list index, and a reset of l by passes in which another prompt got a trajectory.
+`tests/support/reference_loop.py` adds the barrier and replays recorded runs. Does not load torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 def group_advantages(
     rewards: Sequence[float] | Floats, *, norm_by_std: bool = True, epsilon: float = EPSILON
 ) -> Floats:
-    """(r - mean) / (std + epsilon) over one group, std unbiased; without norm_by_std r - mean.
+    """(r - mean) / (std + epsilon) over one group, with unbiased std; without norm_by_std, r -
+    mean.
 
-    A single reward keeps its value (divided by 1 + epsilon), equal ones leave rounding noise.
+    A single reward keeps its value (divided by 1 + epsilon); equal rewards leave rounding noise.
     """
     values = np.asarray(rewards, np.float64)
     if values.size == 1:
@@ -68,7 +69,7 @@ def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient
 
 
 class Released:
-    """The released advantages and ratio, in front of an algorithm of groups."""
+    """A mix-in with the released advantages and ratio, for an algorithm of groups."""
 
     __slots__ = ()
     is_released = True
@@ -90,7 +91,7 @@ class ReleasedGRPO(
 class ReleasedARPO(
     Released, ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"
 ):
-    """The same, with the released rollout."""
+    """ARPO with the released advantages, ratio and rollout."""
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ReleasedARPOPlan(self, vocab_size)
@@ -99,7 +100,8 @@ class ReleasedARPO(
 class ReleasedAEPO(
     Released, AEPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"
 ):
-    """The same, with its own defaults of the split and the penalty, and z of each micro-batch."""
+    """AEPO with the released advantages, ratio and rollout, its defaults for split and penalty, and
+    a z-score per micro-batch."""
 
     @property
     def needs_entropies(self) -> bool:
@@ -118,7 +120,7 @@ class ReleasedAEPO(
 
     @property
     def learns_from_equal_groups(self) -> bool:
-        """Also where their tokens are needed, with current entropies, in the micro-batches."""
+        """Also with the entropy advantage, whose statistics include the tokens of equal groups."""
         return super().learns_from_equal_groups or self.entropy_advantage > 0
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
@@ -139,8 +141,8 @@ RELEASED: dict[type[Algorithm], type[Algorithm]] = {
 
 
 def released(algorithm: Algorithm) -> Algorithm:
-    """The released form of an algorithm with compat = "reference", which has no importance weight;
-    any other as it is.
+    """The released form of an algorithm with compat = "reference", without importance weights; any
+    other algorithm unchanged.
 
     Raises ConfigError for a kind of algorithm without a released form, and for fork keys that the
     released rollout does not read.
@@ -165,7 +167,7 @@ def released(algorithm: Algorithm) -> Algorithm:
 
 # The released rollout.
 
-WINDOW = 20  # first tokens of a segment whose entropies count
+WINDOW = 20  # number of first tokens of a segment whose entropies count
 
 
 def segment_entropy(entropies: Sequence[float], vocab_size: int) -> float:
@@ -186,8 +188,8 @@ def aepo_score(draw: float, rise: float, weight: float, penalty: float, run: int
 def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[float]) -> int:
     """AEPO's split: floor(n sigmoid(beta (H_root - mean H))) + 1, within [1, n].
 
-    `steps` are the entropies of all segments of the probe, the first included; without any, the
-    root's own.
+    `steps`: entropies of all segments of the probe, including the first; if empty, the root's is
+    used.
     """
     share = sigmoid(beta * (root - (fmean(steps) if steps else root)))
     return max(1, min(group_size, math.floor(group_size * share) + 1))
@@ -195,8 +197,8 @@ def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[
 
 @dataclass(frozen=True)
 class ReleasedARPOPlan:
-    """The rollout of the released ARPO. Decisions need nothing that comes after the tool result:
-    they wait for one token."""
+    """The rollout of the released ARPO. Decisions depend only on segments before the tool result,
+    so they wait for only one token."""
 
     rules: ARPO
     vocab_size: int
@@ -216,7 +218,7 @@ class ReleasedARPOPlan:
         return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        """One refill at a time, when nothing of the prompt is growing any more."""
+        """One refill at a time, when no trajectory of the prompt is growing."""
         return min(1, self.group_size - tree.num_started) if tree.num_live == 0 else 0
 
     def entropy(self, turn: Node) -> float:
@@ -229,7 +231,7 @@ class ReleasedARPOPlan:
         return self.entropy(node) - self.entropy(own)
 
     def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
-        """Up to beam_size - 1 draws, as long as the prompt's budget lasts."""
+        """Number of forks: beam_size - 1 draws, within the remaining budget of the prompt."""
         count = 0
         for _ in range(self.rules.beam_size - 1):
             if count >= left:
@@ -238,14 +240,14 @@ class ReleasedARPOPlan:
         return count
 
     def forks(self, draw: float, rise: float, run: int) -> bool:
-        """The test on one uniform draw."""
+        """Whether one uniform draw leads to a fork."""
         return arpo_score(draw, rise, self.rules.entropy_weight) <= self.rules.base_probability
 
 
 @dataclass(frozen=True)
 class ReleasedAEPOPlan(ReleasedARPOPlan):
-    """The same of AEPO. The probe of the split is one of the m, where the released code throws the
-    probe away; the probe does not fork."""
+    """The rollout of the released AEPO. The probe of the split counts as one of the m trajectories,
+    while the released code discards it; the probe does not fork."""
 
     rules: AEPO
 
@@ -269,14 +271,14 @@ class ReleasedAEPOPlan(ReleasedARPOPlan):
         return super().on_leaf_end(tree, leaf)
 
     def forks(self, draw: float, rise: float, run: int) -> bool:
-        """The test on one uniform draw."""
+        """Whether one uniform draw leads to a fork."""
         rules = self.rules
         score = aepo_score(draw, rise, rules.entropy_weight, rules.penalty_per_fork, run)
         return score >= rules.base_probability
 
 
 def forks_in_a_row(tree: TrajectoryTree) -> int:
-    """Latest fork points of the whole tree, in order of its turns, that forked."""
+    """Number of most recent consecutive fork points of the tree that forked."""
     count = 0
     for node in reversed(tree.nodes):
         if node.num_forks == 0:

@@ -1,8 +1,8 @@
 """Tool-Star's code debugger, and its helper models at inference time.
 
-The code debugger stands around the tool that runs code. Where the code of a call fails, a model
-reads code and error (neither question nor answer) and writes the code anew; that runs in the same
-session, and the policy reads its result. If that fails too, it reads the error of its own code.
+The code debugger wraps the tool that runs code. If the code of a call fails, a model gets code and
+error (neither question nor answer) and rewrites the code, which runs in the same session; the
+policy reads its result. If that fails too, the policy reads the error of its own code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentenv.types import Info, ToolResult
 
 
 class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that helps, behind an OpenAI-compatible server, and how it is asked."""
+    """A helper model behind an OpenAI-compatible server, and the settings of its requests."""
 
     model: Annotated[
         str,
@@ -45,13 +45,13 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that corrects code that failed. `max_uses` bounds the calls it is asked about."""
+    """A model that corrects failed code. `max_uses` limits the calls that it corrects."""
 
     tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
 
 
 class HelperModel:
-    """A model that helps, asked through an OpenAI-compatible server; `name` is for messages."""
+    """A helper model behind an OpenAI-compatible server; `name`: for messages."""
 
     def __init__(self, name: str, config: HelperConfig) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class HelperModel:
         await self._model.endpoint.start()
 
     async def ask(self, system: str, user: str) -> Said:
-        """Raises InfraError when there is no reply within the deadline and the retries."""
+        """The model's reply. Raises InfraError without a reply within the deadline and retries."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 return await self._model.ask(system, user)
@@ -73,11 +73,11 @@ class HelperModel:
             raise InfraError(str(error)) from error
 
     def fenced(self, text: str) -> str:
-        """Text for the model to read, shortened, within marks that the text cannot hold."""
+        """The text, shortened, between marks that it cannot contain."""
         return fenced(shortened(text, self.config.max_input_chars))
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections; idempotent."""
         await self._model.endpoint.close()
 
 
@@ -93,9 +93,9 @@ Reply with one block of code between ``` lines, and no other block."""
 
 
 class _State(Struct):
-    """The state of one episode: that of the tool inside, and a token for each use of the debugger.
+    """The state of an episode: that of the wrapped tool, and an entry for each use of the debugger.
 
-    The forks of an episode share the uses: they are what a backtracer returns to.
+    The forks of an episode share the uses: the backtracer returns to a fork.
     """
 
     inner: Any
@@ -103,10 +103,11 @@ class _State(Struct):
 
 
 class DebuggedTool:
-    """`tool`, a call of which may take `own_s`, with the debugger around it.
+    """`tool` with the debugger around it. `own_s`: the time limit of a call of the tool, in
+    seconds.
 
-    The record of a call that it was asked about has info["debugger"]: the error of the policy's
-    code, the new code, whether that ran, what went wrong otherwise, and the model's tokens.
+    The record of a debugged call has info["debugger"]: the error of the policy's code, the new
+    code, whether that ran, the problem otherwise, and the number of the model's tokens.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class DebuggedTool:
         return _State(self.tool.start(seed))
 
     async def call(self, arguments: dict[str, Any], state: _State) -> ToolResult:
-        """Run the policy's code, and where it fails the debugger's."""
+        """Run the policy's code; if it fails, run the debugger's."""
         try:
             async with asyncio.timeout(self.own_s):
                 return await self.tool.call(arguments, state.inner)
@@ -152,7 +153,8 @@ class DebuggedTool:
     async def _repaired(
         self, arguments: dict[str, Any], key: str, inner: Any, record: Info
     ) -> ToolResult | None:
-        """The result of the new code; None if there is none that runs, and record["problem"]."""
+        """The result of the new code; None if no new code ran, with the reason in
+        record["problem"]."""
         code = arguments[key]
         fenced = self.model.fenced
         try:
@@ -180,7 +182,7 @@ class DebuggedTool:
 
 
 def corrected_code(text: str) -> str:
-    """The code of a reply that holds exactly one block; empty for every other reply."""
+    """The code of a reply with exactly one block; empty for any other reply."""
     lines = text.split("\n")
     fences = [place for place, line in enumerate(lines) if line.lstrip().startswith(FENCE)]
     if len(fences) != 2:
@@ -204,6 +206,6 @@ def debugged(env: ToolEnv, config: DebuggerConfig, model: HelperModel) -> None:
     limits = limits.filled(env.tool_timeout_s, env.num_retries)
     assert limits.timeout_s is not None
     env.tools[config.tool] = DebuggedTool(tool, config, model, limits.timeout_s)
-    # room for both runs and the model between them, each of which keeps to its own deadline
+    # enough for both runs and the model between them, each with its own deadline
     whole_s = 2 * limits.timeout_s + config.timeout_s + 1
     env.tool_limits[config.tool] = replace(limits, timeout_s=whole_s)

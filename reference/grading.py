@@ -1,8 +1,8 @@
 r"""Reward, equivalence and evaluation metrics of the released code of ARPO and Tool-Star.
 
-Token F1 for mathematics too, tags of tool results take part, a bonus for the mere text </search>
-and </python>. Source: reward rule, section 5 of the ARPO paper, and its released evaluation;
-reasons are spelled as there, since reports compare them.
+Mathematics is scored by token F1 too, tags in tool results count, and the mere text </search> and
+</python> earns a bonus. Source: the reward rule in section 5 of the ARPO paper, and its released
+evaluation. Reasons have the original spelling, since reports compare them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _INTEGERS = re.compile(r"(0|-?[1-9][0-9]{0,4000})/(0|-?[1-9][0-9]{0,4000})")
 
 
 class NoNormalFormError(ValueError):
-    """An expression that the released rules cannot bring to a normal form."""
+    """An expression that the released rules cannot normalize."""
 
 
 class ReleasedReward:
-    """The released rule as a grader: token F1 for every kind of question. The tool results, which
-    a grader never sees, are in the text as if each were empty."""
+    """The released rule as a grader: token F1 for every kind of question. Tool results, which a
+    grader does not get, appear as empty in the text."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """Grade the text of all turns in a row; the calls that were really made do not count."""
+        """Grade the concatenated text of all turns; actual calls do not count."""
         text = "".join(
             message.content + (" <result>\n\n</result>" if message.tool_calls else "")
             for message in written
@@ -49,7 +49,7 @@ class ReleasedReward:
 
 
 def check_reference_format(text: str) -> tuple[bool, str]:
-    """Whether the whole text, tool results included, has the format; and the reason."""
+    """(is_valid, reason): whether the whole text, including tool results, has the format."""
     num_open, num_close = text.count("<think>"), text.count("</think>")
     if num_open != num_close:
         return False, "<think> </think> not paired"
@@ -90,7 +90,8 @@ def reference_reward(text: str, golds: str | Sequence[str]) -> Output:
 
 
 def reference_f1(answer: str, gold: str) -> float:
-    """Token F1 without compatibility forms unified: lower case, no ASCII punctuation, articles."""
+    """Token F1 without Unicode normalization: lower case, without ASCII punctuation and
+    articles."""
     found, wanted = _plain(answer), _plain(gold)
     exclusive = {"yes", "no", "noanswer"}
     if found != wanted and (found in exclusive or wanted in exclusive):
@@ -99,7 +100,7 @@ def reference_f1(answer: str, gold: str) -> float:
 
 
 def reference_extract(text: str) -> str:
-    """The prediction that the released evaluation reads from a response."""
+    """The prediction that the released evaluation extracts from a response."""
     before = text[: max(text.rfind("</answer>"), 0)]
     start = before.rfind("<answer>")
     body = before[start + len("<answer>") :] if start >= 0 else ""
@@ -138,39 +139,40 @@ def reference_equal(one: str | None, other: str | None) -> bool:
         return one is other
     try:
         return reference_normal(one) == reference_normal(other)
-    except (IndexError, NoNormalFormError):  # compared as they stand
+    except (IndexError, NoNormalFormError):  # compare them unchanged
         return one == other
 
 
 class ReleasedEquality:
-    """The rule beside the judge of the released evaluation, as a matcher: an answer that is equal
-    to the gold is right without the judge. Several golds are a list there, which nothing equals."""
+    """The rule of the released evaluation, next to its judge, as a matcher: an answer that equals
+    the gold is correct without the judge. Several golds are a list there, which no answer
+    equals."""
 
     async def start(self) -> None:
         """Nothing to start."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Right or wrong, never in between."""
+        """The verdict, with score 0 or 1."""
         right = len(golds) == 1 and reference_equal(answer, golds[0])
         reason = f"{'right' if right else 'wrong'}: by the string rules of the released evaluation"
         return Verdict(right, float(right), reason, "reference")
 
 
 def reference_verdict(reply: str) -> bool:
-    """The released evaluation's reading of a judge's reply: "correct" somewhere in it, and none
-    of "incorrect", "wrong" and "not correct". Marks <judgment>, where there are any, hold the part
-    that counts."""
+    """The verdict that the released evaluation reads from a judge's reply: it contains "correct",
+    and none of "incorrect", "wrong" and "not correct". If there are <judgment> tags, only the text
+    between them counts."""
     begin, end = reply.find("<judgment>"), reply.find("</judgment>")
     if begin >= 0 and end >= 0:
         reply = reply[begin + len("<judgment>") : end]
-    said = reply.lower()
-    refused = any(word in said for word in ("incorrect", "wrong", "not correct"))
-    return "correct" in said and not refused
+    text = reply.lower()
+    is_rejected = any(word in text for word in ("incorrect", "wrong", "not correct"))
+    return "correct" in text and not is_rejected
 
 
 def reference_normal(text: str) -> str:
-    r"""The normal form of an expression. Raises IndexError when \frac or \sqrt has no argument,
-    NoNormalFormError when it has two units."""
+    r"""The normal form of an expression. Raises IndexError if \frac or \sqrt has no argument, and
+    NoNormalFormError for two units."""
     for old, new in (
         ("\n", ""), (r"\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"),
         (r"\left", ""), (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", ""),
@@ -240,7 +242,7 @@ def _depth_never_closes(found: str) -> bool:
 
 
 def _last_box(text: str) -> str:
-    r"""From the last \boxed, or else \fbox, to its closing brace, or to the end without one."""
+    r"""The text from the last \boxed, or else \fbox, to its closing brace, or to the end."""
     start = text.rfind(r"\boxed")
     if start < 0:
         start = text.rfind(r"\fbox")

@@ -1,15 +1,15 @@
 r"""Tool-Star's inference-time tools (arXiv 2505.16410, appendix), for evaluation only.
 
-    debugger     around a tool that runs code (debugger.py)
+    debugger     wraps a tool that runs code (debugger.py)
     backtracer   root - turn - turn (its call failed; info["abandoned"], no end: no answer)
-                          \ - turn, taken again with another seed, in a copy of the env from before
-    refiner      root - turn - turn                    the context that was too long
+                          \ - the turn, resampled with another seed in an earlier copy of the env
+    refiner      root - turn - turn                    the context that became too long
                  prompt with the summary - turn - ..   a node without parent that continues the last
 
-Nothing is cut out of a context: the tokens on the path to a leaf are those that the engine saw,
-and `TrajectoryTree.history` is the whole way there. The browser agent is `search.mode =
-"summaries"` (envs/search/service.py). `assist_actor` gives an actor these; it needs no other env,
-renderer or engine.
+Contexts are never shortened in place: the tokens on the path to a leaf are those that the engine
+got, and `TrajectoryTree.history` has the whole trajectory. The browser agent is `search.mode =
+"summaries"` (envs/search/service.py). `assist_actor` adds the helpers to an actor; env, renderer
+and engine stay the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentenv.types import Info, Message, SamplingParams, Task
 
 
 class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Takes a turn again whose call failed where the debugger could not help."""
+    """Resamples a turn whose call failed, if the debugger could not help."""
 
     max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
     tools: Annotated[
@@ -88,11 +88,8 @@ def add(counts: Counts, **more: float) -> None:
 
 
 def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add what the records of tool calls say about debugger and browser agent: how often each was
-    used, with what success, for how many tokens.
-
-    HELPER_uses, HELPER_ok and HELPER_tokens; the latter are of requests and replies.
-    """
+    """Add the counts of debugger and browser agent from records of tool calls: HELPER_uses,
+    HELPER_ok (successes) and HELPER_tokens (of requests and replies)."""
     for record in records:
         info = record.get("info") or {}
         for helper, success in (("debugger", "fixed"), ("browser", "found")):
@@ -119,7 +116,7 @@ class Assist:
                 await model.start()
 
     def fits(self, env: Env) -> bool:
-        """Whether the env has the tool that the debugger is for."""
+        """Whether the env has the debugger's tool."""
         config = self.config.debugger
         return config is not None and isinstance(env, ToolEnv) and config.tool in env.tools
 
@@ -147,7 +144,7 @@ You have worked on this already. What follows is a summary of that work; continu
 
 
 def fresh_prompt(messages: Sequence[Message], summary: str) -> list[Message]:
-    """The messages of the prompt, the last one of the user with the summary below it."""
+    """The messages of the prompt, with the summary appended to the last user message."""
     last = max((i for i, one in enumerate(messages) if one.role == "user"), default=None)
     if last is None:
         return [*messages, Message("user", _GOES_ON.format(question="", summary=summary).strip())]
@@ -159,7 +156,7 @@ logger = logging.getLogger(__name__)
 
 
 class Notes:
-    """What is known of one branch: `before` is a copy of the env from before its last step."""
+    """The helpers' state of a branch. `before`: a copy of the env from before its last step."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -167,7 +164,7 @@ class Notes:
         self.before: Env | None = None
         self.num_calls = 0  # of the last step
         self.records: list[Info] = []
-        self.again = False  # the turn is taken again
+        self.again = False  # the current turn is a retry
         self.summary = ""
 
     def uses(self, helper: str) -> int:
@@ -175,10 +172,10 @@ class Notes:
 
 
 class AssistHooks(RolloutHooks):
-    """Takes backtracer and refiner along in one rollout, of an evaluation.
+    """Runs backtracer and refiner in a rollout of an evaluation.
 
-    What a trajectory was sampled from is not what training would need, so other plans than
-    Independent are refused.
+    Only the plan Independent is supported: the contexts of a trajectory are unsuitable for
+    training.
     """
 
     def __init__(self, rollout: Rollout, assist: Assist) -> None:
@@ -217,7 +214,7 @@ class AssistHooks(RolloutHooks):
     async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         if await self._go_back(branch, observation_ids):
             return True
-        await self._forget(self._notes_of(branch))  # a copy may hold an interpreter
+        await self._forget(self._notes_of(branch))  # a copy may keep an interpreter running
         return await self._refine(branch, observation_ids)
 
     def sampling(self, branch: Branch) -> SamplingParams:
@@ -233,10 +230,10 @@ class AssistHooks(RolloutHooks):
                 branch.pending.info["assist"] = notes.counts
             await self._forget(notes)
 
-    # the backtracer
+    # Backtracer.
 
     async def _remember(self, branch: Branch, notes: Notes) -> None:
-        """Keep a copy of the env from before the step, if the env can be copied here."""
+        """Keep a copy of the env from before the step, if it can be copied now."""
         assert branch.env is not None
         try:
             notes.before = await self._actor.envs.fork(branch.env)
@@ -264,15 +261,15 @@ class AssistHooks(RolloutHooks):
             abandoned_calls=notes.num_calls,
             abandoned_tokens=len(node.action_ids),
         )
-        gone, branch.env, notes.before = branch.env, notes.before, None
+        old, branch.env, notes.before = branch.env, notes.before, None
         branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
         notes.again = True
-        await self._actor.envs.close(gone, self._tree.task.id)
+        await self._actor.envs.close(old, self._tree.task.id)
         return True
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
-        """Whether the call failed and no debugger will help: there is none, or it is used up.
-        A call beyond its limit did not fail: the policy has to read that none is left."""
+        """Whether the call failed and no debugger can help: there is none, or its uses are
+        exhausted. A call beyond its limit did not fail: the policy must read that none is left."""
         config = self.assist.config
         tools = config.backtracer.tools if config.backtracer is not None else ()
         if not _failed(record) or (tools and record["name"] not in tools):
@@ -281,7 +278,7 @@ class AssistHooks(RolloutHooks):
         left = config.debugger is not None and notes.uses("debugger") < config.debugger.max_uses
         return not (tried and left)
 
-    # the refiner
+    # Refiner.
 
     async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         notes, config = self._notes_of(branch), self.assist.config.refiner
@@ -313,8 +310,8 @@ class AssistHooks(RolloutHooks):
         return True
 
     async def _summary(self, branch: Branch, notes: Notes, observation_ids: Sequence[int]) -> str:
-        """A summary of the work in this context and of the summary that the context began with;
-        empty if the refiner gave none."""
+        """A summary of the work in this context, including the summary at its start; empty if the
+        refiner returned none."""
         assert self.assist.refiner is not None
         assert branch.pending is not None
         decode = self._actor.renderer.decode
@@ -323,14 +320,14 @@ class AssistHooks(RolloutHooks):
         work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
         add(notes.counts, refiner_uses=1)
         model, question = self.assist.refiner, self._tree.task.question
-        asked = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
+        request = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
         try:
-            said = await model.ask(_REFINER_SYSTEM, asked)
+            reply = await model.ask(_REFINER_SYSTEM, request)
         except InfraError as error:
             logger.warning("task %s: no refined chain: %s", self._tree.task.id, error)
             return ""
-        add(notes.counts, refiner_tokens=said.num_tokens)
-        return said.text if said.whole else ""
+        add(notes.counts, refiner_tokens=reply.num_tokens)
+        return reply.text if reply.whole else ""
 
 
 def _failed(record: Info) -> bool:
@@ -338,7 +335,7 @@ def _failed(record: Info) -> bool:
 
 
 def assist_actor(actor: Actor, assist: Assist) -> None:
-    """Have the helpers of `assist` take part in every rollout of the actor."""
+    """Use the helpers of `assist` in every rollout of the actor."""
     make_env = actor.make_env
 
     def debuggable(task: Task) -> Env:

@@ -20,6 +20,9 @@ CHECKED = re.compile(
 )
 WORDS = {  # the word, and the field's
     r"whoever|whomever": "a noun: the caller, the user",
+    r"to_its_end|to its end and|ever after": "until it ends, from then on",
+    r"nothing was said|not all is here": "a verb with its actor",
+    r"Asking(Assembly|Engine)|ToldFirst|look_at_\w+": "check, request",
     r"be(fell|fall|falls)": "happened to",
     r"is no more|are no more": "is gone",
     r"told": "reported",

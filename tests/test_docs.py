@@ -186,13 +186,13 @@ def test_there_are_blocks_and_commands() -> None:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher ends where its work would begin."""
-    monkeypatch.setattr(terminal, "to_its_end", lambda *_, **__: 0)
+    monkeypatch.setattr(terminal, "exit_code_of", lambda *_, **__: 0)
     for path in (ROOT / "launchers").rglob("*.py"):
         name = ".".join(["agentenv", *path.relative_to(ROOT).with_suffix("").parts])
-        if "to_its_end" in path.read_text(encoding="utf-8") and path.stem != "terminal":
+        if "exit_code_of" in path.read_text(encoding="utf-8") and path.stem != "terminal":
             module = importlib.import_module(name)
-            if hasattr(module, "to_its_end"):
-                monkeypatch.setattr(module, "to_its_end", lambda *_, **__: 0)
+            if hasattr(module, "exit_code_of"):
+                monkeypatch.setattr(module, "exit_code_of", lambda *_, **__: 0)
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -20,7 +20,7 @@ from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.setup.environments import Asked, EnvSetup
+from agentenv.pipelines.setup.environments import EnvSettings, EnvSetup
 from agentenv.pipelines.workers import env_worker
 from agentenv.renderer import PromptConfig
 from agentenv.testing import check_tool_env
@@ -407,8 +407,8 @@ def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None
 async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) -> None:
     env_id = f"{__name__}:Stuck"
     limits = Limits(env_timeout_s=0.01)
-    asked = Asked(env=EnvConfig(id=env_id), limits=limits, prompt=PromptConfig())
-    frame = pack(EnvSetup(to_plain(asked), str(tmp_path)))
+    settings = EnvSettings(env=EnvConfig(id=env_id), limits=limits, prompt=PromptConfig())
+    frame = pack(EnvSetup(to_plain(settings), str(tmp_path)))
     link, far = linked()
     end: Any = far
     workers = EnvWorkers(held_s=HELD_S, report=print)

@@ -30,7 +30,7 @@ from agentenv.learners.tree_grpo import TreeGRPO
 from agentenv.learners.turnwise import Turnwise
 from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.setup.environments import check_led
+from agentenv.pipelines.setup.environments import check_replayable
 from agentenv.pipelines.viewing.trees import _tree
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.prefix_starts import (
@@ -503,18 +503,18 @@ class Program(CountingEnv):
     ("make_env", "why"),
     [
         (partial(CountingEnv, fork_mode="none"), "cannot be copied or replayed"),
-        (Program, "is a program, whose trajectories have contexts of their own"),
+        (Program, "is a program, whose trajectories have several contexts"),
     ],
 )
 async def test_environments_that_cannot_be_led_are_refused(
     make_env: Callable[[Task], Env], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^data\.prefix_starts: the environment toy {why}.*; "):
-        await check_led(make_env, TASK, "data.prefix_starts")
+        await check_replayable(make_env, TASK, "data.prefix_starts")
 
 
 def test_environments_that_can_be_led_are_not_refused() -> None:
-    run_virtual(check_led(CountingEnv, TASK, "data.prefix_starts"))
+    run_virtual(check_replayable(CountingEnv, TASK, "data.prefix_starts"))
 
 
 def test_without_an_archive_no_resume_could_read_the_trajectories() -> None:

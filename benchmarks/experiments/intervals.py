@@ -21,15 +21,14 @@ def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:
 
 
 def success_at(calls: Floats, success: Floats, budget: float) -> float:
-    """Success after `budget` calls; beyond the last evaluation its value."""
+    """Success after `budget` calls; constant after the last evaluation."""
     return float(np.interp(budget, calls, success))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval over seeds, None where the seeds say nothing of it: one
-    alone, or all with the same ratio. `num_missed` of `num_seeds` seeds had an arm that never met
-    the level."""
+    """A figure with its 95 % interval over seeds; None for one seed, or if all seeds have the same
+    ratio. In `num_missed` of `num_seeds` seeds, an arm never reached the level."""
 
     value: float
     low: float | None
@@ -42,12 +41,12 @@ class Estimate:
         return f"{self.value:.2f}{spread}"
 
 
-Pairs = Sequence[tuple[Curve, Curve]]  # by seed: the arm and what it is compared with
+Pairs = Sequence[tuple[Curve, Curve]]  # per seed: the arm and its baseline
 
 
 def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
-    """Calls of the first needed for `level` over those of the second: geometric mean over seeds
-    of the ratio, with the interval of Student's t of its logarithm."""
+    """Calls that the first needs for `level`, divided by those of the second: geometric mean over
+    seeds, with Student's interval for the logarithm."""
     found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
     logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
     missed = sum(not all(met for _, met in pair) for pair in found)
@@ -57,7 +56,7 @@ def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
 
 
 def difference_at(pairs: Pairs, budget: float) -> Estimate:
-    """Success of the first minus that of the second after equally many calls, mean over seeds."""
+    """Success of the first minus that of the second after `budget` calls, mean over seeds."""
     at = [[success_at(curve.calls, curve.success(), budget) for curve in pair] for pair in pairs]
     return _difference([(other, one) for one, other in at], pairs)
 
@@ -69,8 +68,8 @@ def gain(curves: Sequence[Curve]) -> Estimate:
 
 
 def _difference(shares: Sequence[tuple[float, float]], pairs: Pairs) -> Estimate:
-    """Mean over seeds of second - first; a seed is what is drawn at random, its held-out questions
-    are its samples."""
+    """Mean over seeds of second - first. Seeds are drawn at random; the held-out questions are the
+    samples of a seed."""
     first, second = np.array(shares).T
     low, high = statistics.difference(first, second, [one.right.shape[1] for one, _ in pairs])
     return Estimate(float((second - first).mean()), float(low), float(high), len(pairs))

@@ -1,12 +1,13 @@
-"""Cost of a captured call: the CPU of the process that holds endpoint, rollouts and renderer, a
-call of a program with 2,000 tokens of context and 100 new ones, while hundreds of programs live.
+"""Cost of a captured call: CPU per call of the process that runs endpoint, rollouts and renderer.
 
-The programs are one other process, whose clients ask over HTTP as any program does. The engine
-takes time and no CPU. The tokenizer is a BPE of 16,000 pieces, trained on the documentation; a
-program's own messages, tool results of about 60 tokens, are tokenized in each call, its prompt in
-its first one.
+Hundreds of programs run at once. A call has 2,000 tokens of context and 100 sampled tokens.
 
-    python -m benchmarks.parts.captured programs URL CALLS KEY ...   the other process
+All programs run in a second process; each calls the endpoint over HTTP, as any program does. The
+engine takes time but no CPU. The tokenizer is a BPE with 16,000 tokens, trained on the
+documentation. The first call tokenizes the program's prompt; every call tokenizes its new messages,
+which are tool results of about 60 tokens.
+
+    python -m benchmarks.parts.captured programs URL CALLS KEY ...   starts the second process
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from agentenv.types import (
 )
 
 NUM_PROGRAMS, NUM_CALLS = 500, 6
-CONTEXT, TURN, RESULT = 2000, 100, 60  # tokens: of the context of the middle call, and new ones
+CONTEXT, TURN, RESULT = 2000, 100, 60  # tokens: context of the middle call, turn, tool result
 LATENCY_S = 0.5  # of the engine
 VOCABULARY = 16_000
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -57,9 +58,13 @@ TEMPLATE = (
 
 
 class Figures(Struct):
-    """Microseconds of CPU a call: of all calls, of those that are not the first of a program (by
-    the difference of runs of one call and of many), of the programs' own process; the means of
-    tokens; and calls a second."""
+    """Microseconds of CPU per call, mean token counts, and calls per second.
+
+    us_a_call: all calls.
+    us_a_later_call: calls after the first of a program, from the difference between a run with one
+        call per program and a run with many.
+    us_of_the_programs: CPU of the programs' process, per call.
+    """
 
     us_a_call: float
     us_a_later_call: float
@@ -70,7 +75,7 @@ class Figures(Struct):
 
 
 def words(size: int, rng: Random) -> str:
-    """A text of about so many tokens."""
+    """Return a text of about `size` tokens."""
     found = rng.choices(_words(), k=size)
     return " ".join(found)
 
@@ -85,7 +90,7 @@ _known: list[str] = []
 
 
 def make_tokenizer() -> Any:
-    """A BPE over bytes, trained on the documentation."""
+    """Return a byte-level BPE tokenizer, trained on the documentation."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -105,7 +110,7 @@ def make_tokenizer() -> Any:
 
 
 class WaitingEngine:
-    """Turns that were encoded before, after a while."""
+    """An engine that waits and then returns a turn encoded in advance."""
 
     policy_version = 0
 
@@ -132,7 +137,7 @@ class WaitingEngine:
 
 
 class CallsEnv:
-    """An episode of one of the programs of the other process."""
+    """An episode of one program in the second process."""
 
     fork_mode: ForkMode = "none"
 
@@ -162,7 +167,7 @@ class CallsEnv:
 
 
 def run(num_programs: int = NUM_PROGRAMS, num_calls: int = NUM_CALLS) -> Figures:
-    """The figures of so many programs at a time."""
+    """Return the figures for `num_programs` concurrent programs."""
     renderer = TagRenderer(make_tokenizer())
     renderer.decode([1])
     with asyncio.Runner(loop_factory=CommandLoop) as runner:
@@ -200,7 +205,7 @@ async def _measured(
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdin is not None
-    await process.stdout.readline()  # it is ready
+    await process.stdout.readline()  # "ready"
     process.stdin.write(b"\n")
     task = Task("t", "programs", "?", ())
     begun, wall = time.process_time(), time.monotonic()
@@ -218,7 +223,7 @@ async def _measured(
 
 
 async def programs(url: str, num_calls: int, keys: Sequence[str]) -> None:
-    """All programs; says when it is ready, and in the end its CPU in microseconds."""
+    """Print "ready", wait for a line, run all programs, and print their CPU in microseconds."""
     rng = Random(2)
     half = num_calls // 2 * (TURN + RESULT)
     prompts = [words((CONTEXT - half) * 4 // 5, rng) for _ in keys]
@@ -230,8 +235,8 @@ async def programs(url: str, num_calls: int, keys: Sequence[str]) -> None:
     begun = time.process_time()
     async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
         for number, key in enumerate(keys):
-            own = results[number * num_calls :][:num_calls]
-            group.create_task(_program(http, url, key, prompts[number], own))
+            own_results = results[number * num_calls :][:num_calls]
+            group.create_task(_program(http, url, key, prompts[number], own_results))
     sys.stdout.write(str((time.process_time() - begun) * 1e6))
 
 

@@ -1,23 +1,24 @@
-"""A fault storm: a run whose tools, engine servers, learner and controller fail, beside a calm one.
+"""A fault storm: a run with failing tools, engine servers, learner and controller, and a calm run.
 
     benchmarks/bench.py chaos [--json -] [--long] [--times N] [--seconds S] [--short]
 
-    tools        5 % of the calls raise what nobody expects, 1 % hang
-    servers      one is killed every 20 s and is back 2 s later
+    tools        5 % of the calls raise an unexpected exception, 1 % hang
+    servers      one server is killed every 20 s and restarts 2 s later
     learner      its rank is killed twice
-    controller   killed twice; twice SIGTERM in a row once; once its disk is full, which here means
-                 that no file of its processes grows any more
+    controller   killed twice; SIGTERM sent twice in a row once; disk full once (simulated by a file
+                 size limit, so that no file of its processes can grow)
 
-A calm run goes first and says which trees there are to train. The storm trains as many steps, by
-the command that a user types again with --resume whenever it has ended. Both are watched from
-outside, through their journals: `lost` are trees of the calm run that no step of the surviving line
-of weights took, and finished ones that were rolled out again; `duplicated` are those that it took
-more than once. `goodput` is trees trained a second, from the first start to the last step, with all
-restarts. A tree of which a tool breaks a branch takes half as long again: the learner, which is
-real, sets the pace where rollouts have that to spare, as here. Servers replay
-(replayed.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
-of them killed every 150 s, and a policy that has learned to call the tool. `--times` is how many
-storms follow the calm run; figures are then their sums, and the least goodput.
+The calm run goes first and determines which trees are to be trained. The storm trains the same
+number of steps; whenever its command ends, it is started again with --resume, as a user would. The
+benchmark observes both runs only through their journals. `lost` counts trees of the calm run that
+no step of the surviving line of weights trained, and finished trees that were rolled out again.
+`duplicated` counts trees trained more than once. `goodput` is trees trained per second from the
+first start to the last step, including all restarts. A tree takes half as long again if a tool
+breaks one of its branches; the (real) learner is the bottleneck here, so rollouts have that time to
+spare. The servers replay turns (mock_server.py). `--long` uses two vLLM servers on the CPU instead;
+the run starts them, one is killed every 150 s, and the policy has learned to call the tool.
+`--times` is the number of storms after the calm run; the figures are then sums, and the lowest
+goodput.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ CONFIG = "chaos.toml"
 TOOL_S = 0.2
 HANG_S = 3600.0
 MIN_SHARE = 0.7  # of the calm goodput
-MAX_STALENESS = 8  # with less the learner waits for trees of which tools broke branches
+MAX_STALENESS = 8  # with less, the learner waits for trees with branches that tools broke
 POLL_S = 0.1
 VLLM = "vllm.entrypoints"
-END_S = 180.0  # in which a command ends after what ends it
+END_S = 180.0  # limit for the command to end after an event
 
 
 class Size(Struct, frozen=True):
-    """`calm_s` is how long the calm run lasts, `kill_s` the time between two kills of servers."""
+    """`calm_s` is the length of the calm run, `kill_s` the time between two server kills."""
 
     calm_s: float = 300.0
     kill_s: float = 20.0
@@ -75,7 +76,7 @@ class Size(Struct, frozen=True):
     long: bool = False
     prompts: int = 4
     group_size: int = 8
-    token_s: float = 0.005  # so that the learner is what trains no faster
+    token_s: float = 0.005  # short enough that the learner is the bottleneck
     checkpoint_s: float = 5.0
 
 
@@ -93,7 +94,7 @@ SHORT = Size(
 
 
 class Figures(Struct):
-    """`ended` counts what ended the command, by its name; `killed` the servers."""
+    """`ended` counts the command's ends by cause; `killed` counts the servers killed."""
 
     lost: int
     duplicated: int
@@ -112,7 +113,7 @@ class Figures(Struct):
 
 
 def together(storms: Sequence[Figures]) -> Figures:
-    """Sums, and the least goodput."""
+    """Sum the figures of all storms; goodput is the lowest."""
     ended = sum((Counter(one.ended) for one in storms), Counter[str]())
     return Figures(
         lost=sum(one.lost for one in storms),
@@ -128,12 +129,12 @@ def together(storms: Sequence[Figures]) -> Figures:
     )
 
 
-# What is trained on: one tool that fails, and a grader that finds no two answers alike, so that
-# every tree is trained.
+# The environment: a tool that fails, and a grader with random rewards, so that every tree is
+# trained.
 
 
 class Unreliable(StatelessTool):
-    """Answers a query with what depends on nothing else, unless it fails."""
+    """A search tool whose answer depends only on the query. It fails at the given rates."""
 
     name = "search"
     description = "Search."
@@ -171,23 +172,23 @@ class ChaosEnv(ToolEnv):
 register("bench/Chaos-v0", "benchmarks.parts.chaos:ChaosEnv")
 
 
-# What is seen from outside.
+# Observation of a run from outside.
 
 
 class Witness:
-    """What the processes of a run did, by the frames of their journals in order."""
+    """Records what the processes of a run did, from the frames of their journals in order."""
 
     def __init__(self) -> None:
         self.tasks: dict[int, str] = {}
         self.again: set[int] = set()  # finished, and rolled out again
-        self.last_step_s = 0.0  # when a step was trained last, of time.monotonic
-        self.num_steps = 0  # of the process that runs, or ran last
+        self.last_step_s = 0.0  # time.monotonic() of the last step trained
+        self.num_steps = 0  # steps of the current or last process
         self._finished: set[int] = set()
         self._taken: dict[int, list[int]] = {}  # by step
         self._is_new = True
 
     def begin(self) -> None:
-        """Another process of the run begins."""
+        """Record that another process of the run starts."""
         self._is_new, self.num_steps = True, 0
 
     def add(self, frame: Frame) -> None:
@@ -199,7 +200,7 @@ class Witness:
             case Finished():
                 self._finished.add(frame.tree)
             case Leased():
-                if self._is_new:  # what others did from this step on is done again
+                if self._is_new:  # the new process repeats the steps from this one on
                     self._taken = {s: t for s, t in self._taken.items() if s < frame.step}
                     self._is_new = False
                 self._taken.setdefault(frame.step, []).extend(frame.trees)
@@ -207,7 +208,7 @@ class Witness:
                 self.last_step_s, self.num_steps = time.monotonic(), self.num_steps + 1
 
     def line(self) -> list[int]:
-        """The trees that the learner took, in its order, in the line of weights that survives."""
+        """Return the trees that trained the surviving line of weights, in training order."""
         return [tree for step in sorted(self._taken) for tree in self._taken[step]]
 
     def lost(self, wanted: Sequence[int]) -> list[int]:
@@ -218,12 +219,12 @@ class Witness:
 
     @property
     def step(self) -> int:
-        """Steps that the surviving line has taken."""
+        """Number of steps of the surviving line."""
         return len(self._taken)
 
 
 class Reader:
-    """Reads whole frames of a journal as they are written, in the order of its files."""
+    """Reads the complete frames of a journal as they are written, in the order of its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -236,7 +237,7 @@ class Reader:
                 with path.open("rb") as file:
                     file.seek(begin)
                     data = file.read()
-            except FileNotFoundError:  # no checkpoint wants it any more
+            except FileNotFoundError:  # deleted: no checkpoint needs it any more
                 continue
             for end, frame in read_frames(data):
                 self._read[path] = begin + end
@@ -247,7 +248,7 @@ class Reader:
 
 
 class Process(Protocol):
-    """What is used of a `subprocess.Popen`."""
+    """The parts of `subprocess.Popen` that this benchmark uses."""
 
     pid: int
 
@@ -258,7 +259,7 @@ class Process(Protocol):
 
 
 def start_training(arguments: Sequence[str], output: int) -> Process:
-    """`agentenv train` with these arguments, which says what it says to a descriptor."""
+    """Start `agentenv train` with these arguments; its output goes to the file descriptor."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments],
@@ -271,67 +272,67 @@ def start_training(arguments: Sequence[str], output: int) -> Process:
 
 
 class Run:
-    """A run of the workspace, in one process after the other."""
+    """A run of the workspace, by one process after another."""
 
     def __init__(self, folder: Path, name: str, *overrides: str) -> None:
         self.path = folder / "runs" / name
         self.witness = Witness()
-        self.began_s = 0.0  # of time.monotonic
+        self.began_s = 0.0  # time.monotonic()
         self.ended: Counter[str] = Counter()
-        self.said: deque[str] = deque(maxlen=60)
+        self.last_lines: deque[str] = deque(maxlen=60)
         self._arguments = [str(folder / CONFIG), f"run.name={name}", *overrides]
         self._reader = Reader(self.path / "journal")
 
     @contextmanager
     def process(self) -> Iterator[Process]:
-        """The command, as a user types it."""
+        """Run the command as a user would, with --resume after the first time."""
         arguments = list(self._arguments)
         if (self.path / "config.json").is_file():
             arguments.append("--resume")
         self.began_s = self.began_s or time.monotonic()
         self.witness.begin()
-        said, output = os.pipe()  # a file would be full, too, when the disk is
+        source, output = os.pipe()  # not a file: the simulated full disk would affect it, too
         try:
             process = start_training(arguments, output)
         finally:
             os.close(output)
-        listening = threading.Thread(target=self._listen, args=(said,))
-        listening.start()
+        reader = threading.Thread(target=self._read_output, args=(source,))
+        reader.start()
         try:
             yield process
         finally:
             end_tree(process)
-            listening.join()
-            self.look()
+            reader.join()
+            self.poll()
 
-    def _listen(self, said: int) -> None:
-        with open(said, encoding="utf-8", errors="replace") as lines:
-            self.said.extend(lines)
+    def _read_output(self, source: int) -> None:
+        with open(source, encoding="utf-8", errors="replace") as lines:
+            self.last_lines.extend(lines)
 
-    def look(self) -> None:
-        """Take note of what was written since."""
+    def poll(self) -> None:
+        """Record the frames written since the last call."""
         for frame in self._reader.read():
             self.witness.add(frame)
 
     def watch(self, process: Process, condition: Callable[[], bool], limit_s: float | None) -> bool:
-        """Look until the condition holds or the process has ended; whether it holds."""
+        """Poll until the condition holds or the process has ended. Return whether it holds."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while not condition():
             if process.poll() is not None:
                 return False
             if end is not None and time.monotonic() > end:
-                raise AgentEnvError(f"{self.path.name} did not end; it said:\n{self.tail()}")
+                raise AgentEnvError(f"{self.path.name} did not end; its output:\n{self.tail()}")
             time.sleep(POLL_S)
-            self.look()
+            self.poll()
         return True
 
     def end(self, process: Process) -> int:
-        """Wait for its end; the exit status."""
+        """Wait for the process to end. Return its exit status."""
         self.watch(process, lambda: process.poll() is not None, END_S)
         return process.wait()
 
     def tail(self) -> str:
-        return "".join(self.said)
+        return "".join(self.last_lines)
 
     def goodput(self) -> float:
         seconds = self.witness.last_step_s - self.began_s
@@ -339,7 +340,7 @@ class Run:
 
 
 def end_tree(process: Process) -> None:
-    """Kill what is left of a process and of those below it."""
+    """Kill a process and all its descendants."""
     with suppress(psutil.NoSuchProcess):
         for one in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -349,7 +350,7 @@ def end_tree(process: Process) -> None:
 
 
 def below(process: Process, word: str, but: str = "\0") -> list[psutil.Process]:
-    """The processes below it that have a word in their command line, and not another."""
+    """Return the descendants with `word` and without `but` in their command lines."""
     found = []
     with suppress(psutil.NoSuchProcess):
         for one in psutil.Process(process.pid).children(recursive=True):
@@ -361,8 +362,8 @@ def below(process: Process, word: str, but: str = "\0") -> list[psutil.Process]:
 
 
 class Servers:
-    """Mock servers in their own processes, or those that the run starts; from `storm` on one
-    is killed every `kill_s`."""
+    """Mock servers in their own processes, or the servers that the run starts. From `storm` on, one
+    is killed every `kill_s` seconds."""
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size, self.num_killed = size, 0
@@ -370,7 +371,7 @@ class Servers:
         self.run: tuple[Process, Witness] | None = None  # whose servers are killed
         self._model = folder / "model"
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._spares: dict[int, subprocess.Popen[bytes]] = {}  # have imported what they need
+        self._spares: dict[int, subprocess.Popen[bytes]] = {}  # with all imports done
         self._stop = threading.Event()
         self._storming: threading.Thread | None = None
         self._held = ExitStack()
@@ -416,11 +417,11 @@ class Servers:
         self._prepare(port)
 
     def pids(self) -> dict[str, int]:
-        """The processes, by the URL of each."""
+        """Return the process IDs by URL."""
         return {f"http://127.0.0.1:{port}": one.pid for port, one in self._processes.items()}
 
     def revive(self) -> int:
-        """Start those again that were killed, without waiting for them; how many they are."""
+        """Restart the killed servers without waiting for them. Return their number."""
         dead = [port for port, one in self._processes.items() if one.poll() is not None]
         for port in dead:
             self._processes[port].communicate()
@@ -449,8 +450,8 @@ class Servers:
         return True
 
     def _kill_started(self, number: int) -> bool:
-        """One that the run started, unless the run has trained nothing since it was started
-        itself: its servers take longer to start than others do to come back."""
+        """Kill a server that the run started, unless the current process has trained no step yet:
+        vLLM servers take longer to start than mock servers."""
         process, witness = self.run or (None, None)
         found = below(process, VLLM, but=GUARD.name) if process else []
         if not found or not witness or not witness.num_steps:
@@ -465,7 +466,7 @@ class Servers:
                 return
 
 
-# What happens to the run.
+# The faults of the run.
 
 
 def kill_controller(process: Process) -> None:
@@ -484,7 +485,7 @@ def signal_twice(process: Process) -> None:
 
 
 def fill_disk(process: Process) -> None:
-    """No file of the run's processes grows any more, as on a full disk."""
+    """Stop all files of the run's processes from growing, as on a full disk."""
     for one in (psutil.Process(process.pid), *below(process, "agentenv.learners.worker")):
         with suppress(psutil.NoSuchProcess):
             one.rlimit(psutil.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -503,7 +504,7 @@ EVENTS: tuple[tuple[str, Callable[[Process], None]], ...] = (
 def run(
     size: Size, say: Callable[[str], None] = lambda text: None, num_storms: int = 1
 ) -> list[Figures]:
-    """The calm run, then the storms. Raises AgentEnvError for one that does not go on."""
+    """Run the calm run, then the storms. Raises AgentEnvError if one makes no progress."""
     with tempfile.TemporaryDirectory(prefix="agentenv-chaos-") as name, ExitStack() as stack:
         folder = Path(name)
         make_model(folder)
@@ -530,7 +531,7 @@ def run(
 
 
 def run_calm(calm: Run, size: Size) -> Run:
-    """For `calm_s` seconds, from its start."""
+    """Run for `calm_s` seconds."""
     with calm.process() as process:
         end = time.monotonic() + size.calm_s
 
@@ -540,13 +541,13 @@ def run_calm(calm: Run, size: Size) -> Run:
         if calm.watch(process, is_over, None):
             process.send_signal(signal.SIGTERM)
         if calm.end(process) != 130:
-            raise AgentEnvError(f"the calm run failed; it said:\n{calm.tail()}")
+            raise AgentEnvError(f"the calm run failed; its output:\n{calm.tail()}")
     return calm
 
 
 def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str], None]) -> None:
-    """To its last step; the events come when the steps between them are done, once the process that
-    is there has trained a step."""
+    """Run to the last step. The events are spread evenly over the steps, and each waits until the
+    current process has trained a step."""
     events = deque(enumerate(EVENTS, 1))
     witness = storm.witness
     while True:
@@ -572,10 +573,10 @@ def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str],
         if code == 0:
             break
         if what == "by itself":
-            say("".join(list(storm.said)[-3:]).rstrip())
+            say("".join(list(storm.last_lines)[-3:]).rstrip())
         storm.ended[what] += 1
         if storm.ended["by itself"] > len(EVENTS):
-            raise AgentEnvError(f"the storm does not go on; it said:\n{storm.tail()}")
+            raise AgentEnvError(f"the storm makes no progress; its output:\n{storm.tail()}")
     if events:
         raise AgentEnvError(f"the storm was over before {events[0][1][0]!r}")
 
@@ -589,8 +590,8 @@ def figures_of(calm: Run, storm: Run, num_killed: int) -> Figures:
     wrong = [f"lost: {lost}"] if lost else []
     wrong += [f"duplicated: {duplicated}"] if duplicated else []
     wrong += [f"trees of other tasks: {others}"] if others else []
-    wrong += [f"trees that the calm run has not: {extra}"] if extra else []
-    wrong += [f"the calm run itself: {again}"] if (again := calm.witness.duplicated()) else []
+    wrong += [f"trees missing in the calm run: {extra}"] if extra else []
+    wrong += [f"calm run duplicated: {again}"] if (again := calm.witness.duplicated()) else []
     return Figures(
         lost=len(lost),
         duplicated=len(duplicated),
@@ -606,12 +607,12 @@ def figures_of(calm: Run, storm: Run, num_killed: int) -> Figures:
 
 
 def make_model(folder: Path) -> None:
-    with redirect_stdout(sys.stderr):  # where DeepSpeed, which it loads, says what it found
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints what it found
         build_model(folder / "model", seed=0)
 
 
 def write_workspace(folder: Path, size: Size, ports: Sequence[int]) -> None:
-    """Questions and configuration."""
+    """Write the questions and the configuration."""
     rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(512)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = [

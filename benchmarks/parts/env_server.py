@@ -1,8 +1,8 @@
-"""The time of a step in thousands of sessions of `agentenv serve-env`, all of which step at once.
+"""Step times in thousands of sessions of `agentenv serve-env` that all step at the same time.
 
-The server is a process of its own, its environment that of the quick start; the clients, those of
-agentenv/OpenEnv-v0, are in this one. A step is a search: what is measured is the protocol, both
-ends of it, and a look-up in a small index.
+The server runs the quick-start environment in its own process. The clients, which are those of
+agentenv/OpenEnv-v0, run in this process. A step is a search, so the benchmark measures both ends of
+the protocol and a lookup in a small index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_S, STOP_S = 120.0, 10.0
 
 
 class Figures(Struct):
-    """Of one number of sessions. Times of a step, and of beginning a session, in seconds."""
+    """Figures for one number of sessions: times of steps and of session starts, in seconds."""
 
     begin_p99_s: float
     step_p50_s: float
@@ -45,9 +45,9 @@ class Figures(Struct):
 
 
 def run(sizes: Sequence[int] = SIZES, num_steps: int = NUM_STEPS) -> dict[int, Figures]:
-    """The figures by number of sessions."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Return the figures by number of sessions."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     with tempfile.TemporaryDirectory() as folder:
         write_data(folder, 0)
         return asyncio.run(_run(Path(folder), sizes, num_steps))
@@ -62,8 +62,8 @@ async def _run(folder: Path, sizes: Sequence[int], num_steps: int) -> dict[int, 
     )
     try:
         assert server.stdout is not None
-        said = (await asyncio.wait_for(server.stdout.readline(), START_S)).decode()
-        url = said.split()[-1] if "http" in said else ""
+        line = (await asyncio.wait_for(server.stdout.readline(), START_S)).decode()
+        url = line.split()[-1] if "http" in line else ""
         if not url:
             raise ConfigError("agentenv serve-env did not start")
         return {size: await _measured(url, size, num_steps, server.pid) for size in sizes}

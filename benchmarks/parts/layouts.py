@@ -1,15 +1,15 @@
-"""Gain of training trees as trees: tree versus flat layouts of the same trajectories.
+"""Gain of the tree layouts over flat layouts of the same trajectories.
 
-    tree, segments, padded   the layouts of `agentenv.learners.layouts`, one of which is chosen
-    varlen                   every trajectory by itself, side by side without padding
-    dense                    trees, attention under one dense mask (--dense)
+    tree, segments, padded   the layouts of `agentenv.learners.layouts`; the learner chooses one
+    varlen                   every trajectory as a separate sequence, packed without padding
+    dense                    trees with one dense attention mask (--dense)
 
-All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
-of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
-ratio, varlen over tree, of floating point operations, what a machine would reach on which every
-operation costs the same. `best / chosen` is 1 where the layout that the learner chooses after its
-trials is the fastest of its three. `computed` are the tokens of all micro-batches over those of the
-trees: trees that are cut repeat the paths to their pieces.
+All layouts compute the same loss and the same gradients. The output has the CPU seconds and the
+peak memory of a step, and the ratios expected from counting. `counted` is the ratio of floating
+point operations, varlen to tree: the speedup on a machine on which all operations cost the same.
+`best / chosen` is 1 if the layout that the learner chooses after its trials is the fastest of the
+three. `computed` is the ratio of the tokens in all micro-batches to the tokens of the trees: when a
+tree is split, its parts repeat the paths to them.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ ALL = (*LAYOUTS, "varlen")
 FLAT = ("padded", "varlen")
 SPEED = ("best flat", "FLOPs", "share", "chosen", "best / chosen")  # columns behind
 MEMORY = ("tokens", "pairs", "computed")
-MAX_TOKENS = 8192  # of a micro-batch, in every layout
+MAX_TOKENS = 8192  # tokens per micro-batch, in every layout
 VOCABULARY = 4096
-Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
+Nodes = list[list[int]]  # node of a tree: [parent, policy tokens, prompt or tool tokens]
 
 
 def make_model() -> Policy:
-    """A small Qwen3 of three million parameters outside embedding and head."""
+    """Return a small Qwen3 with three million parameters, without embedding and head."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -79,14 +79,14 @@ def make_model() -> Policy:
 
 
 def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
-    """A function that runs forward and backward over all trees and returns the loss."""
+    """Return a function that runs both passes over all trees and returns the loss."""
     encoded = encode_all(layout, trees)
     batches = pack_in(layout, encoded)
     return lambda: passes(batches, encoded, policy, is_dense=layout == "dense")
 
 
 def pack_in(layout: str, encoded: Sequence[EncodedTree]) -> list[MicroBatch]:
-    """Micro-batches in one of the layouts; sequences and a dense mask need none of their own."""
+    """Pack trees into micro-batches of a layout. Flat sequences and a dense mask use it, too."""
     known: dict[str, Layout] = {one: one for one in LAYOUTS}
     return pack(encoded, MAX_TOKENS, known.get(layout, "tree"))
 
@@ -98,7 +98,7 @@ def passes(
     *,
     is_dense: bool = False,
 ) -> float:
-    """Forward and backward over all micro-batches of these trees; the loss."""
+    """Run forward and backward passes over all micro-batches of these trees. Return the loss."""
     device, weight = next(policy.parameters()).device, ActionTokens.of(encoded).weight
     policy.zero_grad()
     total = 0.0
@@ -114,7 +114,7 @@ def passes(
 
 
 def choose(trees: list[Nodes], policy: Policy) -> Layout:
-    """The layout of these trees in a run that has tried all of them, on these trees too."""
+    """Return the layout chosen for these trees after trials of all layouts on them."""
     weight = next(policy.parameters())
     config = LearnerConfig(
         layout="measured",
@@ -130,7 +130,7 @@ def choose(trees: list[Nodes], policy: Policy) -> Layout:
 
 
 def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
-    """Trees as trees, or every trajectory as a sequence."""
+    """Return the trees, or every trajectory as a sequence."""
     grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
     if layout == "varlen":
         return [one for tree in grown for one in _sequences(tree)]
@@ -144,7 +144,7 @@ def _sequences(tree: TrajectoryTree) -> list[EncodedTree]:
 
 
 def grow(nodes: Nodes, index: int) -> TrajectoryTree:
-    """A tree of that shape with random tokens."""
+    """Return a tree of the given shape with random tokens."""
     rng = Random(index)
 
     def ids(count: int) -> list[int]:
@@ -167,17 +167,18 @@ def grow(nodes: Nodes, index: int) -> TrajectoryTree:
 
 
 def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float, float]:
-    """Tokens, visible pairs, and floating point operations of forward and backward.
+    """Count tokens, attention pairs, and floating point operations of the two passes.
 
-    6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
-    layer: 2 products forward and 5 backward, where the scores are computed again.
+    A weight costs 6 operations per token (the head only for predicted tokens). Attention costs 14
+    operations per pair, head channel and layer: 2 products in the forward pass and 5 in the
+    backward pass, which computes the scores again.
     """
     config, batches = policy.model.config, pack_in(layout, encode_all(layout, trees))
     num_tokens = sum(len(batch.token_ids) for batch in batches)
     pairs = sum(batch.pairs for batch in batches)
     predicted = sum(len(batch.targets) for batch in batches)
     head = policy.model.lm_head.weight.numel()
-    ends = head if config.tie_word_embeddings else 2 * head  # to look up a row costs nothing
+    ends = head if config.tie_word_embeddings else 2 * head  # an embedding lookup costs nothing
     weights = sum(parameter.numel() for parameter in policy.parameters()) - ends
     channels = config.num_attention_heads * config.head_dim * config.num_hidden_layers
     flops = 6.0 * (weights * num_tokens + head * predicted) + 14.0 * channels * pairs
@@ -185,11 +186,11 @@ def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float
 
 
 def peak_mb(layout: str, trees: list[Nodes]) -> float:
-    """Peak memory of one step, above what the process holds with the model loaded."""
+    """Return the peak memory of one step beyond the process's memory with the model loaded."""
     torch.set_num_threads(1)
     policy = make_model()
     step = make_step(layout, trees, policy)
-    with suppress(OSError):  # where it cannot be reset, the peak so far stays in it
+    with suppress(OSError):  # if it cannot be reset, it includes the peak so far
         Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     step()
@@ -209,8 +210,8 @@ WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one shape: medians of CPU seconds and peak memory by layout, counted ratios, and tokens
-    of the tree layout's micro-batches over those of the trees."""
+    """Figures of one shape: medians of CPU seconds and peak memory by layout, counted ratios, and
+    the ratio of tokens in the tree layout's micro-batches to tokens of the trees."""
 
     cpu_s: dict[str, float]
     peak_mb: dict[str, float]
@@ -232,7 +233,7 @@ class Figures:
 def run(
     names: Sequence[str] | None, repeats: int, dense: bool, say: Callable[[str], None]
 ) -> tuple[dict[str, float], list[Table]]:
-    """The figures of shapes as {SHAPE.figure: value}, and as tables."""
+    """Return the figures of the shapes as {SHAPE.figure: value}, and as tables."""
     shapes = load_shapes()
     unknown = sorted(set(names or ()) - set(shapes))
     if unknown or repeats < 1:
@@ -246,7 +247,7 @@ def run(
 
 
 def load_shapes() -> dict[str, Any]:
-    """Recorded shapes, and one prefix with 16 leaves."""
+    """Return the recorded shapes, and a prefix with 16 leaves."""
     leaves = [[0, 128 + 8 * (i * 7 % 17), 0] for i in range(16)]
     prefix = [[[-1, 0, 2048], *leaves]]
     shapes: dict[str, Any] = msgspec.json.decode(SHAPES.read_bytes())
@@ -255,7 +256,7 @@ def load_shapes() -> dict[str, Any]:
 
 
 def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures:
-    """Interleaved, so that a busy moment of the machine hits all layouts alike."""
+    """Measure the layouts interleaved, so that other load on the machine affects all alike."""
     torch.set_num_threads(1)
     model = make_model()
     make_step("tree", WARM_UP, model)()
@@ -285,13 +286,13 @@ def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures
 
 
 def in_own_process(layout: str, trees: list[Nodes]) -> float:
-    """Peak memory is that of a process, so each layout gets one."""
+    """Measure the peak memory of a layout in its own process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(peak_mb, layout, trees).result()
 
 
 def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
-    """One row a shape: speed beside what was counted, and memory."""
+    """Return two tables with one row per shape: speed with counted ratios, and memory."""
     layouts = list(next(iter(found.values())).cpu_s)
     speed = bare_table(
         "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs"
@@ -313,7 +314,7 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
 
 
 def flattened(found: dict[str, Figures]) -> dict[str, float]:
-    """{SHAPE.figure: value} of all shapes."""
+    """Return {SHAPE.figure: value} of all shapes."""
     figures: dict[str, float] = {}
     for name, one in found.items():
         figures |= {

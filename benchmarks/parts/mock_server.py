@@ -1,9 +1,9 @@
-"""Mock engine servers: they speak vLLM's routes over HTTP and replay the tokens that a policy
-with one tool would say, at the pace of a server, with the faults of one.
+"""Mock engine servers with vLLM's HTTP routes. They replay the tokens of a policy with one tool, at
+the speed of a real server, and can have the faults of one.
 
-    python -m benchmarks.parts.mock_server PORT MODEL SCALE   a healthy one, from a line of input
+    python -m benchmarks.parts.mock_server PORT MODEL SCALE   a healthy server; waits for a line
 
-Benches of the controller (load.py, chaos.py, soak.py) ask them in place of real ones.
+Benchmarks of the controller use them in place of real servers.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tokenizers import Tokenizer
 from agentenv.cold_start import END, START
 
 NUM_CALLS, TURN_TOKENS = 4, 40  # of a trajectory, of a turn
-SCHEMA: dict[str, Any] = {  # of what its tool, search, is given
+SCHEMA: dict[str, Any] = {  # query of its tool, search
     "type": "object",
     "properties": {"query": {"type": "string"}},
     "required": ["query"],
 }
-CAPACITY = 8  # requests that a full server holds
+CAPACITY = 8  # queued requests of a full server
 SLOWNESS = 3.0
-# Seconds, to be scaled.
+# Seconds, multiplied by `scale`.
 TOKEN_S = 0.25
-BEGIN_S = 100.0  # after its first turn a server falls silent, or dies
+BEGIN_S = 100.0  # from its first turn until a server hangs or dies
 DOWN_S = 60.0
 UPDATE_S = 320.0
 
 
 class Replayed:
-    """The policy's text: four calls of its tool, then an answer. The position of a prompt in it is
-    read from its tokens, so that any part of a turn can be asked for."""
+    """The policy's text: four tool calls, then an answer. The prompt's tokens give the position in
+    the text, so that any part of a turn can be requested."""
 
     def __init__(self, model: Path) -> None:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -53,7 +53,7 @@ class Replayed:
         self._answer = filler * (TURN_TOKENS - len(answer)) + answer
 
     def rest(self, prompt: list[int]) -> list[int]:
-        """The tokens that follow; of another prompt than the run's those of a first turn."""
+        """Return the tokens that follow `prompt`; for an unknown prompt, those of a first turn."""
         response: list[int] = []
         if self._header[0] in prompt:
             last = len(prompt) - prompt[::-1].index(self._header[0]) - 1
@@ -66,8 +66,8 @@ class Replayed:
 
 
 class MockServer:
-    """Speaks what agentenv.engines.vllm asks of vLLM. One that dies closes its connections and its
-    port, and comes back as a process that knows of no label."""
+    """A server with the routes that agentenv.engines.vllm uses. A server that dies closes its
+    connections and its port, and restarts as a process without a weights label."""
 
     def __init__(
         self, fault: str, port: int, replayed: Replayed, model: Path, scale: float
@@ -127,7 +127,7 @@ class MockServer:
             return web.Response(text=answer)
         return web.json_response(answer, status=404 if answer is None else 200)
 
-    # what it is, and its weights
+    # server information and weights
 
     def _openapi(self, request: web.Request, body: Any) -> Any:
         paths: dict[str, Any] = {"/inference/v1/generate": {"post": {}}}
@@ -203,7 +203,7 @@ class MockServer:
         self._running.add(task)
         try:
             return await self._replay(request, body, is_turn=is_turn)
-        except ConnectionError:  # the client has left
+        except ConnectionError:  # the client has disconnected
             return web.Response()
         finally:
             self._running.discard(task)
@@ -211,7 +211,7 @@ class MockServer:
     async def _replay(
         self, request: web.Request, body: Any, *, is_turn: bool
     ) -> web.StreamResponse:
-        """Answer a request with the next tokens of the replayed, in time."""
+        """Answer a request with the next replayed tokens at the server's speed."""
         params, prompt = body["sampling_params"], body["token_ids"]
         ids = self._replayed.rest(prompt)[: params["max_tokens"]]
         ends = set(params.get("stop_token_ids", ()))
@@ -253,12 +253,12 @@ class MockServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _restart_in_a_turn(self) -> None:
-        while not self._running:  # noqa: ASYNC110 (else nobody might notice)
+        while not self._running:  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(0.01)
         await self.restart()
 
     async def restart(self) -> None:
-        """Die, and be back as another process."""
+        """Die, then restart as another process."""
         for task in self._running:
             task.cancel()
         await self.close()
@@ -270,7 +270,7 @@ class MockServer:
 
 
 def _positions(count: int, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Log-probs of sampled tokens: 0 where only one may be sampled, -0.5 otherwise."""
+    """Return the log-probs of sampled tokens: 0 if only one token is allowed, otherwise -0.5."""
     value = 0.0 if params["top_k"] == 1 else -0.5
     tops = [{"logprob": value}] * min(1, params["logprobs"])
     return [{"logprob": value, "top_logprobs": tops}] * count
@@ -281,9 +281,9 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 async def serve(port: int, model: Path, scale: float) -> None:
-    """One server, until the process is killed."""
+    """Run one server until the process is killed."""
     server = MockServer("", port, Replayed(model), model, scale)
-    sys.stdin.readline()  # until it is wanted; what takes long is done by then
+    sys.stdin.readline()  # wait for the signal to start, with the slow imports done
     await server.open()
     await asyncio.Event().wait()
 

@@ -2,22 +2,23 @@
 
     benchmarks/bench.py overhead [--workers N] --json -
 
-The real `Training` with everything on (ARPO, queue, parity probe, metrics, trajectories, what the
-learner is sent), a fast tokenizer, one tool. Only what is behind a connection is made up: the
-engine waits and answers with ready tokens, the learner's rank takes what it is sent.
+The real `Training` runs with everything on (ARPO, queue, parity probe, metrics, trajectories, data
+sent to the learner), a fast tokenizer, and one tool. Only the remote parts are mocks: the engine
+waits and returns tokens prepared in advance; the learner's rank accepts what it is sent.
 
-    rollouts    312 prompts a step, 16 trajectories each, max_staleness 1: up to 9,984 at a time;
-                twice as many trees are offered. About 1,000: 31 prompts, all waits a tenth
+    rollouts    312 prompts per step, 16 trajectories each, max_staleness 1: up to 9,984 at a time;
+                twice as many trees are available. For about 1,000 rollouts: 31 prompts, and waits
+                of a tenth
     trajectory  4 calls with results of about 300 tokens each, turns of 40 tokens
-    env step    one turn of the policy, and what the env answers
-    floor       a bare asyncio loop whose coroutines wait as often and as long, in the same process
-    lag         how late a sleeper of 20 ms wakes; one that comes 1 s too late stands for all that
-                would have been late meanwhile (no coordinated omission)
+    env step    one turn of the policy, and the environment's reply
+    floor       a bare asyncio loop whose coroutines have the same waits, in the same process
+    lag         how late a coroutine wakes that sleeps for 20 ms; a delay of 1 s counts for all the
+                wakeups that it delayed (no coordinated omission)
 
-Figures are of the RL phase alone. CPU is that of the controller, `all_processes` adds the processes
-that it started. Rollouts grow in so many rollout workers as `--workers` says, by default in one as
-where the controller is to have a core of its own; they ask a server that waits as the engine does,
-on places that the controller gives. With `--workers 0` they grow in the controller.
+Figures cover only the RL phase. CPU is the controller's; `all_processes` adds the processes that it
+started. Rollouts run in `--workers` rollout workers (default 1, so that the controller has its own
+core). The workers use a mock server that waits as the engine does; the controller assigns its
+places. With `--workers 0`, rollouts run in the controller.
 """
 
 from __future__ import annotations
@@ -64,22 +65,22 @@ from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
 
-SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts a step
+SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts per step
 GROUP_SIZE = 16
 RESULT_TOKENS = 300
 FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 38 tokens
 NUM_TEXTS = 512
-TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
+TURN_S, TOOL_S = 8.0, 2.0  # for 10,000 rollouts; in proportion for fewer
 NUM_STEPS = 4
-RUN_S = 3600.0  # of one size, after which it is given up
-WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
+RUN_S = 3600.0  # limit for one size
+WINDOW = 10  # first tokens of a turn, which ARPO's plan uses, and their share of the turn's time
 FIRST_PART = 0.2
 CONFIG, FIGURES = "run.toml", "figures.json"
 ENV = "benchmarks.parts.overhead:LookUpEnv"
 
 
 class Figures(Struct):
-    """Of one size. CPU in microseconds an env step; the controller's includes the floor."""
+    """Figures of one size. CPU is in us per env step; the controller's includes the floor."""
 
     cpu_us_per_env_step: float
     floor_us: float
@@ -90,7 +91,7 @@ class Figures(Struct):
 
 
 def run(sizes: Sequence[int], num_workers: int = 0) -> dict[str, dict[str, float]]:
-    """The figures by size, each measured in a process of its own."""
+    """Return the figures by size. Each size is measured in its own process."""
     return {str(size): _run(SIZES[size], num_workers) for size in sizes}
 
 
@@ -104,11 +105,13 @@ def _run(prompts: int, num_workers: int) -> dict[str, float]:
 
 
 def measured(module: str, options: Sequence[str], folder: Path, limit_s: float = RUN_S) -> bytes:
-    """What `python -m MODULE measure OPTIONS FOLDER ADDRESS` writes to FIGURES in the folder, once
-    its surroundings, `... stage ...` in a process of their own, have written CONFIG there. ADDRESS
-    is where the controller listens for its rank.
+    """Run a measurement and return what it writes to FIGURES in `folder`.
 
-    Raises AgentEnvError for a run that did not come to its end, in `limit_s` seconds.
+    `python -m MODULE stage OPTIONS FOLDER ADDRESS` runs the surroundings in their own process and
+    writes CONFIG to the folder. Then `python -m MODULE measure OPTIONS FOLDER ADDRESS` measures.
+    ADDRESS is the address at which the controller listens for its rank.
+
+    Raises AgentEnvError if the run fails or takes over `limit_s` seconds.
     """
     with held_ports(1) as (port,):
         try:
@@ -146,22 +149,22 @@ def _measure(
 
 # The workload: an env with one tool, and an engine and a rank that only wait and answer.
 
-SCALE_VARIABLE = "AGENTENV_OVERHEAD_SCALE"  # by which rollout workers know it
+SCALE_VARIABLE = "AGENTENV_OVERHEAD_SCALE"  # for the rollout workers
 _scale = float(os.environ.get(SCALE_VARIABLE, "1"))  # of all waits
 num_turns = 0  # env steps so far, of this process
 
 
 def set_scale(scale: float) -> None:
-    """Of what waits from now on."""
+    """Set the factor of all waits that start from now on."""
     global _scale
     _scale = scale
     os.environ[SCALE_VARIABLE] = str(scale)
 
 
 class LookUp(StatelessTool):
-    """Waits, then gives a text of about RESULT_TOKENS tokens, each time another.
+    """A tool that waits, then returns another text of about RESULT_TOKENS tokens each time.
 
-    Texts are drawn beforehand: what a search engine has to do is none of the controller's work.
+    The texts are drawn in advance, because a search engine's work is not the controller's.
     """
 
     name = "search"
@@ -188,7 +191,7 @@ _draw = Random(1)
 
 
 class LuckGrader:
-    """Right as often as not."""
+    """A grader with random rewards."""
 
     async def grade(self, task: Task, written: Any, calls: Any) -> Grade:
         right = _draw.random() < 0.5
@@ -201,7 +204,7 @@ class LookUpEnv(ToolEnv):
 
 
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine that waits."""
+    """Configuration of `WaitingEngine`."""
 
     is_exact: ClassVar[bool] = True
 
@@ -213,8 +216,8 @@ class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Draws:
-    """What a policy says: four calls, then an answer; figures of tokens are new objects, as those
-    of a real client."""
+    """Turns of a policy: four calls, then an answer. Each turn has new objects for its token data,
+    as with a real client."""
 
     def __init__(self, tokenizer: Any) -> None:
         import numpy as np
@@ -228,14 +231,14 @@ class Draws:
         answer = ids("<answer>it</answer>", TURN_TOKENS - 1)
         self._answer = np.array([*answer, tokenizer.eos_token_id], np.int64)
         self._rng = Random(2)
-        # Entropy rises after the results of most turns, so that ARPO forks.
+        # Entropy rises after most results, so that ARPO forks.
         draws = np.random.default_rng(0)
         self._entropies = draws.random((64, TURN_TOKENS)) * draws.random((64, 1)) * 2
         self._logprobs = -draws.random((64, TURN_TOKENS))
         self._prompt = 0
 
     def draw(self, num_prompt: int) -> tuple[Completion, float]:
-        """A turn behind so many tokens, and the seconds that it takes."""
+        """Return a turn after a prompt of `num_prompt` tokens, and the seconds that it takes."""
         if not self._prompt:
             self._prompt = num_prompt
         turns = (num_prompt - self._prompt) / (TURN_TOKENS + RESULT_TOKENS)
@@ -258,7 +261,7 @@ def part_of(done: Completion, part: slice) -> Chunk:
 
 
 class WaitingEngine:
-    """The engine within the controller's process."""
+    """The mock engine in the controller's process."""
 
     policy_version = 0
 
@@ -300,7 +303,7 @@ class WaitingEngine:
 
 
 class WaitingServer:
-    """The server that waits, behind no connection; its URL is the folder of the model."""
+    """The mock server, which has no connection. Its URL is the folder of the model."""
 
     has_free_entropies = False
     pause_wait_s = 0.0
@@ -344,25 +347,25 @@ class WaitingServer:
         return b""
 
     def take_over(self, handed: bytes) -> None:
-        """There is nothing to know."""
+        """Do nothing: it has no state."""
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: it has nothing to close."""
 
 
 class WaitingPoolConfig(PooledEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pool over the server that waits."""
+    """Configuration of a pool with the mock server."""
 
     client: ClassVar[Callable[..., Any]] = WaitingServer
 
     def check_urls(self, key: str = "engine") -> None:
-        """They are folders."""
+        """Do nothing: the URLs are folders."""
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len
 
     async def check_reachable(self, key: str = "engine") -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""
 
 
 class _Named(Struct):
@@ -370,8 +373,8 @@ class _Named(Struct):
 
 
 async def serve_rank(address: str, token: str, model: Path | None = None) -> None:
-    """A rank of the learner that obeys at once and computes nothing. What it writes as weights is
-    an empty folder, or a copy of `model`."""
+    """Run a mock learner rank that executes commands at once and computes nothing. The weights it
+    writes are an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     hello = wire.Hello(token, 0, 1, os.getpid(), socket.gethostname(), "")
@@ -417,8 +420,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
 
 
 async def obey(address: str, model: Path | None = None) -> None:
-    """`serve_rank` with the token of the environment, once the controller listens, which is as soon
-    as its set-up is that far."""
+    """Wait until the controller listens, then run `serve_rank` with the token from the process
+    environment."""
     while True:
         with suppress(ConnectionRefusedError):
             return await serve_rank(address, os.environ[wire.TOKEN_VARIABLE], model)
@@ -432,7 +435,7 @@ T = TypeVar("T", bound=Training)
 
 
 def trained(kind: type[T], folder: Path) -> T:
-    """The training of the workspace in `folder`, done; its run is `folder`/run."""
+    """Train in the workspace `folder` and return the finished training. Its run is `folder`/run."""
     config = load_config(TrainConfig, folder / CONFIG, [])
     run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
     training = kind(config, run, View(), resume="")
@@ -441,7 +444,7 @@ def trained(kind: type[T], folder: Path) -> T:
 
 
 def _children_cpu_s() -> float:
-    """CPU time of all processes below this one, ended ones included."""
+    """Return the CPU seconds of all descendants of this process, including ended processes."""
     me = psutil.Process()
     own = me.cpu_times()
     total = own.children_user + own.children_system
@@ -455,7 +458,7 @@ def _children_cpu_s() -> float:
 
 
 class MeasuredTraining(Training):
-    """Takes the figures of its RL phase."""
+    """A training that measures its RL phase."""
 
     figures: Figures
     floor_us = 0.0
@@ -489,7 +492,7 @@ class MeasuredTraining(Training):
 
 
 async def _floor(num_rollouts: int) -> float:
-    """CPU microseconds an env step of a loop that only waits."""
+    """Return the CPU microseconds per env step of a loop that only waits."""
     rng = Random(3)
 
     async def rollout() -> None:
@@ -510,8 +513,8 @@ async def _floor(num_rollouts: int) -> float:
 def write_workspace(
     folder: Path, address: str, prompts: int, num_steps: int, tables: str, group_size: int
 ) -> None:
-    """Model, questions and configuration of so many steps; `tables` has those of its own, [env],
-    [engine] and [cluster]."""
+    """Write model, questions and configuration for `num_steps` steps. `tables` has the TOML tables
+    [env], [engine] and [cluster]."""
     from agentenv.envs.quickstart_setup import build_model
 
     build_model(folder / "model", seed=0)
@@ -547,7 +550,7 @@ num_steps = {num_steps}
 max_logprob_gap = 1e9
 {tables}
 """
-    write_whole(folder / CONFIG, config)  # its reader reads it at once
+    write_whole(folder / CONFIG, config)  # the process that waits for it reads it at once
 
 
 def _tables(folder: Path, num_workers: int, env: str) -> str:
@@ -571,7 +574,7 @@ max_model_len = 4096
 
 
 def measure(prompts: int, folder: Path) -> None:
-    """One size, in this process; the figures go to a file in the folder."""
+    """Measure one size in this process and write the figures to a file in the folder."""
     set_scale(prompts / SIZES[10000])
     MeasuredTraining.floor_us = asyncio.run(_floor(2 * prompts * GROUP_SIZE))
     training = trained(MeasuredTraining, folder)
@@ -581,7 +584,7 @@ def measure(prompts: int, folder: Path) -> None:
 def main(
     part: str, prompts: str, num_workers: str, num_steps: str, env: str, folder: str, address: str
 ) -> None:
-    """One of the two processes of a measurement."""
+    """Run one of the two processes of a measurement."""
     if part == "measure":
         return measure(int(prompts), Path(folder))
     tables = _tables(Path(folder), int(num_workers), env)

@@ -1,11 +1,11 @@
-"""Cost of a token in the API server of vLLM or SGLang, and in its engine.
+"""CPU cost of a token in the API server of vLLM or SGLang, and in its engine.
 
-Requests are those of a run: with entropies and tags to stop at (ARPO), with either, and with
-neither, by the length of a turn. `rivals` and `strings` are requested as of a server without our
-plugin, `plugin` (vLLM) as of one that has it; all by the same server. SGLang's API server is two
-processes, one of which makes texts of tokens. The model has one small layer, so
-that the processors are busy with requests and not with matrices. The fixed cost of a turn and the
-cost of a token are a line through the lengths.
+The requests are those of a run: with entropies and stop tags (ARPO), with one of them, and with
+neither, for several turn lengths. The forms `rivals` and `strings` are requests to a server without
+our plugin, `plugin` (vLLM) requests to a server with it; the same server handles all of them.
+SGLang's API server has two processes, one of which detokenizes. The model has one small layer, so
+that the CPUs spend their time on requests and not on matrices. The fixed cost of a turn and the
+cost of a token come from a line fitted over the lengths.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from agentenv.server_config import LaunchConfig, Served
 from agentenv.types import SamplingParams
 
 LENGTHS = (16, 32, 128, 512)  # tokens of a turn
-NUM_TOKENS = 8192  # that are sampled for one figure
+NUM_TOKENS = 8192  # sampled for one figure
 NUM_AT_ONCE = 64
 PROMPT = 200  # tokens
 TOP_K = 10  # rivals, as `engine.entropy_top_k` has them
-INTERVAL = 20  # tokens of an event
+INTERVAL = 20  # tokens per server-sent event
 STOPS = ("</python>", "</search>", "</answer>")
 VOCABULARY = 49152
 FORMS: dict[str, tuple[bool, tuple[str, ...], bool]] = {  # entropies, stop strings, plugin
@@ -50,7 +50,7 @@ FORMS: dict[str, tuple[bool, tuple[str, ...], bool]] = {  # entropies, stop stri
 
 
 class Cost(Struct):
-    """Microseconds of CPU a sampled token, and sampled tokens a second."""
+    """Microseconds of CPU per sampled token, and sampled tokens per second."""
 
     server_us: float
     engine_us: float
@@ -58,7 +58,7 @@ class Cost(Struct):
 
 
 class Figures(Struct):
-    """`costs` by form and length; `turn_us` and `token_us`, the API server's, by form."""
+    """`costs` by form and length; `turn_us` and `token_us` of the API server by form."""
 
     costs: dict[str, dict[int, Cost]]
     turn_us: dict[str, float]
@@ -68,8 +68,8 @@ class Figures(Struct):
 def run(
     lengths: list[int], rounds: int, engine: str, python: str, say: Callable[[str], None]
 ) -> Figures:
-    """Medians of `rounds`, in which the forms take turns. `python`: with the engine; empty:
-    found."""
+    """Return medians over `rounds` interleaved rounds. `python` is the interpreter with the engine;
+    if empty, it is searched for."""
     with TemporaryDirectory() as folder:
         make_model(Path(folder) / "model")
         return asyncio.run(_run(Path(folder), lengths, rounds, engine, python, say))
@@ -101,7 +101,7 @@ async def _run(
         for number, length, form in product(range(rounds), lengths, forms):
             cost = await _load(http, length, NUM_TOKENS // length, form, ask, parts)
             found.setdefault((form, length), []).append(cost)
-            say(f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us a token")
+            say(f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us per token")
     costs = {form: {n: _median(found[form, n]) for n in lengths} for form in forms}
     lines = {form: _line({n: one.server_us for n, one in by.items()}) for form, by in costs.items()}
     turn_us, token_us = ({form: lines[form][i] for form in forms} for i in range(2))
@@ -119,14 +119,14 @@ def _processes(guard: int) -> Parts:
 
 
 def vllm_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
-    """Route and body."""
+    """Return route and body of a request to vLLM."""
     body = request_body(request.id, request, TOP_K, "bench", plugin=plugin)
     body["sampling_params"]["ignore_eos"] = True
     return GENERATE, body
 
 
 def sglang_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
-    """The same of SGLang, which has no plugin."""
+    """Return route and body of a request to SGLang, which has no plugin."""
     assert not plugin
     info = ServerInfo("sglang", "", "", 1024, frozenset())
     facts = SGLangFacts(info, VOCABULARY, None, 1, max_prompt=1024, max_top_k=0, use_seed=False)
@@ -176,7 +176,7 @@ def _median(costs: list[Cost]) -> Cost:
 
 
 def _line(by_length: dict[int, float]) -> tuple[float, float]:
-    """us a turn and us a token, by least squares over the cost of whole turns."""
+    """Return us per turn and us per token, from a least-squares fit to the cost of whole turns."""
     if len(by_length) == 1:
         ((_, only),) = by_length.items()
         return 0.0, only
@@ -186,8 +186,8 @@ def _line(by_length: dict[int, float]) -> tuple[float, float]:
 
 
 def make_model(folder: Path, *, dtype: Any = None, **shape: int) -> None:
-    """Random weights over a vocabulary of a real size, whose tokens are bytes and short words; one
-    small layer, but for what `shape` says of it."""
+    """Write a model with random weights, one small layer, and a vocabulary of realistic size with
+    bytes and short words as tokens. `shape` overrides values of its configuration."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

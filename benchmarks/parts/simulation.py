@@ -1,27 +1,26 @@
-"""Simulation of a run with other settings: the real loop under the virtual clock, on an engine,
-tools and a learner that take the time which a recorded run says they take.
+"""Simulation of a run with other settings: the real loop with a virtual clock, and an engine, tools
+and a learner whose times come from a recorded run.
 
     python benchmarks/bench.py simulate CONFIG [key=value ...] [--trace RUN]
 
-The trace (RUN/timings.jsonl, see timings.py) gives the work too: trees are grown anew
-by
-the algorithm of the configuration, each turn one of those that were recorded at the same depth of
-a recorded tree, with its tokens, entropies, tools and reward; none is taken twice before all are.
+The trace (RUN/timings.jsonl, see timings.py) also provides the work. The configured algorithm grows
+new trees; each turn is a recorded turn from the same depth of a recorded tree, with its tokens,
+entropies, tools and reward. No turn is used twice before all have been used.
 
-    engine    a step of decoding takes `decode_s` + `running_s` for each turn that runs, and gives
-              each of them a token; prompts take `prefill_s` a token that no cache holds, and hold
-              decoding up; new weights empty the caches; `slots` turns run on a server, others wait;
-              decoding is `beside` times slower while a learner trains on the same machine
-    tools     drawn from those recorded, with a tail beyond the longest; at most as many at once,
-              and as often, as the configuration allows
-    learner   an optimizer step takes `update_s`, a trained token `token_s`, and one whose proximal
-              log-prob is computed a third of it more; all is `shared` times slower while turns run
-              on the same machine; then `publish_s`, and `score_s` for the probe of parity
-    envs      `env_s` from the end of a turn and its tools to the next one: texts, copies, grades
-    loop      one core, or one for each rollout worker, on which a turn takes `turn_s` of that;
+    engine    a decoding step takes `decode_s` plus `running_s` for each running turn, and gives
+              each of them one token; prompts take `prefill_s` per token that is not cached, and
+              delay decoding; new weights empty the caches; a server runs `slots` turns, others
+              wait; decoding is `beside` times slower while a learner trains on the same machine
+    tools     times are drawn from the recorded ones, with a tail beyond the longest; concurrency
+              and rate are limited as configured
+    learner   an optimizer step takes `update_s`, a trained token `token_s`, and a third more if its
+              proximal log-prob is computed; all is `shared` times slower while turns run on the
+              same machine; then `publish_s`, and `score_s` for the parity probe
+    envs      `env_s` from the end of a turn and its tools to the next turn: texts, copies, grades
+    loop      one core, or one per rollout worker, on which a turn takes `turn_s` of `env_s`;
               `tree_s` for each tree of a step
 
-What is not simulated: faults, evaluations, checkpoints, the admission of a pool by its caches.
+Not simulated: faults, evaluations, checkpoints, and a pool's admission control by cache use.
 """
 
 from __future__ import annotations
@@ -93,17 +92,17 @@ from benchmarks.parts.timings import Shape, StepTimes, Timings, Trace, begin
 from tests.support.virtual_clock import run_virtual
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
-TAIL = 0.05  # the share of the longest ones that it is estimated from
+TAIL = 0.05  # the share of the longest calls that it is estimated from
 DEFAULT_SLOTS = 1 << 20
 SMALL_GAIN = 0.03
-LOOK_S = 0.05  # between two looks at how many branches grow
-PROXIMAL = 1 / 3  # of what training a token costs: a pass forward, of one forward and one back
-UPDATE_SHARE, SLOWER = 0.05, 1.0  # what is expected, about, where a trace does not tell
-LOOKS = 100  # of an update at whether turns run beside it
+CHECK_S = 0.05  # between two checks of the number of growing branches
+PROXIMAL = 1 / 3  # a forward pass, relative to forward and backward
+UPDATE_SHARE, SLOWER = 0.05, 1.0  # prior values for what a trace does not determine
+NUM_CHECKS = 100  # checks per update of whether turns run at the same time
 
 
 class ServiceModel(Struct, frozen=True, kw_only=True):
-    """How long the parts take; see above."""
+    """Times of the parts; see the module docstring."""
 
     decode_s: float
     running_s: float
@@ -120,9 +119,10 @@ class ServiceModel(Struct, frozen=True, kw_only=True):
 
 
 def fitted(*traces: Trace) -> ServiceModel:
-    """Least squares, without negative times, over the turns and the steps of traces. Runs with
-    different settings separate two parts that runs of equal steps cannot: the part that grows with
-    the work, and the constant part.
+    """Fit the times to the turns and steps of traces, with non-negative least squares.
+
+    Traces with different settings separate the constant part of a time from the part that grows
+    with the work; traces with equal steps cannot.
     """
     steps = [step for trace in traces for step in trace.steps]
     turns = [turn for step in steps for turn in step.turns if turn.num_sampled]
@@ -139,11 +139,13 @@ def fitted(*traces: Trace) -> ServiceModel:
     decoded_s = decode_s + running_s * mean_running
     trained = [step for step in steps if step.num_tokens]
     update_s, token_s, shared = _of_updates(trained)
-    rest = [step for trace in traces for step in trace.steps[1:]]  # when the first began is unknown
-    score_s = [step.parity_s for step in rest if step.parity_s]  # nor has it a probe
+    rest = [
+        step for trace in traces for step in trace.steps[1:]
+    ]  # the first step's start is unknown
+    score_s = [step.parity_s for step in rest if step.parity_s]  # and it has no probe
     nodes = [shape for step in rest for tree in step.trees for shape in tree]
     num_turns = max(1, sum(shape.num_sampled > 0 for shape in nodes))
-    num_measured = max(1, sum(len(step.turns) for step in rest))  # also of trees that no step took
+    num_measured = max(1, sum(len(step.turns) for step in rest))  # also of untrained trees
     tools_s = sum(sum(seconds) for shape in nodes for _, *seconds in shape.tools)
     return ServiceModel(
         decode_s=decode_s,
@@ -162,9 +164,9 @@ def fitted(*traces: Trace) -> ServiceModel:
 
 
 def _of_updates(steps: Sequence[StepTimes]) -> tuple[float, float, float]:
-    """Seconds of an optimizer step and of a token, and how many times as long they take while an
-    engine samples on the same machine. Steps that are alike cannot tell these apart: as far as they
-    leave it open, an update costs what its tokens cost, and nothing slows it down."""
+    """Return the seconds of an optimizer step and of a token, and the slowdown while an engine
+    samples on the same machine. Equal steps do not determine all three: by default, an update costs
+    as much as its tokens, and has no slowdown."""
     if not steps:
         return 0.0, 0.0, 1.0
     tokens = [step.num_tokens + PROXIMAL * step.num_proximal_tokens for step in steps]
@@ -194,18 +196,18 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
 
 def together(traces: Sequence[Trace]) -> Trace:
-    """The work of several runs: trees and tools of all of them, the settings of the first."""
+    """Combine traces: trees and tools of all runs, settings of the first."""
     return replace(traces[0], steps=[step for trace in traces for step in trace.steps])
 
 
 class Durations:
-    """Seconds of the calls of one tool; beyond the longest of many, a Pareto tail by Hill's
-    estimator (1975) over the longest twentieth."""
+    """The distribution of a tool's call times in seconds. With many calls, it has a Pareto tail
+    beyond the longest, from Hill's estimator (1975) over the longest twentieth."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self._seconds = sorted(seconds)
         num = len(self._seconds)
-        self._index = 0.0  # of the tail; 0: there is none
+        self._index = 0.0  # of the tail; 0: no tail
         self._start = self._seconds[-1]
         if num >= MIN_TAIL:
             tail = self._seconds[-max(2, math.ceil(TAIL * num)) :]
@@ -221,9 +223,9 @@ class Durations:
 
 
 class Work:
-    """The recorded trees as something to grow others from. A node has a number, `key`, among all;
-    `after` are the keys of the nodes that may follow it. Text that was made of a node ends with a
-    token that no other text has, and `ids` knows its key."""
+    """The recorded trees, from which new trees are grown. `key` numbers the nodes of all trees.
+    `after` has the keys of the nodes that may follow a node. A text generated from a node ends with
+    a unique token, which `ids` maps to its key."""
 
     def __init__(self, trace: Trace) -> None:
         self.shapes: list[Shape] = []
@@ -241,12 +243,12 @@ class Work:
         self.tools = {name: Durations(values) for name, values in seconds.items()}
 
     def token(self, key: int) -> int:
-        """One that is new, for a text of this node."""
+        """Return a new unique token for a text of this node."""
         self.ids.append(key)
         return len(self.ids) - 1
 
     def _add(self, tree: Sequence[Shape]) -> None:
-        """A node is followed by any of the tree's that are as deep as its children."""
+        """Add a tree. Any of its nodes at the depth of a node's children may follow the node."""
         parents = {shape.parent for shape in tree}
         is_bad = [
             shape.end == "failed" or (not shape.end and place not in parents)
@@ -266,16 +268,16 @@ class Work:
 
 
 class Machine:
-    """An engine server: all turns that run get a token in each step of decoding. `num_learning`
-    counts learners at work beside it."""
+    """An engine server. All running turns get a token in each decoding step. `num_learning` is the
+    number of learners at work on the same machine."""
 
     def __init__(self, model: ServiceModel, slots: int) -> None:
         self.model, self.slots = model, slots
         self.num_learning = 0
         self.num_waiting = 0
         self._running = 0
-        self._num_steps = 0.0  # of decoding, so far
-        self._debt_s = 0.0  # of prompts that come before the next one
+        self._num_steps = 0.0  # decoding steps so far
+        self._debt_s = 0.0  # of prompts to compute before the next decoding step
         self._since = 0.0
         self._ends: list[tuple[float, int, asyncio.Future[None]]] = []
         self._number = count()
@@ -295,8 +297,8 @@ class Machine:
         slower = model.beside if self.num_learning else 1.0
         return max(1e-9, (model.decode_s + model.running_s * self._running) * slower)
 
-    def look(self) -> None:
-        """What was done since the last look is done; the next end is waited for."""
+    def account(self) -> None:
+        """Account for the work since the last call, and schedule the next end of a turn."""
         loop = asyncio.get_running_loop()
         passed, self._since = loop.time() - self._since, loop.time()
         paid = min(self._debt_s, passed)
@@ -311,19 +313,19 @@ class Machine:
             self._timer = None
         if self._ends:
             left = self._ends[0][0] - self._num_steps
-            self._timer = loop.call_later(self._debt_s + left * self._step_s(), self.look)
+            self._timer = loop.call_later(self._debt_s + left * self._step_s(), self.account)
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        self.look()
+        self.account()
         self.num_learning += 1
-        self.look()
+        self.account()
         try:
             yield
         finally:
-            self.look()
+            self.account()
             self.num_learning -= 1
-            self.look()
+            self.account()
 
     async def sample(
         self,
@@ -332,9 +334,9 @@ class Machine:
         on_chunk: Callable[[int], None],
         order: tuple[int, int] = (0, 0),
     ) -> None:
-        """Let the time of a turn pass that has to compute so many tokens of its prompt, and tell
-        of its chunks of tokens. Of those that wait for a slot the smallest `order` is next."""
-        self.look()
+        """Wait for the time of a turn that has to compute this many prompt tokens, and report its
+        chunks of tokens. The waiting turn with the smallest `order` gets the next slot."""
+        self.account()
         if self._running >= self.slots:
             with waiting("a slot"):
                 await self._slot(order)
@@ -346,7 +348,7 @@ class Machine:
                 ended = asyncio.get_running_loop().create_future()
                 goal = self._num_steps + size
                 heapq.heappush(self._ends, (goal, next(self._number), ended))
-                self.look()
+                self.account()
                 await ended
                 on_chunk(size)
         finally:
@@ -366,20 +368,20 @@ class Machine:
             self.num_waiting -= 1
 
     def _leave(self) -> None:
-        """Give the slot to the next in line."""
-        self.look()
+        """Pass the slot to the next waiting turn."""
+        self.account()
         while self._queue:
             given = heapq.heappop(self._queue)[2]
             if not given.done():
                 given.set_result(None)
                 return
         self._running -= 1
-        self.look()
+        self.account()
 
 
 class Grown(Struct, kw_only=True):
-    """What an engine knows of a tree: where its turns run, how often each node was taken, and the
-    last tokens of the texts whose keys and values are there, of one version."""
+    """An engine's state for a tree: the server of its turns, how often each node was used, and the
+    last tokens of the texts that are cached for one policy version."""
 
     home: Machine
     uses: Counter[int] = field(default_factory=Counter)
@@ -387,7 +389,7 @@ class Grown(Struct, kw_only=True):
     version: int = -1
 
     def compute(self, parts: Sequence[Sequence[int]], version: int) -> int:
-        """Number of uncached tokens of a prompt of these texts; they are cached from now on."""
+        """Return the number of uncached tokens in a prompt of these texts, and cache the texts."""
         if version != self.version:
             self.version = version
             self.cached.clear()
@@ -401,9 +403,9 @@ class Grown(Struct, kw_only=True):
 
 
 class SimulatedEngine:
-    """Turns of a `Work` on machines; a tree stays on the least loaded one. The last token of a
-    prompt identifies the node that the turn follows, and that of a turn its own.
-    """
+    """An engine that samples turns of a `Work` on machines. A tree stays on the machine that had
+    the least load. The last token of a prompt identifies the node that the turn follows; the last
+    token of a turn identifies the turn's node."""
 
     def __init__(
         self, work: Work, machines: Sequence[Machine], model: ServiceModel, num_loops: int
@@ -477,7 +479,7 @@ class SimulatedEngine:
 
 
 class SimulatedRenderer:
-    """Tokens in place of texts."""
+    """A renderer for token IDs in place of texts."""
 
     tokenizer: Any = None
 
@@ -509,7 +511,7 @@ class SimulatedRenderer:
 
 
 class Places:
-    """What a configuration allows of a tool: so many calls at once, and so many a second."""
+    """The configured limits of a tool: concurrent calls, and calls per second."""
 
     def __init__(self, num_places: int, rate_per_s: float) -> None:
         self._free = asyncio.Semaphore(num_places)
@@ -523,7 +525,7 @@ class Places:
 
 
 class SimulatedEnv:
-    """Takes the time of the tools that the turn had, and gives its reward."""
+    """An environment that waits for the times of a turn's tools and returns the turn's reward."""
 
     fork_mode = "pure"
 
@@ -574,7 +576,7 @@ class SimulatedEnv:
 
 
 class SimulatedLearner:
-    """Takes the time of the recorded one."""
+    """A learner that takes the recorded learner's time."""
 
     def __init__(
         self, model: ServiceModel, config: LearnerConfig, machines: Sequence[Machine]
@@ -616,12 +618,12 @@ class SimulatedLearner:
         return {f"num_{name}": float(value) for name, value in counts.items()}
 
     async def work(self, seconds: float) -> None:
-        """Let work pass that takes so long by itself."""
+        """Wait for work that takes `seconds` without other load."""
         left_s = seconds
         while left_s > 1e-9:
             is_shared = any(machine.is_busy for machine in self.machines)
             slower = self.model.shared if is_shared else 1.0
-            part_s = min(left_s, seconds / LOOKS) if self.model.shared > 1 else left_s
+            part_s = min(left_s, seconds / NUM_CHECKS) if self.model.shared > 1 else left_s
             await asyncio.sleep(part_s * slower)
             left_s -= part_s
 
@@ -646,33 +648,33 @@ class SimulatedLearner:
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """What is other than in the configuration. `max_branches` bounds the branches that grow, leaf
-    by leaf, where the queue's slots bound trees."""
+    """Differences from the configuration. `max_branches` limits growing branches, counted by leaf;
+    the queue's slots limit trees."""
 
     name: str
     max_staleness: int | None = None
     num_engines: int = 1
     tool_factor: float = 1.0
-    places: dict[str, float] = {}  # by the name of a tool: how many times as many as configured
+    places: dict[str, float] = {}  # factor of the configured places, by tool
     max_branches: int = 0
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Of a run, while its queue is full: see `figures`."""
+    """Figures of a run while its queue is full; see `figures`."""
 
     step_s: float  # from one step's end to the next
-    idle_share: float  # of the time, the learner's
-    staleness: float  # typical: the mean of trees
+    idle_share: float  # share of the time in which the learner is idle
+    staleness: float  # mean over trees
     tokens_per_s: float  # sampled
-    branches: float  # growing, the mean at the ends of steps
-    tools_wait_s: float  # for a place, the mean of the calls of tools
+    branches: float  # growing: mean at the ends of steps
+    tools_wait_s: float  # for a place: mean over tool calls
 
 
 class SimulatedFeeder(Feeder):
-    """Starts trees while fewer branches grow than `max_branches`, 0: any number."""
+    """Starts trees only while fewer than `max_branches` branches grow; 0: no limit."""
 
     max_branches = 0
-    commit_s = 0.0  # until the end of a tree is in the journal, which is not written
+    commit_s = 0.0  # time to commit a tree to the journal, which is not written
 
     async def _roll_out(self, one: InflightRollout, position: int) -> TrajectoryTree:
         tree = await super()._roll_out(one, position)
@@ -682,14 +684,14 @@ class SimulatedFeeder(Feeder):
     async def _until_room(self) -> None:
         envs, size = self.parts.actor.envs, self.config.algorithm.group_size
         if self.max_branches:
-            await asyncio.sleep(1e-6)  # the tree before has begun then
+            await asyncio.sleep(1e-6)  # lets the previous tree start
         most = self.max_branches
         while most and envs.count and envs.count + size > most:  # noqa: ASYNC110 (of any tree)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
 
 class SimulatedReport(StepReport):
-    """Keeps what `figures` needs of each step."""
+    """Keeps the data of each step for `figures`."""
 
     tree_s = 0.0  # of the loop, for each tree of a step
     timings: Timings | None = None
@@ -723,7 +725,7 @@ class SimulatedReport(StepReport):
 
 
 class SimulatedTraining(Training):
-    """A run whose steps are counted, without the phases before and after."""
+    """A training that keeps the data of its steps, without the phases before and after."""
 
     feeder_class, report_class = SimulatedFeeder, SimulatedReport
     report: SimulatedReport
@@ -756,9 +758,9 @@ def simulate(
     model: ServiceModel | None = None,
     timings: Path | None = None,
 ) -> Figures:
-    """The figures of so many steps with a full queue. `trace` gives the work; `model`: how long it
-    takes, fitted to the trace by default. The simulated run writes its own times to `timings`.
-    Raises ConfigError for what cannot be simulated."""
+    """Simulate a number of steps with a full queue and return the figures. `trace` provides the
+    work, `model` its times (default: fitted to the trace). The simulated run writes its own times
+    to `timings`. Raises ConfigError for settings that cannot be simulated."""
     if config.resources.colocated:
         raise ConfigError("resources.colocated: engines that sleep are not simulated")
     queue = config.queue
@@ -810,7 +812,7 @@ def _parts(
     work: Work,
     variant: Variant,
 ) -> Parts:
-    """The parts of a simulated run of this configuration, as its trace was."""
+    """Build the parts of a simulated run from the configuration and the trace's work."""
     prompts = [(root, work.token(root)) for root in work.roots]
     Random(config.run.seed).shuffle(prompts)
     tasks = [Task(f"{root}", "simulated", f"{token}", ("",)) for root, token in prompts]
@@ -847,9 +849,9 @@ def _parts(
 
 
 def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
-    """How many calls of a tool run at once, and how many begin in a second (0: any), by the name of
-    each tool of which the configuration says so. A session of the sandbox that is idle makes room,
-    so that calls bound those, too."""
+    """Return the limits of concurrent calls and of calls per second (0: no limit), by tool, if
+    configured. An idle sandbox session makes room for others, so the limit on sessions counts as a
+    limit on calls."""
     found: dict[str, tuple[int, float]] = {}
     kwargs = config.env.kwargs
     search = config.search or search_config(kwargs.get("search"))
@@ -867,12 +869,12 @@ def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
 
 
 def num_workers(config: TrainConfig) -> int:
-    """Processes in which rollouts grow."""
+    """Return the number of processes that run rollouts."""
     return config.cluster.workers if isinstance(config.cluster, SpreadCluster) else 1
 
 
 def recorded(trace: Trace) -> Figures:
-    """What the recorded run itself was like, without its evaluations and checkpoints."""
+    """Return the figures of the recorded run, without its evaluations and checkpoints."""
     rows = []
     for step in trace.steps:
         shapes = [shape for tree in step.trees for shape in tree]
@@ -892,12 +894,12 @@ def recorded(trace: Trace) -> Figures:
 
 
 def _warm(max_staleness: int) -> int:
-    """The first steps of a run, in which the queue fills."""
+    """Return the number of first steps of a run, during which the queue fills."""
     return max(2, max_staleness + 1)
 
 
 def figures(rows: Sequence[dict[str, float]], max_staleness: int) -> Figures:
-    """Of the steps in which the queue was full: at the end of a run no tree begins any more."""
+    """Return the figures of the steps with a full queue. At the end of a run no tree starts."""
     steps = rows[_warm(max_staleness) : len(rows) - max_staleness] or rows[1:]
     sums = {name: sum(row[name] for row in steps) for name in steps[0]}
     seconds, num = sums["step_s"], len(steps)
@@ -912,8 +914,8 @@ def figures(rows: Sequence[dict[str, float]], max_staleness: int) -> Figures:
 
 
 def variants(config: TrainConfig, trace: Trace) -> list[Variant]:
-    """What a simulation compares: as it is, staleness, engines, tools and their places, and
-    branches in place of trees as what bounds the work in flight."""
+    """Return the variants to compare: the configuration, staleness, engines, tools and their
+    places, and a limit on branches in place of trees."""
     size = config.algorithm.group_size
     bound = config.queue.max_staleness
     num = config.queue.groups_per_step * (bound + 1) * size
@@ -940,7 +942,7 @@ def variants(config: TrainConfig, trace: Trace) -> list[Variant]:
 
 
 def advice(config: TrainConfig, found: dict[str, Figures]) -> str:
-    """Which bound on what grows gives the fastest steps, as long as nothing else changes."""
+    """Return a line with the concurrency limit that gives the fastest steps, all else equal."""
     bounds = ("as configured", "max_staleness", "branches")
     names = [name for name in found if any(word in name for word in bounds)]
     best = min(names, key=lambda name: found[name].step_s)

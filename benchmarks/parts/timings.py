@@ -1,18 +1,20 @@
-"""Trains as `agentenv train` does and writes how long everything takes, RUN/timings.jsonl, from
-which a simulation is fitted: `python -m benchmarks.parts.timings CONFIG [key.sub=value ...]`.
+"""Train as `agentenv train` does and write the times of all parts to RUN/timings.jsonl, to which
+the simulation is fitted: `python -m benchmarks.parts.timings CONFIG [key.sub=value ...]`.
 
     first row   {"vocab_size": V, "max_staleness": the bound of the queue}
-    each step   {"wait_s", "update_s", "publish_s", "parity_s", "rest_s": what the loop did else
-                 since the row before, but for evaluations and checkpoints, "loop_s": what the event
-                 loop computed meanwhile, CPU seconds, "branch_s": of branches
-                 outside of turns, in their environments or between,
-                 "busy": the share of the update in which an engine sampled beside it,
-                 "num_steps": of the optimizer, "num_tokens": trained ones, "num_proximal_tokens":
-                 that a pass before computed, "staleness": of its trees, the mean,
-                 "turns": [Turn, ...] since the row before, "trees": [[Shape, ...], ...]}
+    each step   {"wait_s", "update_s", "publish_s", "parity_s",
+                 "rest_s": other time of the loop since the last row, without evaluations and
+                     checkpoints,
+                 "loop_s": CPU seconds of the event loop since the last row,
+                 "branch_s": seconds of branches outside turns, in or between environments,
+                 "busy": share of the update during which an engine sampled,
+                 "num_steps": optimizer steps, "num_tokens": trained tokens,
+                 "num_proximal_tokens": tokens whose proximal log-probs an extra pass computed,
+                 "staleness": mean over the trees,
+                 "turns": [Turn, ...] since the last row, "trees": [[Shape, ...], ...]}
 
-A tree is written without its tokens: how many each turn had, how long
-its tools worked and were waited for, and the first entropies, by which algorithms fork.
+A tree is written without its tokens: it has the token counts of turns, the tools' running and
+waiting times, and the first entropies, by which algorithms fork.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from agentenv.untrusted import decode
 
 FILE = "timings.jsonl"
 NUM_ENTROPIES = 32  # of a turn
-CACHED = " (cached)"  # behind the name of a tool whose answer a cache knew: it asks for no place
+CACHED = " (cached)"  # suffix of a tool's name for a cache hit, which takes no place
 PARTS = ("wait_s", "update_s", "publish_s", "parity_s")
 
 
 class Turn(Struct, array_like=True, frozen=True):
-    """A turn that an engine sampled within `seconds`. The engine had `running` turns meanwhile, on
-    average, computed `computed` tokens of prompts that its cache did not hold, and shared the
-    machine with a learner at work for `beside` of the time."""
+    """A turn that an engine sampled in `seconds`. During that time, the engine had `running` turns
+    on average, computed `computed` prompt tokens that its cache did not hold, and a learner worked
+    on the same machine for the share `beside` of the time."""
 
     num_sampled: int
     seconds: float
@@ -64,9 +66,8 @@ class Turn(Struct, array_like=True, frozen=True):
 
 
 class Shape(Struct, array_like=True, frozen=True):
-    """A node of a tree: `parent` is an index, -1 for the root; `tools` are names, seconds of work,
-    and seconds of waiting for a place; `end` as in agentenv.tree, empty for a node that others
-    follow."""
+    """A node of a tree. `parent` is an index, -1 for the root. `tools` has names, running seconds,
+    and seconds waiting for a place. `end` is as in agentenv.tree, and empty for an inner node."""
 
     parent: int
     num_sampled: int
@@ -78,7 +79,7 @@ class Shape(Struct, array_like=True, frozen=True):
 
 
 class StepTimes(Struct, frozen=True, kw_only=True):
-    """A row; see above."""
+    """A row of a step; see the module docstring."""
 
     wait_s: float
     update_s: float
@@ -97,12 +98,12 @@ class StepTimes(Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.wait_s + self.update_s + self.publish_s + self.parity_s + self.rest_s
 
 
 class Trace(Struct, frozen=True):
-    """What a file says."""
+    """The contents of a timings file."""
 
     vocab_size: int
     max_staleness: int
@@ -115,12 +116,12 @@ class _Head(Struct, frozen=True):
 
 
 def read_trace(run: Path) -> Trace:
-    """Raises DataError unless the run has written at least two steps of its times."""
+    """Read the timings of a run. Raises DataError if it has fewer than two steps."""
     path = run / FILE
     try:
         head, *rows = path.read_bytes().splitlines()
         if rows and not rows[-1].endswith(b"}"):
-            rows.pop()  # of a run that was killed
+            rows.pop()  # partial line of a killed run
         steps = [decode(row, StepTimes) for row in rows]
         first = decode(head, _Head)
     except (OSError, ValueError, ForeignError) as error:
@@ -128,12 +129,12 @@ def read_trace(run: Path) -> Trace:
             f"{path} cannot be read: {error}; `python -m benchmarks.parts.timings CONFIG` writes it"
         ) from error
     if len(steps) < 2:
-        raise DataError(f"{path} has {len(steps)} steps, and two are needed")
+        raise DataError(f"{path} has {len(steps)} steps; at least two are needed")
     return Trace(first.vocab_size, first.max_staleness, steps)
 
 
 def shapes_of(tree: TrajectoryTree) -> list[Shape]:
-    """The tree as a trace has it."""
+    """Return the nodes of a tree in the form of a trace."""
     return [
         Shape(
             -1 if node.parent is None else node.parent,
@@ -156,21 +157,21 @@ def _call(record: Info) -> tuple[str, float, float]:
 
 
 class Timings:
-    """Measures a run and writes its rows. Integrals over time, by which a turn learns what went on
-    beside it, move on whenever a turn begins or ends."""
+    """Measures a run and writes its rows. The time integrals that give the load during a turn are
+    updated whenever a turn starts or ends."""
 
     def __init__(
         self, path: Path, vocab_size: int, max_staleness: int, branches: Callable[[], float]
     ) -> None:
-        """`branches` counts those that grow."""
+        """`branches` returns the number of growing branches."""
         self._path = path
         self._branches, self._between_s = branches, 0.0
         self._turns: list[Turn] = []
         self._running = self._num_training = self._num_computed = self._learning = 0
-        self._sums = (0.0, 0.0)  # seconds times running turns, seconds beside a learner
-        self._learned_s = self._shared_s = 0.0  # since the last row: by the learner, beside turns
+        self._sums = (0.0, 0.0)  # running turns times seconds; seconds with a learner at work
+        self._learned_s = self._shared_s = 0.0  # since the last row; shared: with turns
         self._since = asyncio.get_running_loop().time()
-        self._row_s: float | None = None  # when there was a row
+        self._row_s: float | None = None  # time of the last row
         self._loop_s = time.thread_time()
         if not path.exists():
             write_whole(path, msgspec.json.encode(_Head(vocab_size, max_staleness)) + b"\n")
@@ -188,7 +189,7 @@ class Timings:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """To be entered while the learner is at work."""
+        """Context manager for the time during which the learner works."""
         self._now()
         self._learning += 1
         try:
@@ -200,7 +201,7 @@ class Timings:
     async def turn(
         self, sampling: Callable[[], Any], num_prompt: int, trains: bool = True
     ) -> Completion:
-        """What `sampling` gives, measured; `trains`: its branch is one of those counted."""
+        """Measure and return the result of `sampling`. `trains`: its branch counts as growing."""
         began_s = self._now()
         (running, beside), computed = self._sums, self._num_computed
         self._running += 1
@@ -225,7 +226,7 @@ class Timings:
         return done
 
     def row(self, trees: Sequence[TrajectoryTree], metrics: dict[str, Any]) -> bytes:
-        """The row of a step, whose seconds are in its metrics."""
+        """Return the row of a step with these metrics."""
         at_s = self._now()
         turns, self._turns = self._turns, []
         loop_s = time.thread_time()
@@ -248,12 +249,12 @@ class Timings:
         return msgspec.json.encode(row) + b"\n"
 
     def write(self, row: bytes) -> None:
-        """Append a row; blocks."""
+        """Append a row to the file. Blocks."""
         append_whole(self._path, row)
 
 
 class TimedEngine:
-    """An engine whose turns are measured."""
+    """An engine that measures its turns."""
 
     def __init__(self, engine: Engine, timings: Timings, trains: bool) -> None:
         self._engine, self._timings, self._trains = engine, timings, trains
@@ -272,7 +273,7 @@ class TimedEngine:
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
-        """As the engine's."""
+        """Generate with the wrapped engine."""
         return await self._timings.turn(
             lambda: self._engine.generate(
                 prompt_ids,
@@ -297,7 +298,7 @@ class TimedEngine:
 
 
 class TimedReport(StepReport):
-    """A report that writes the times of each step too."""
+    """A report that also writes the times of each step."""
 
     timings: Timings
 
@@ -307,7 +308,7 @@ class TimedReport(StepReport):
 
 
 class TimedTraining(Training):
-    """A run whose turns and updates are measured."""
+    """A training that measures its turns and updates."""
 
     report_class = TimedReport
 
@@ -323,7 +324,7 @@ class TimedTraining(Training):
 
 
 def begin(training: Training) -> Timings:
-    """Measure the engine and the learner of a run that is set up."""
+    """Start measuring the engine and the learner of a run after its setup."""
     parts = training.parts
     timings = Timings(
         training.run.path / FILE,
@@ -344,7 +345,7 @@ def begin(training: Training) -> Timings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of `agentenv train`."""
+    """Train and return the exit code of `agentenv train`."""
     parser = make_parser(__name__, "Train, and write timings.jsonl.", TrainConfig)
 
     def work(

@@ -1,11 +1,12 @@
-"""Cost of a captured call in the proxies of peers, driven by the same programs.
+"""Cost of a captured call in the proxies of other projects (peers), with the same programs.
 
     PYTHON captures.py DRIVER.py WORK.json     in the interpreter of the peer
 
-A driver (drivers/) has a `main(work)` that starts the proxy of its peer with `work["programs"]`
-sessions, calls `measured` with their keys, and `said` with the microseconds and the turns captured.
-The programs are those of `benchmarks.parts.captured`, in another process; the engine takes time and
-no CPU. In the interpreter of a peer this file needs nothing but the standard library.
+The `main(work)` of a driver (drivers/) starts its peer's proxy with `work["programs"]` sessions,
+calls `measured` with their keys, and writes the microseconds and the captured turns with
+`write_line`.
+The programs are those of `benchmarks.parts.captured`, in another process. The engine takes time but
+no CPU. In a peer's interpreter this file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ ROOT = HERE.parents[1]
 
 
 def measured(url: str, keys: Sequence[str]) -> float:
-    """Microseconds of CPU of this process while the programs with these keys ask at `url`."""
-    said({"url": url, "keys": list(keys)})
+    """Return the CPU microseconds of this process while the programs with these keys call `url`."""
+    write_line({"url": url, "keys": list(keys)})
     sys.stdin.readline()
     begun = time.process_time()
     sys.stdin.readline()
     return (time.process_time() - begun) * 1e6
 
 
-def said(found: dict[str, Any]) -> None:
-    """A line for the process that compares."""
+def write_line(found: dict[str, Any]) -> None:
+    """Write a line of JSON to the benchmark's process."""
     print(json.dumps(found), flush=True)
 
 
 def peers() -> dict[str, Peer]:
-    """By name; each has an environment of its own."""
+    """Return the peers by name. Each has its own virtual environment."""
     from benchmarks.peers.contest import peer
 
     return {
@@ -51,8 +52,8 @@ def peers() -> dict[str, Peer]:
 
 
 def work_in(folder: Path, num_programs: int, num_calls: int) -> Path:
-    """The file that a driver reads, and a tokenizer beside it: that of our own figure, with the
-    marks of Qwen's template."""
+    """Write the file that a driver reads, and a tokenizer next to it. It is the tokenizer of our
+    own figure with the tags of Qwen's template."""
     from random import Random
 
     from benchmarks.parts import captured
@@ -79,7 +80,7 @@ def work_in(folder: Path, num_programs: int, num_calls: int) -> Path:
 
 
 def us_a_call(python: Path, peer: Peer, work: Path) -> float:
-    """Of one round of a peer. Raises PeerError."""
+    """Return the CPU microseconds per call in one round of a peer. Raises PeerError."""
     from benchmarks.peers.environments import PeerError, last_line
 
     task = json.loads(work.read_text(encoding="utf-8"))
@@ -91,16 +92,16 @@ def us_a_call(python: Path, peer: Peer, work: Path) -> float:
         subprocess.Popen(command, stderr=errors, **pipes) as proxy,
     ):
         try:
-            one = _heard(proxy)
-            asking = [sys.executable, "-m", "benchmarks.parts.captured", "programs", one["url"]]
-            asking += [str(task["calls"]), *one["keys"]]
-            with subprocess.Popen(asking, cwd=ROOT, **pipes) as programs:
+            one = _read_line(proxy)
+            client = [sys.executable, "-m", "benchmarks.parts.captured", "programs", one["url"]]
+            client += [str(task["calls"]), *one["keys"]]
+            with subprocess.Popen(client, cwd=ROOT, **pipes) as programs:
                 assert programs.stdout is not None
-                programs.stdout.readline()  # they are ready
-                _say(proxy)
+                programs.stdout.readline()  # "ready"
+                _signal(proxy)
                 programs.communicate("\n")
-            _say(proxy)
-            found = _heard(proxy)
+            _signal(proxy)
+            found = _read_line(proxy)
         except (ValueError, OSError):
             errors.seek(0)
             raise PeerError(last_line(errors.read())) from None
@@ -113,13 +114,13 @@ def us_a_call(python: Path, peer: Peer, work: Path) -> float:
     return cost
 
 
-def _heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _read_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     found: dict[str, Any] = json.loads(process.stdout.readline())
     return found
 
 
-def _say(process: subprocess.Popen[str]) -> None:
+def _signal(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()

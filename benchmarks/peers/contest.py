@@ -1,18 +1,18 @@
-"""Cost of the controller per env step, next to peers with the same work.
+"""CPU cost of the controller per env step, compared with peers on the same workload.
 
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
 
     work        that of `overhead`: 4 calls of one tool with results of about 300 tokens, an answer;
                 turns of 40 tokens by an engine that waits, N rollouts at a time
-    floor       a bare asyncio loop that waits as often and as long, in the process of each peer
+    floor       a bare asyncio loop with the same waits, in the process of each peer
     ours        the controller's whole process: `Training` with ARPO, queue, journal, metrics,
-                trajectories, what the learner is sent
-    a peer      its own code of a rollout (drivers/), in an environment of its own
-                (environments.py), with engine, tool and, where it has one, trainer made up
+                trajectories, and the data sent to the learner
+    a peer      its own rollout code (drivers/), in its own virtual environment (environments.py),
+                with a mock engine, a mock tool and, if it has a trainer, a mock trainer
 
-Rounds are interleaved (all contestants once, then again), as machines drift; ratios are of figures
-of the same round. A peer that does not install or does not run appears in the table with the last
-line of what it said. docs/peers.md says what each figure includes.
+Rounds are interleaved (each contestant once, then again), because the speed of machines drifts.
+Ratios are of figures of the same round. A peer that cannot be installed or does not run is in the
+table with the last line of its output. docs/peers.md describes what each figure includes.
 """
 
 from __future__ import annotations
@@ -46,15 +46,19 @@ from benchmarks.peers.environments import (
 
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
-# Rollouts at a time -> prompts a step, and steps, of our run. Waits are in proportion to rollouts,
-# as in `overhead`, so that as much happens a second.
+# Concurrent rollouts -> prompts per step and steps of our run. Waits are proportional to the number
+# of rollouts, as in `overhead`, so that the number of events per second is constant.
 SIZES = {100: (3, 16), 1000: (31, 4)}
-RUN_S = 400.0  # of one contestant in one round, of ours at one size, after which it is given up
-FAILURES = (AgentEnvError, OSError, subprocess.SubprocessError)  # of one contestant, not of all
+RUN_S = 400.0  # limit for one contestant in one round; for ours, at one size
+FAILURES = (
+    AgentEnvError,
+    OSError,
+    subprocess.SubprocessError,
+)  # of one contestant
 NUM_QUESTIONS = 124
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</tool_call>'
 ANSWER, END = "<answer>it</answer>", "<|im_end|>"
-# What the form of calls of today's chat models needs as tokens, so that a call fits into a turn.
+# Tokens of the call format of current chat models, so that a call fits into a turn.
 JSON_TOKENS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
     *("name", "arguments", "query", "description", "parameters", "properties", "required"),
@@ -62,7 +66,7 @@ JSON_TOKENS = (
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """One contestant; without a driver it is only installed, with no package it is of ours."""
+    """A contestant. Without a driver it is only installed; without a package it is ours."""
 
     driver: Path | None = None
     package: str = ""  # whose version is reported
@@ -71,7 +75,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 def peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
-    """With the driver and the requirements of these names."""
+    """Return a peer with the driver and the requirements of these names."""
     return Peer(
         driver=HERE / "drivers" / driver if driver else None,
         package=package,
@@ -89,18 +93,18 @@ PEERS: dict[str, Peer] = {
 
 
 class Sample(Struct, frozen=True):
-    """Of one contestant at one size in one round; microseconds of CPU an env step."""
+    """One contestant at one size in one round: microseconds of CPU per env step."""
 
     cpu_us: float  # of the process that runs the rollouts
-    children_us: float  # of the processes below it
+    children_us: float  # of its descendants
     floor_us: float
     steps_per_s: float | None = None  # as many as the engine allows, or fewer
     floor_steps_per_s: float | None = None
 
 
 class Figures(Struct, frozen=True):
-    """Medians of rounds; the least and the most beside them. Ratios are medians of those of each
-    round: of `cpu_us` to the floor, and of what is above the floor to ours."""
+    """Medians, minima and maxima over rounds. `times_floor` is the median ratio of `cpu_us` to the
+    floor, `times_ours` the median ratio of the CPU above the floor to ours."""
 
     cpu_us: float
     cpu_us_min: float
@@ -110,11 +114,11 @@ class Figures(Struct, frozen=True):
     children_us: float
     times_floor: float
     times_ours: float | None
-    speed: float | None  # env steps a second, as a part of those of the bare loop
+    speed: float | None  # env steps per second, relative to the bare loop
 
 
 class Found(Struct):
-    """Of one contestant."""
+    """The result of one contestant."""
 
     version: str = ""
     error: str = ""
@@ -123,7 +127,7 @@ class Found(Struct):
 
 
 class Report(Struct):
-    """Of one run of the bench."""
+    """The result of one run of the benchmark."""
 
     date: str
     python: str
@@ -142,8 +146,8 @@ def run(
     peers: Mapping[str, Peer] = PEERS,
     keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """The figures by contestant. What is to be installed is so before the first round, each within
-    `limit_s` seconds. `keep` is given what is there after each round. Raises ConfigError."""
+    """Return the figures by contestant. All peers are installed before the first round, each within
+    `limit_s` seconds. `keep` gets the report so far after each round. Raises ConfigError."""
     check(names, sizes, num_rounds, peers)
     found = {name: Found() for name in names}
     pythons: dict[str, Path] = {}
@@ -175,7 +179,7 @@ def run(
 
 
 def _reason(error: Exception) -> str:
-    """Of a failure, in one line."""
+    """Return the reason for a failure, in one line."""
     return str(error) if isinstance(error, PeerError) else last_line(str(error))
 
 
@@ -192,7 +196,7 @@ def _report(found: dict[str, Found], num_rounds: int) -> Report:
 def check(
     names: Sequence[str], sizes: Sequence[int], num_rounds: int, peers: Mapping[str, Peer]
 ) -> None:
-    """Raises ConfigError for what there is not."""
+    """Raise ConfigError if a peer or a size does not exist."""
     expected: tuple[tuple[str, Sequence[Any], Collection[Any]], ...] = (
         ("--only", names, peers),
         ("--sizes", sizes, SIZES),
@@ -201,7 +205,7 @@ def check(
         for one in asked:
             if one not in known:
                 raise ConfigError(
-                    f"{option} {one}: there is none; expected of {', '.join(map(str, known))}"
+                    f"{option} {one}: unknown; expected: {', '.join(map(str, known))}"
                 )
     if num_rounds < 1:
         raise ConfigError(f"--rounds {num_rounds}: expected at least 1")
@@ -210,13 +214,13 @@ def check(
 def python_of(
     name: str, peer: Peer, folder: Path, limit_s: float, say: Callable[[str], None]
 ) -> Path:
-    """The interpreter of a peer, which is installed if missing. Raises PeerError."""
+    """Return the interpreter of a peer, which is installed if missing. Raises PeerError."""
     if peer.requirements is None:
         return Path(sys.executable)
     say(f"{name}: its environment, in {folder}")
     python = interpreter(name, peer.requirements, peer.versions, folder, limit_s)
     if peer.driver is None:
-        raise PeerError("it installs, but nothing here drives it")
+        raise PeerError("it can be installed, but has no driver")
     return python
 
 
@@ -227,7 +231,7 @@ def version_of(peer: Peer, python: Path) -> str:
 def _measured(
     name: str, peer: Peer, python: Path, task: Path, sizes: Sequence[int]
 ) -> dict[str, Sample]:
-    """One round of one contestant. Raises what FAILURES are."""
+    """Measure one round of one contestant. Raises one of FAILURES."""
     if name == OURS:
         return {str(size): _ours(*SIZES[size]) for size in sizes}
     assert peer.driver is not None
@@ -244,7 +248,7 @@ def _ours(prompts: int, num_steps: int) -> Sample:
 
 
 def drive(python: Path, driver: Path, task: Path, limit_s: float = RUN_S) -> dict[str, Sample]:
-    """What the driver measures, by size, run by that interpreter. Raises PeerError."""
+    """Run a driver in its interpreter. Return its samples by size. Raises PeerError."""
     target = task.with_name("figures.json")
     target.unlink(missing_ok=True)
     root = str(HERE.parents[2])
@@ -265,7 +269,7 @@ def drive(python: Path, driver: Path, task: Path, limit_s: float = RUN_S) -> dic
 
 
 def read_samples(text: bytes) -> dict[str, Sample]:
-    """What a driver wrote. Raises PeerError for anything else."""
+    """Parse the samples that a driver wrote. Raises PeerError if they are malformed."""
     try:
         return msgspec.json.decode(text, type=dict[str, Sample])
     except msgspec.DecodeError as error:
@@ -273,7 +277,7 @@ def read_samples(text: bytes) -> dict[str, Sample]:
 
 
 def figures(samples: Sequence[Sample], ours: Sequence[Sample]) -> Figures:
-    """Of the rounds of one contestant at one size."""
+    """Return the figures over the rounds of one contestant at one size."""
     costs = [one.cpu_us for one in samples]
     ratios = [
         (one.cpu_us - one.floor_us) / (other.cpu_us - other.floor_us)
@@ -298,7 +302,7 @@ def figures(samples: Sequence[Sample], ours: Sequence[Sample]) -> Figures:
 
 
 def write_task(folder: Path, sizes: Sequence[int]) -> Path:
-    """What drivers are given, as JSON, and the tokenizer beside it."""
+    """Write the drivers' task as JSON, and the tokenizer next to it."""
     from agentenv.envs.quickstart_setup import build_tokenizer
 
     tokenizer: Any = build_tokenizer()

@@ -1,16 +1,16 @@
-"""The work of every peer, and its cost; runs in the interpreter of the peer.
+"""The workload of every peer, and its cost. Runs in the interpreter of the peer.
 
     PYTHON work.py DRIVER.py TASK.json FIGURES.json
 
-Needs nothing but the standard library, as the environments of peers hold nothing of ours. DRIVER is
-one of the folder drivers/ beside this file: its `async def run(work)` keeps `work.at_once`
-rollouts going by the code of its peer until `work.is_over`. It asks `work.turn(form, num_results)`
-for what the policy says and `work.result()` for what the tool says; both wait as an engine and a
-search would, and count. TASK.json is written by contest.py.
+This file needs only the standard library, because the peers' virtual environments contain none of
+our packages. DRIVER is a file of drivers/. Its `async def run(work)` keeps `work.at_once` rollouts
+running with the code of its peer until `work.is_over`. It gets the policy's turns from
+`work.turn(form, num_results)` and the tool's results from `work.result()`. Both wait as an engine
+and a search would, and count the calls. contest.py writes TASK.json.
 
-The figures are those of a window of env steps, when rollouts are at all of their stages: what a
-start costs is in none. A bare loop that waits as often, `idle`, is measured before it in the same
-process.
+The figures cover a window of env steps in which rollouts are at all of their stages, so they
+exclude the cost of the start. The same process first measures `idle`, a bare loop with the same
+waits.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-WAVES, FLOOR_WAVES = 5, 2  # env steps of a window, by rollouts at once; five are a whole rollout
-END_S = 20.0  # that a driver has to end after it was cancelled
+WAVES, FLOOR_WAVES = 5, 2  # env steps of a window per concurrent rollout; a rollout has five
+END_S = 20.0  # limit for a driver to end after it was cancelled
 
 
 class Work:
-    """At one size: `at_once` rollouts, whose waits are multiplied by `scale`."""
+    """The workload at one size: `at_once` rollouts, with waits multiplied by `scale`."""
 
     def __init__(
         self, task: dict[str, Any], at_once: int, scale: float, num_waves: int = WAVES
     ) -> None:
         self.task, self.at_once = task, at_once
-        self.tokenizer: str = task["tokenizer"]  # a folder of Hugging Face's form
+        self.tokenizer: str = task["tokenizer"]  # folder in Hugging Face format
         self.num_calls: int = task["num_calls"]
         self.group_size: int = task["group_size"]
         self.is_over = False
@@ -55,36 +55,36 @@ class Work:
         self._at_begin = self._at_end = (0.0, 0.0, 0.0)
 
     def question(self, number: int) -> str:
-        """One of the questions, over and over."""
+        """Return a question; the questions repeat."""
         questions: list[str] = self.task["questions"]
         return questions[number % len(questions)]
 
     async def turn(self, form: str, num_results: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a turn behind so many results, in the form "tags" or "json": a
-        call, or the answer."""
+        """Return the token IDs and log-probs of the turn after `num_results` results: a call or the
+        answer, in the form "tags" or "json"."""
         seconds = self.scale * self.task["turn_s"] * (0.5 + self._rng.random())
         first = self.task["first_part"] * seconds
         if not self.is_over:
-            await asyncio.sleep(first)  # what an engine that streams gives before the rest
+            await asyncio.sleep(first)  # the first part that a streaming engine sends
             await asyncio.sleep(seconds - first)
         self._count()
         name = "call" if num_results < self.num_calls else "answer"
         return list(self.task["forms"][form][name]), list(self._rng.choice(self._logprobs))
 
     def text(self, form: str, num_results: int) -> str:
-        """The same turn as text."""
+        """Return the text of the turn that `turn` returns."""
         name = "call_text" if num_results < self.num_calls else "answer_text"
         text: str = self.task["forms"][form][name]
         return text
 
     async def result(self) -> str:
-        """What the tool says."""
+        """Return a tool result after a wait."""
         if not self.is_over:
             await asyncio.sleep(self.tool_seconds())
         return self.next_text()
 
     def result_blocking(self) -> str:
-        """For tools that are no coroutines; in a thread of theirs."""
+        """Return a tool result after a blocking wait, for synchronous tools in threads."""
         if not self.is_over:
             time.sleep(self.tool_seconds())
         return self.next_text()
@@ -94,7 +94,7 @@ class Work:
         return seconds
 
     def next_text(self) -> str:
-        """Each time another, of those that were drawn beforehand."""
+        """Return the next of the texts drawn in advance."""
         self.num_results += 1
         number = next(self._numbers)
         return f"{number}: {self._texts[number % len(self._texts)]}"
@@ -110,14 +110,14 @@ class Work:
         self.num_steps += 1
 
     def figures(self) -> dict[str, float]:
-        """Of an env step of the window: microseconds of CPU; and env steps a second."""
+        """Return the window's CPU microseconds per env step, and its env steps per second."""
         if not self.is_over:
             raise RuntimeError(f"the driver ended after {self.num_steps} env steps of {self._end}")
         calls = self.num_calls / (self.num_calls + 1) * self.num_steps
         if self.num_results < 0.7 * calls:
             raise RuntimeError(
                 f"{self.num_steps} turns of the policy and {self.num_results} results of the tool: "
-                "the driver does not give its peer's calls to the tool"
+                "the driver does not pass its peer's calls to the tool"
             )
         wall, own, below = (
             end - begin for begin, end in zip(self._at_begin, self._at_end, strict=True)
@@ -131,14 +131,17 @@ class Work:
 
 
 def cpu_s() -> float:
-    """User and system time of this process."""
+    """Return the user and system time of this process, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def cpu_below_s() -> float:
-    """Of all processes below this one: of those that live by /proc, to the nanosecond (what `stat`
-    has is too coarse for a thousand processes that do little), and of those that have ended."""
+    """Return the CPU seconds of all descendants of this process, running and ended.
+
+    Running processes are read from /proc/PID/task/*/schedstat in nanoseconds: /proc/PID/stat is too
+    coarse for a thousand processes that do little.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     parents, found = {}, {}
     for folder in Path("/proc").iterdir():
@@ -162,8 +165,8 @@ def cpu_below_s() -> float:
 
 
 async def rollouts(work: Work, some: Callable[[int], Awaitable[object]], num_each: int = 1) -> None:
-    """Keeps `work.at_once` rollouts going until the window is over; `some(number)` is `num_each`
-    of them. Raises what one of them raises."""
+    """Keep `work.at_once` rollouts running until the window is over. `some(number)` runs `num_each`
+    rollouts. An exception of a rollout propagates."""
     numbers = count()
 
     async def place() -> None:
@@ -176,7 +179,7 @@ async def rollouts(work: Work, some: Callable[[int], Awaitable[object]], num_eac
 
 
 async def idle(work: Work) -> None:
-    """The floor: a loop that waits as often and as long, and does nothing."""
+    """The floor: a loop with the same waits that does nothing else."""
 
     async def one(number: int) -> None:
         for num_results in range(work.num_calls + 1):
@@ -190,7 +193,7 @@ async def idle(work: Work) -> None:
 
 
 async def until_over(run: Callable[[Work], Awaitable[object]], work: Work) -> None:
-    """What still goes on behind the window is cancelled. Raises what the driver raises."""
+    """Run the driver until the window is over, then cancel it. Its exceptions propagate."""
     running = asyncio.ensure_future(run(work))
     waiting = asyncio.ensure_future(work.over.wait())
     await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -202,7 +205,7 @@ async def until_over(run: Callable[[Work], Awaitable[object]], work: Work) -> No
 
 
 def measure(driver: Any, task: dict[str, Any]) -> dict[str, Any]:
-    """The figures by size."""
+    """Return the figures by size."""
     found: dict[str, Any] = {}
     for size in task["sizes"]:
         floor = Work(task, size["at_once"], size["scale"], FLOOR_WAVES)
@@ -227,7 +230,7 @@ def main(driver: str, task_file: str, figures_file: str) -> None:
     Path(figures_file).write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what a peer left going is of no interest
+    os._exit(0)  # do not wait for tasks and threads that a peer left running
 
 
 if __name__ == "__main__":

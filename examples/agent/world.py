@@ -1,4 +1,4 @@
-"""Questions, demonstrations and the model, all from a seed."""
+"""Questions, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("price", "partner")
 
 
 class TwinEnv(ToolEnv):
-    """What the agent does, in process: it plays the demonstrations."""
+    """An in-process equivalent of the agent, which plays the demonstrations."""
 
     def __init__(self, task: Task) -> None:
         prices = json.loads(task.metadata["prices"])
@@ -46,7 +46,7 @@ class TwinEnv(ToolEnv):
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """A question, and the tables that the agent finds in its files."""
+    """A row: the question, and the tables in the agent's files."""
     prices = {item: rng.randint(52, 99) for item in ITEMS}
     partners = dict(zip(ITEMS, rng.sample(ITEMS, len(ITEMS)), strict=True))
     item = rng.choice(ITEMS)
@@ -59,14 +59,14 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a good clerk."""
+    """The next turn of a skilled policy."""
     if results and results[-1].isdigit():
         return f"<think>I know it.</think><answer>{results[-1]}</answer>"
     if task.kind == "partner" and not results:
@@ -76,21 +76,21 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a lazy one."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
 def compile_client() -> None:
-    """Import what the agent imports: no program in a sandbox can write its compiled modules."""
+    """Import the agent's modules once, to compile them: a sandboxed program cannot."""
     try:
         from openai import OpenAI
     except ImportError as error:
-        raise ConfigError("the agent needs OpenAI's client: pip install openai") from error
+        raise ConfigError("the agent requires OpenAI's client: pip install openai") from error
     _ = OpenAI(api_key="none").chat.completions
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     compile_client()
     rng = Random(f"agent {seed}")
     data = run / "data"
@@ -102,4 +102,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(TwinEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("price", "partner"))
-    return "Prices, demonstrations of a good and a lazy clerk, a model."
+    return "Created prices, demonstrations (skilled and giving up) and a model."

@@ -1,8 +1,8 @@
-"""A shop's customer who wants to know where his order is and withholds its number.
+"""A shop's customer who wants to locate an order but withholds its number.
 
 customer  Where is my order?
 policy    What is your order number?
-customer  I do not have it at hand.             one of the kind "twice" wants to be asked again
+customer  I do not have it at hand.             only customers of the kind "twice"
 policy    What is your order number?
 customer  It is 4711.
 policy    <track>4711</track>                   It is in Zorvex.
@@ -46,20 +46,21 @@ class TrackTool(StatelessTool):
 
 
 def customer(task: Task, dialogue: Sequence[Message]) -> str | None:
-    """The customer's next words; he leaves after four questions."""
-    asked = [message.content for message in dialogue if message.role == "assistant"]
-    num_asked = sum("number" in text for text in asked)
-    if len(asked) > 4:
+    """The customer's next message; None after four turns: the customer leaves."""
+    turns = [message.content for message in dialogue if message.role == "assistant"]
+    num_requests = sum("number" in text for text in turns)
+    if len(turns) > 4:
         return None
-    if "number" not in asked[-1]:
+    if "number" not in turns[-1]:
         return "I only want to know where it is."
-    if num_asked == 1 and task.kind == "twice":
+    if num_requests == 1 and task.kind == "twice":
         return "I do not have it at hand."
     return f"It is {task.metadata['number']}."
 
 
 class CustomerEnv(DialogueEnv):
-    """One customer: the row's column "orders" is where each order is, "number" is his own."""
+    """A customer. Columns of the row: "orders" maps each order to its place, "number" is the
+    customer's."""
 
     def __init__(self, task: Task) -> None:
         tools = [TrackTool(task.metadata["orders"])]

@@ -1,4 +1,4 @@
-"""Customers, demonstrations and the model, all from a seed."""
+"""Customers, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("named", "asked", "twice")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """One customer, and the orders of the shop."""
+    """A row: a customer, and the orders of the shop."""
     numbers = rng.sample(range(1000, 10_000), 6)
     orders = {str(number): rng.choice(PLACES) for number in numbers}
     number = rng.choice(list(orders))
@@ -29,14 +29,14 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a good clerk, who asks until he knows the number."""
+    """The next turn of a skilled policy, which asks until it knows the number."""
     number = task.metadata["number"]
     if results and results[-1].startswith("It is in"):
         return f"<think>I know it.</think><answer>{results[-1].split()[-1][:-1]}</answer>"
@@ -46,12 +46,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a lazy one."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     rng = Random(f"customer {seed}")
     data = run / "data"
     for name, number in (("train", 300), ("heldout", 100)):
@@ -62,4 +62,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(CustomerEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=["track"])
-    return "Customers of a shop, demonstrations of a good and a lazy clerk, a model."
+    return "Created customers, demonstrations (skilled and giving up) and a model."

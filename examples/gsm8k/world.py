@@ -1,7 +1,7 @@
 """GSM8K's questions, and its worked solutions as demonstrations with a Python tool.
 
 A solution marks its calculations: "Natalia sold 48/2 = <<48/2=24>>24 clips in May." Each one
-becomes a call of the tool, after the words that lead to it, and the environment answers the call.
+becomes a tool call after the preceding text, and the environment answers the call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from agentenv import Task, demonstrate, write_rows
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl.xz"
-NUM_DEV = 500  # training questions on which rates are chosen; neither phase trains on them
-NUM_GATE = 64  # of them; their demonstrations measure the cold start
+NUM_DEV = 500  # training questions held out for the choice of learning rates
+NUM_GATE = 64  # number of these whose demonstrations measure the cold start
 MAX_CALLS = 7
 
 CALCULATION = re.compile(r"<<([^=<>]+)=[^<>]*>>")
@@ -28,8 +28,8 @@ NUMBER = re.compile(r"-?[0-9.]+")
 
 
 def questions(name: str) -> list[dict[str, Any]]:
-    """The rows of the set "train" or "test", in their published order: question, answer (the
-    number alone) and worked solution."""
+    """The rows of the set "train" or "test", in their published order: question, answer (only the
+    number) and worked solution."""
     with lzma.open(QUESTIONS, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     return [_row(row["question"], row["answer"]) for row in rows if row["set"] == name]
@@ -41,7 +41,7 @@ def _row(question: str, solution: str) -> dict[str, Any]:
 
 
 def calculations(solution: str) -> list[tuple[str, str]]:
-    """Thought and expression of each calculation in a worked solution."""
+    """(thought, expression) of each calculation in a worked solution."""
     found = []
     for line in solution.partition("####")[0].strip().splitlines():
         end = 0
@@ -53,7 +53,7 @@ def calculations(solution: str) -> list[tuple[str, str]]:
 
 
 def is_convertible(row: dict[str, Any]) -> bool:
-    """Whether each calculation is an expression of Python and the answer a number."""
+    """Whether each calculation is a Python expression and the answer is a number."""
     expressions = [expression for _, expression in calculations(row["solution"])]
     fits = 1 <= len(expressions) <= MAX_CALLS and NUMBER.fullmatch(row["answer"])
     return bool(fits) and all(map(EXPRESSION.fullmatch, expressions))
@@ -69,7 +69,7 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def prepare(run: Path, seed: int) -> str:
-    """data/ below the folder of the run: train, dev, test, sft and gate as JSONL files."""
+    """Write train, dev, test, sft and gate as JSONL files to data/ in the folder of the run."""
     train, data = questions("train"), run / "data"
     Random(f"gsm8k {seed}").shuffle(train)
     dev, train = train[:NUM_DEV], train[NUM_DEV:]
@@ -80,6 +80,4 @@ def prepare(run: Path, seed: int) -> str:
         shown = shown[:NUM_GATE] if name == "gate" else shown
         played = demonstrate(CodeInterpreterEnv, shown, solve, stage="cold start")
         write_rows(data / f"{name}.jsonl", [row for row in played if row["success"]])
-    return (
-        f"GSM8K with a Python tool: {len(train):,} training questions, {NUM_DEV} held out of them"
-    )
+    return f"GSM8K with a Python tool: {len(train):,} training questions, {NUM_DEV} others held out"

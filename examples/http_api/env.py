@@ -1,4 +1,4 @@
-"""Questions about prices that an API over HTTP knows, for those who have logged in.
+"""Questions about prices, answered by an HTTP API that requires a login.
 
 <price>{"store": 57, "item": "Zorvex"}</price>                   81
 <total>{"store": 57, "item": "Zorvex", "count": 12}</total>      972
@@ -16,7 +16,7 @@ from examples.http_api.server import PASSWORD, USER, Server
 
 
 async def log_in(client: HttpClient) -> dict[str, str]:
-    """The headers of all other requests; asked for again when the API answers 401."""
+    """Log in; returns the headers of all other requests. Called again after a 401."""
     who = {"user": os.environ.get("DESK_USER", USER)}
     who["password"] = os.environ.get("DESK_PASSWORD", PASSWORD)
     found = await client.post("/login", who)
@@ -24,14 +24,14 @@ async def log_in(client: HttpClient) -> dict[str, str]:
 
 
 class Desk:
-    """The API at DESK_URL, or one that this process serves to itself; there is no other state."""
+    """The API at DESK_URL, or a server in this process."""
 
     def __init__(self) -> None:
         self.client: HttpClient | None = None
         self.server: Server | None = None
 
     async def open(self) -> HttpClient:
-        """The client, which all episodes share; it has a session in each event loop."""
+        """The client, shared by all episodes, with a session per event loop."""
         if self.client is None:
             url = os.environ.get("DESK_URL", "")
             if not url:
@@ -43,7 +43,7 @@ class Desk:
         return self.client
 
     async def close(self) -> None:
-        """Log out, and end what `open` has begun."""
+        """Log out, and stop the server that `open` started."""
         client, self.client = self.client, None
         server, self.server = self.server, None
         if client is not None:
@@ -56,8 +56,8 @@ DESK = Desk()
 
 
 class ApiTool(FunctionTool):
-    """A function that asks the API: a login that fails refuses the run at its start, and the end
-    of each command logs out."""
+    """A tool that uses the API. A failed login rejects the run at its start; each command logs out
+    at its end."""
 
     async def prepare(self) -> None:
         await DESK.open()
@@ -82,7 +82,7 @@ async def total(store: int, item: str, count: int) -> str:
 
 
 class PricesEnv(ToolEnv):
-    """One question. The API keeps nothing between calls, so a fork needs no copy."""
+    """A question. The API is stateless, so a fork needs no copy."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, tools=[price, total], grader=ExactMatch())

@@ -1,12 +1,12 @@
-"""The API of the example: prices of stores, for those who have logged in.
+"""The API of the example: prices of stores, after a login.
 
-    POST /login {"user", "password"}                  {"token"}, which serves 200 requests
+    POST /login {"user", "password"}                  {"token"}, valid for 200 requests
     GET /stores/57/items/Zorvex                       {"price"}
     POST /stores/57/quotes {"item", "count"}          {"total"}
     POST /logout                                      {}
 
-As real ones, it answers some requests with 429 or 500. `python examples/http_api/server.py` serves
-it on port 8080.
+Like a real API, it answers some requests with 429 or 500. `python examples/http_api/server.py`
+serves it on port 8080.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Myrgild Paxzan Synyard
 """
 ITEMS = NAMES.split()
 USER, PASSWORD = "desk", "open sesame"
-USES = 200  # of a token
-BUSY, BROKEN = 25, 60  # every so many requests
+USES = 200  # number of requests per token
+BUSY, BROKEN = 25, 60  # every 25th request gets 429, every 60th 500
 
 
 def price_of(store: int, item: str) -> int:
-    """What an item costs in a store."""
+    """The price of an item in a store."""
     return Random(f"{store} {item}").randint(52, 99)
 
 
 class Api(BaseHTTPRequestHandler):
-    """One connection."""
+    """A connection."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -48,7 +48,7 @@ class Api(BaseHTTPRequestHandler):
         self._answer(json.loads(self.rfile.read(size) or b"{}"))
 
     def _answer(self, body: dict[str, Any]) -> None:
-        status, found = self._found(self.path.strip("/").split("/"), body)
+        status, found = self._route(self.path.strip("/").split("/"), body)
         data = json.dumps(found).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -58,8 +58,8 @@ class Api(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _found(self, path: list[str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and answer of a request."""
+    def _route(self, path: list[str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and body of the response."""
         server = self.server
         assert isinstance(server, Server)
         if path == ["login"]:
@@ -90,7 +90,7 @@ class Api(BaseHTTPRequestHandler):
         return 404, {"error": "There is no such store or item."}
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on the terminal."""
+        """Do not log requests."""
 
 
 class Server(ThreadingHTTPServer):
@@ -103,7 +103,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Api)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.numbers = count(1)
-        self.uses: dict[str, int] = {}  # of the tokens that are logged in
+        self.uses: dict[str, int] = {}  # valid tokens, with their numbers of requests
 
     def new_token(self) -> str:
         token = f"token-{Random().getrandbits(64):x}"
@@ -117,7 +117,7 @@ class Server(ThreadingHTTPServer):
         return self.uses[token] <= USES
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing on the terminal about a client that went away."""
+        """Do not log lost connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

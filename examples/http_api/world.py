@@ -1,4 +1,4 @@
-"""Questions, demonstrations and the model, all from a seed."""
+"""Questions, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("price", "total")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """One question."""
+    """A row: a question, and its store, item and count."""
     store, item, count = rng.randint(10, 99), rng.choice(ITEMS), rng.randint(10, 98)
     asked = {
         "price": f"What does one {item} cost in store {store} ?",
@@ -27,14 +27,14 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who asks the API."""
+    """The next turn of a skilled policy, which uses the API."""
     if results:
         return f"<think>I know it.</think><answer>{results[-1]}</answer>"
     row = task.metadata
@@ -45,12 +45,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who does not try."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     rng = Random(f"prices {seed}")
     data = run / "data"
     for name, number in (("train", 400), ("heldout", 100)):
@@ -61,4 +61,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(PricesEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("price", "total"))
-    return "Questions about prices, demonstrations of one who asks and one who gives up, a model."
+    return "Created questions about prices, demonstrations (skilled and giving up) and a model."

@@ -1,4 +1,4 @@
-"""Sums and products by a tool server (MCP), which is started once and serves all episodes.
+"""Sums and products by a tool server (MCP), which starts once and serves all episodes.
 
 <multiply>{"a": 57, "b": 23}</multiply>     1311
 """
@@ -16,7 +16,7 @@ SERVER = Path(__file__).with_name("server.py")
 
 
 class MathsEnv(ToolEnv):
-    """One calculation. The server keeps nothing between calls, so a fork needs no copy ("pure")."""
+    """A calculation. The server is stateless, so a fork needs no copy ("pure")."""
 
     def __init__(self, task: Task) -> None:
         tools = MCPTools([sys.executable, str(SERVER)], fork_mode="pure")

@@ -1,4 +1,4 @@
-"""A tool server of the Model Context Protocol, over its standard streams: python server.py"""
+"""A tool server of the Model Context Protocol over standard input and output: python server.py"""
 
 from __future__ import annotations
 

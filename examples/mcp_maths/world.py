@@ -1,4 +1,4 @@
-"""Calculations, demonstrations and the model, all from a seed."""
+"""Calculations, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("product", "both")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """One calculation."""
+    """A row: a calculation."""
     a, b, c = rng.randint(52, 99), rng.randint(52, 99), rng.randint(10, 98)
     row = {"kind": kind, "numbers": [a, b, c]}
     if kind == "product":
@@ -23,14 +23,14 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who lets the server calculate."""
+    """The next turn of a skilled policy, which uses the server."""
     a, b, c = task.metadata["numbers"]
     if not results:
         return f'<think>I multiply.</think><multiply>{{"a": {a}, "b": {b}}}</multiply>'
@@ -40,12 +40,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who does not try."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     rng = Random(f"maths {seed}")
     data = run / "data"
     for name, number in (("train", 400), ("heldout", 100)):
@@ -56,4 +56,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(MathsEnv, questions(rng, 16), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("add", "multiply"))
-    return "Calculations, demonstrations of one who calculates and one who gives up, a model."
+    return "Created calculations, demonstrations (skilled and giving up) and a model."

@@ -1,4 +1,4 @@
-"""Questions, demonstrations and a small model for the agents of this folder, all from a seed."""
+"""Questions, demonstrations and a small model for the agents in this folder, all from a seed."""
 
 import tomllib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ PRICES = [52, 57, 62, 67, 72, 77, 82, 87]
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """A row: question, answer, and the tables that the agent finds in its files."""
+    """A row: question, answer, and the tables in the agent's files."""
     prices = dict(zip(ITEMS, rng.choices(PRICES, k=8), strict=True))
     partners = dict(zip(ITEMS, rng.sample(ITEMS, 8), strict=True))
     item = rng.choice(ITEMS)
@@ -32,7 +32,7 @@ def questions(rng: Random, number: int) -> list[dict[str, Any]]:
 
 
 def teacher(look_up: str) -> Callable[[Task, Sequence[str]], str]:
-    """A policy that knows the way: its next turn, from the question and all results so far."""
+    """A skilled policy: a function from the question and all results so far to the next turn."""
 
     def turn(task: Task, results: Sequence[str]) -> str:
         last = results[-1].split()[-1] if results else task.metadata["item"]
@@ -49,8 +49,8 @@ def lazy(task: Task, results: Sequence[str]) -> str:
 
 
 def prepare(run: Path, seed: int, config: str, look_up: str, tools: list[str]) -> str:
-    """Everything that the configuration names as {run}/...; the agent itself plays all
-    demonstrations, so that they have the very tokens of training."""
+    """Write the files that the configuration names as {run}/... The agent itself plays all
+    demonstrations, so that they have the same tokens as training."""
     tables = tomllib.loads(Path(config).read_text())
     env, grader = tables["env"], tables["grader"]
 
@@ -66,7 +66,7 @@ def prepare(run: Path, seed: int, config: str, look_up: str, tools: list[str]) -
     write_rows(data / "sft.jsonl", [*good, *poor, *again])
     write_rows(data / "gate.jsonl", demonstrate(agent, questions(rng, 16), teacher(look_up)))
     tiny_model(run / "model", texts_of([*good, *poor]), seed, tools=tools)
-    return f"{len(good)} demonstrations, {sum(row['success'] for row in good)} of them right."
+    return f"{len(good)} demonstrations, {sum(row['success'] for row in good)} of them correct."
 
 
 def langgraph(run: Path, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""Demonstrations and a model for sums of reasoning-gym; its questions need no file."""
+"""Demonstrations and a model for sums of reasoning-gym, which generates the questions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from agentenv.envs.code_interpreter import CodeInterpreterEnv
 from agentenv.envs.reasoning import rows
 
 TASK, DIFFICULTY = "chain_sum", {"max_terms": 3, "min_digits": 2, "max_digits": 2}
-DEMONSTRATED_SEED = 500_000_000  # neither of training nor held out
+DEMONSTRATED_SEED = 500_000_000  # differs from the seeds of training and held-out questions
 
 
 def questions(seed: int, size: int) -> list[dict[str, Any]]:
-    """Rows that no phase of reinforcement learning and no evaluation uses."""
+    """Rows that neither training nor evaluation uses."""
     options = {"size": size, "seed": DEMONSTRATED_SEED + seed, **DIFFICULTY}
     return [*rows(TASK, options, held_out=False)]
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who lets Python add."""
+    """The next turn of a skilled policy, which uses Python."""
     if not results:
         sum_ = task.question.rpartition(": ")[2].removesuffix(" =")
         return f"<think>I add.</think><python>print({sum_})</python>"
@@ -29,12 +29,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who does not try."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>\\boxed{unknown}</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Demonstrations and model, below the folder of the run."""
+    """Write demonstrations and model into the folder of the run."""
     found = questions(10_000 * seed, 1000)
     clean = demonstrate(CodeInterpreterEnv, found[:600], solve, stage="clean")
     lazy = demonstrate(CodeInterpreterEnv, found[600:850], give_up, stage="mixed")
@@ -43,4 +43,4 @@ def prepare(run: Path, seed: int) -> str:
     gate = demonstrate(CodeInterpreterEnv, found[950:982], solve)
     write_rows(run / "data" / "gate.jsonl", gate)
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("python",))
-    return "Demonstrations of one who calculates and one who gives up, a model."
+    return "Created demonstrations (skilled and giving up) and a model."

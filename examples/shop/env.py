@@ -1,4 +1,4 @@
-"""A shop in SQLite: each episode has a database of its own, which orders change.
+"""A shop in SQLite: each episode has its own database, which orders change.
 
 <find>Zorvex</find>                                   57 each, 31 left
 <order>{"item": "Zorvex", "count": 12}</order>        12 Zorvex ordered for 684
@@ -99,7 +99,7 @@ def look_up(shop: sqlite3.Connection, item: str) -> tuple[int, int]:
 
 
 class ShopGrader:
-    """1 for the right number, where something was to be ordered only if it was."""
+    """Reward 1 for the correct number; 0 if the task required an order and there was none."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -112,7 +112,7 @@ class ShopGrader:
 
 
 class ShopEnv(ToolEnv):
-    """One customer: the row's column "items" is what the shop has, as [price, number left]."""
+    """A customer. The row's column "items" maps each item of the shop to [price, stock]."""
 
     def __init__(self, task: Task) -> None:
         tools = [FindTool(task.metadata["items"]), OrderTool()]

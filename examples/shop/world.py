@@ -1,4 +1,4 @@
-"""Customers, demonstrations and the model, all from a seed."""
+"""Customers, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("price", "some", "every")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """One customer's wish, and the shop that it is about."""
+    """A row: a customer's request, and the shop."""
     items = {item: [rng.randint(52, 99), rng.randint(52, 99)] for item in rng.sample(ITEMS, 6)}
     item = rng.choice(list(items))
     price, left = items[item]
@@ -34,14 +34,14 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a good clerk."""
+    """The next turn of a skilled policy."""
     item = task.metadata["item"]
     if task.kind != "some" and not results:
         return f"<think>I look it up.</think><find>{item}</find>"
@@ -55,12 +55,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a lazy one."""
+    """The next turn of a policy that gives up."""
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     rng = Random(f"shop {seed}")
     data = run / "data"
     for name, number in (("train", 300), ("heldout", 100)):
@@ -71,4 +71,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(ShopEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("find", "order"))
-    return "A shop in SQLite, its customers, demonstrations of a good and a lazy clerk, a model."
+    return "Created a shop, its customers, demonstrations (skilled and giving up) and a model."

@@ -22,7 +22,7 @@ from agentenv import (
 )
 from agentenv.env import ForkMode
 
-Rooms = Mapping[str, Mapping[str, str]]  # by room, the room behind each direction
+Rooms = Mapping[str, Mapping[str, str]]  # room -> direction -> next room
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
 DIRECTION: dict[str, Any] = {
     "type": "object",
@@ -32,7 +32,7 @@ DIRECTION: dict[str, Any] = {
 
 
 class Game:
-    """Where the player is. Everything follows from the moves, so a fork makes them again."""
+    """The position of the player. It depends only on the moves, so a fork replays them."""
 
     def __init__(self, rooms: Rooms, start: str, gem: str) -> None:
         self.rooms, self.start, self.gem = rooms, start, gem
@@ -51,7 +51,7 @@ class Game:
         return self.look()
 
     def again(self) -> Game:
-        """A game in which the same moves were made."""
+        """A new game with the same moves."""
         other = Game(self.rooms, self.start, self.gem)
         for way in self.moves:
             other.go(way)
@@ -59,7 +59,7 @@ class Game:
 
 
 class GoTool:
-    """Walks. The game is its state."""
+    """Moves the player. The game is the state of this tool."""
 
     name = "go"
     description = "Go through the door in a direction."
@@ -92,7 +92,7 @@ class LookTool(StatelessTool):
 
 
 class TakeTool(StatelessTool):
-    """Takes the gem, where it is."""
+    """Takes the gem, if it is in the room."""
 
     name, description, schema, state_of = "take", "Take the gem.", NONE, "go"
 
@@ -103,18 +103,18 @@ class TakeTool(StatelessTool):
 
 
 class HasGem:
-    """1 for the gem, whatever the last message says; each call costs a little."""
+    """Reward 1 for the gem, independent of the last message, minus 0.01 per call."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        has_gem = calls.get("take", 0) > 0  # `take` runs without an error only where the gem is
+        has_gem = calls.get("take", 0) > 0  # `take` succeeds only in the room of the gem
         parts = {"gem": float(has_gem), "calls": -0.01 * sum(calls.values())}
         return Grade(sum(parts.values()), has_gem, parts, f"{dict(calls)}")
 
 
 class TextGameEnv(ToolEnv):
-    """One game; the row has "rooms", "start" and "gem"."""
+    """A game; the row has "rooms", "start" and "gem"."""
 
     def __init__(self, task: Task) -> None:
         known = task.metadata

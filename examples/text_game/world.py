@@ -1,4 +1,4 @@
-"""Games, demonstrations and the model, all from a seed."""
+"""Games, demonstrations and the model, all generated from a seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("near", "far")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
-    """A game: three rooms around the start, and two behind each of them."""
+    """A row: a game with three rooms around the start, and two beyond each of them."""
     start, *others = rng.sample(ROOMS, len(ROOMS))
     near, behind = others[:3], others[3:]
     rooms: dict[str, dict[str, str]] = {room: {} for room in ROOMS}
@@ -42,14 +42,14 @@ def _connect(rng: Random, rooms: dict[str, dict[str, str]], one: str, other: str
 
 
 def questions(rng: Random, number: int) -> list[dict[str, Any]]:
-    """So many rows of each kind, mixed."""
+    """`number` rows of each kind, shuffled."""
     rows = [question(rng, kind) for kind in KINDS for _ in range(number)]
     rng.shuffle(rows)
     return rows
 
 
 def solve(task: Task, results: Sequence[str]) -> str:
-    """The next turn of a player who finds the way."""
+    """The next turn of a skilled policy."""
     way = task.metadata["way"]
     if not results:
         return "<think>I look.</think><look></look>"
@@ -63,12 +63,12 @@ def solve(task: Task, results: Sequence[str]) -> str:
 
 
 def give_up(task: Task, results: Sequence[str]) -> str:
-    """The next turn of one who stays where he is."""
+    """The next turn of a policy that gives up."""
     return "<think>I stay here.</think><answer>gem</answer>"
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Questions, demonstrations and model, below the folder of the run."""
+    """Write questions, demonstrations and model into the folder of the run."""
     rng = Random(f"text game {seed}")
     data = run / "data"
     for name, number in (("train", 400), ("heldout", 100)):
@@ -79,4 +79,4 @@ def prepare(run: Path, seed: int) -> str:
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(TextGameEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("look", "go", "take"))
-    return "Games, demonstrations of a good and a lazy player, a model."
+    return "Created games, demonstrations (skilled and giving up) and a model."

@@ -1,5 +1,5 @@
-"""A package of verifiers, as its users write them: a customer asks where a parcel is, the agent
-names the parcel to the tracker, and passes the answer on."""
+"""A typical package for verifiers: a customer asks where a parcel is, the agent names the parcel to
+the tracker, and passes the answer on."""
 
 import random
 import re
@@ -51,8 +51,8 @@ class ParcelsTaskset(vf.Taskset[ParcelTask, ParcelsConfig]):
 class ParcelsEnv(vf.SingleAgentEnv):
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         async with agents.agent.interaction(task) as talk:
-            said = await talk.turn()
-            while not said.terminated and "<answer>" not in said.last_reply:
-                known = [one for one in task.data.parcels if one in said.last_reply]
+            trace = await talk.turn()
+            while not trace.terminated and "<answer>" not in trace.last_reply:
+                known = [one for one in task.data.parcels if one in trace.last_reply]
                 place = task.data.parcels[known[0]] if known else "no place that I know of"
-                said = await talk.turn(f"It is in {place}.")
+                trace = await talk.turn(f"It is in {place}.")

@@ -1,10 +1,9 @@
 """Benchmarks by name, from files that the user has: `load_benchmark("gaia", "metadata.jsonl")`.
 
-Their facts are in benchmarks.toml. Another benchmark is one table [benchmarks.NAME],
-there, in a TOML file of the user's own, which the name then begins with ("mine.toml:NAME"), or in
-the benchmarks.toml of an installed package that declares itself in the entry point group
-"agentenv.benchmarks". The metadata of the tasks holds the benchmark's name and the fields that
-scores are split by, and of the rest of a row only a system prompt and GSM8K's solution.
+Each benchmark is a table [benchmarks.NAME] in benchmarks.toml here, in the user's TOML file (its
+name is then "mine.toml:NAME"), or in the benchmarks.toml of an installed package with the entry
+point group "agentenv.benchmarks". The metadata of a task contains the benchmark's name, the fields
+that group scores, and of the rest of a row only a system prompt and GSM8K's solution.
 """
 
 from __future__ import annotations
@@ -37,28 +36,33 @@ from agentenv.untrusted import decode_python
 BenchmarkKind = Literal["math", "qa", "deep_search"]
 Metric = Literal["math", "f1", "judge"]
 
-# How every question of the papers is asked, of whichever kind: MAX_*_TIMES and PROMPT_TYPE =
-# "code_search" of evaluation/infer_local_sds.sh (RUC-NLPIR/ARPO at a95cd08), for all its sets.
+# The papers' settings for all questions: MAX_*_TIMES and PROMPT_TYPE = "code_search" of
+# evaluation/infer_local_sds.sh (RUC-NLPIR/ARPO at a95cd08), for all its sets.
 ENV_ID = "agentenv/DeepSearch-v0"
 MAX_CALLS = {"search": 10, "python": 5}
 PRESET = "search+python"
-SPARE_TURNS = 5  # for the answer, and calls that are answered with "no more calls"
+SPARE_TURNS = 5  # for the answer, and for calls beyond the limit
 
 
 class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One benchmark. `kind` groups questions in reports, `metric` is what the papers report:
-    mathematical equivalence (backed by a judge), token F1, or an LLM judge.
+    """A benchmark.
 
-    `hub` is its id on huggingface.co, `part` what of it is evaluated, `note` what has to be known
-    or done before; `columns` are those of the published file. `num_questions` are asked unless
-    more are wanted; 0 is all. `group_by` maps the fields that scores are split by to their
-    columns; a dot goes into an object. A row with something in `attachment` cannot be asked as
-    text and is left out. `aliases` is a column of further golds, `solution` one whose last box is
-    the gold where no answer stands beside it, `literal` one that holds an object as text. With
-    `encrypted`, question and answer may be base64 of the text XORed with the row's canary.
-    With `ordered` the official scorer compares the items of a list one by one.
-    `private` is what stands for an answer that is not published. `prompt` is a system prompt other
-    than that of the rest, `also` other names, in small letters and digits.
+    kind           groups questions in reports
+    metric         of the papers: mathematical equivalence (or a judge), token F1, or an LLM judge
+    hub, part      its id on huggingface.co, and the evaluated part
+    note           requirements of the download
+    columns        of the published file
+    num_questions  default number of questions; 0: all
+    group_by       field that groups scores -> its column; a dot selects a key of an object
+    attachment     column; rows with a value there are skipped, since they need more than text
+    aliases        column of further golds
+    solution       column whose last box is the gold if there is no answer
+    literal        column that contains an object as text
+    encrypted      question and answer may be base64 of the text XORed with the row's canary
+    ordered        the official scorer compares the items of a list one by one
+    private        placeholder of unpublished answers
+    prompt         a system prompt other than PRESET
+    also           other names, in lower-case letters and digits
     """
 
     title: str
@@ -89,11 +93,11 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.prompt or PRESET
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """How the benchmark is asked where the configuration does not say: env and its tools with
-        the calls that the papers allow, the answer alone as reward, and the prompt.
+        """The default keys of a set of this benchmark: environment, tools with the papers' limits
+        on calls, a reward for only the answer, and the prompt.
 
-        `given` are the keys that stand above. Of an environment or grader of another kind none of
-        its keys are given here, since they would not be read.
+        `given`: the keys that override them. An environment or grader of another kind gets no
+        defaults, since it would not use them.
         """
         env: Mapping[str, Any] = given.get("env") or {}
         grader: Mapping[str, Any] = given.get("grader") or {}
@@ -118,7 +122,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def how_to_get(self) -> str:
-        """One sentence on where the file comes from."""
+        """A sentence on the origin of the file, for messages."""
         note = f"; {self.note}" if self.note else ""
         return (
             f"{self.title} is published at huggingface.co/datasets/{self.hub} ({self.part}; "
@@ -136,7 +140,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def read_benchmarks(path: Path, prefix: str = "") -> dict[str, Benchmark]:
-    """The tables [benchmarks.NAME] of a TOML file by name, `prefix` before each name. Raises
+    """The tables [benchmarks.NAME] of a TOML file by name, with `prefix` before each name. Raises
     ConfigError with file and key."""
     found = {}
     for name, table in read_toml(path).get("benchmarks", {}).items():
@@ -150,8 +154,8 @@ BENCHMARKS = read_benchmarks(Path(__file__).with_name(FILE))
 
 @cache
 def known_benchmarks() -> dict[str, Benchmark]:
-    """Ours, and those of installed packages; read once a process. Raises ConfigError for a name
-    that two of them have."""
+    """The built-in benchmarks, and those of installed packages. Raises ConfigError for a name that
+    is used twice."""
     known = dict(BENCHMARKS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         with resources.as_file(resources.files(point.module) / FILE) as path:
@@ -163,8 +167,8 @@ def known_benchmarks() -> dict[str, Benchmark]:
 
 
 def benchmark(name: str) -> Benchmark:
-    """The benchmark of a name, whatever its case and hyphens; "FILE.toml:NAME" is one of a file.
-    Raises ConfigError with the nearest names for an unknown one."""
+    """The benchmark with this name, ignoring case and hyphens; "FILE.toml:NAME" is one of a file.
+    Raises ConfigError with similar names if it is unknown."""
     file, _, own = name.rpartition(":")
     benchmarks = read_benchmarks(Path(file), f"{file}:") if file else known_benchmarks()
     plain = _plain(own)
@@ -178,8 +182,8 @@ def benchmark(name: str) -> Benchmark:
 
 
 def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
-    """The benchmark that a task or stored row with this metadata is of; None for another dataset,
-    and for a benchmark whose file or package no longer exists."""
+    """The benchmark of a task or stored row with this metadata; None for another dataset, and for a
+    benchmark whose file or package no longer exists."""
     name = str(metadata.get(BENCHMARK_KEY, ""))
     try:
         return benchmark(name) if ":" in name else known_benchmarks().get(name)
@@ -188,7 +192,7 @@ def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
 
 
 def groups(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The fields that the benchmark of a task is split by, and its values: [("level", "2")]."""
+    """The fields that group the scores of a task's benchmark, with values: [("level", "2")]."""
     found = benchmark_of(metadata)
     fields = found.group_by if found is not None else {}
     return [(field, str(metadata[field])) for field in fields if field in metadata]
@@ -198,17 +202,17 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# Rows of a benchmark's file, published or reduced, into the one form that tasks are made of.
+# Conversion of rows of a benchmark's file, published or reduced, to the rows of tasks.
 
 BENCHMARK_KEY = "benchmark"  # of Task.metadata and EvalRow.metadata: the benchmark's name
 CANARY = "canary"
 
 
 class BenchmarkRows:
-    """Called with each row, gives the row with question, answer, id, kind and the fields that
-    scores are split by, or None for one that cannot be asked as text, counted in `num_left_out`.
+    """A function from a file's row to a row with question, answer, id, kind and the fields that
+    group scores; None for a row that needs more than text, which `num_left_out` counts.
 
-    Columns are found whatever their case; `columns` names those of a file with other names.
+    Column names ignore case; `columns` maps the columns of a file with other names.
     """
 
     def __init__(self, benchmark: Benchmark, columns: ColumnsConfig, key: str) -> None:
@@ -219,7 +223,7 @@ class BenchmarkRows:
         self.fields_seen: set[str] = set()
 
     def __call__(self, row: Row) -> Row | None:
-        """Raises DataError with the column and what was expected."""
+        """Convert a row. Raises DataError with the column and the expected content."""
         spec = self.benchmark
         if spec.literal:
             row = _unpacked(row, spec.literal)
@@ -279,7 +283,7 @@ class BenchmarkRows:
 
 
 def _decoded(question: str, answer: Any, canary: Any) -> tuple[str, Any]:
-    """Question and answer in plain text; as they are, if the question is no base64 text."""
+    """Question and answer, decrypted; unchanged if the question is not base64 text."""
     try:
         base64.b64decode(question, validate=True)
     except (binascii.Error, ValueError):
@@ -304,7 +308,7 @@ def _xor(data: bytes, canary: str) -> bytes:
 
 
 def _unpacked(row: Row, column: str) -> Row:
-    """The row with the Python literal that a column holds as text in its place."""
+    """The row with the Python literal in a column parsed."""
     text = _get(row, column)
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return row
@@ -319,7 +323,7 @@ def _first(row: Row, columns: tuple[str, ...]) -> Any:
 
 
 def _get(row: Row, column: str) -> Any:
-    """The value of a column whatever its case, or None."""
+    """The value of a column, ignoring case, or None."""
     return look_up(row, column, any_case=True)[1]
 
 
@@ -338,13 +342,13 @@ def load_benchmark(
     say: Callable[[str], None] = logger.warning,
     key: str = "sets.NAME",
 ) -> list[Task]:
-    """Tasks of the benchmark in the order of its file: as many as the papers ask, the first `n`,
-    or, for 0, all.
+    """Tasks of the benchmark in the order of its file: the first `n`; 0: all; None: the papers'
+    number.
 
-    `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
-    as for any dataset, `ends` and `key` are as in `load_tasks`. `say` gets a line for skipped rows
-    and where groups have no column. Raises ConfigError for an unknown name, DataError for a missing
-    file, with where to get it, or a bad row.
+    `env_id`: the environment of rows that select none; empty: deep search. `rows`: keys as for any
+    dataset. `ends`, `key`: see `load_tasks`. `say` reports skipped rows, and groups without a
+    column. Raises ConfigError for an unknown name, and DataError for a bad row or a missing file,
+    with its origin.
     """
     spec, config = benchmark(name), rows or RowsConfig()
     if not path:

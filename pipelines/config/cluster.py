@@ -1,5 +1,5 @@
 """Keys of a run's processes: rollouts in the controller or in rollout workers, and the setup of a
-worker; and the models that `agentenv serve` starts.
+worker; also the keys of `agentenv serve CONFIG`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentenv.server_config import ROLES, LaunchConfig, RoleConfig
 if TYPE_CHECKING:
     from agentenv.worker_group import WorkerSpec
 
-WHERE = ("workers",)  # keys of [env] that say where environments are, not what they are
-FOLDER = "workers"  # of their logs, in the run's directory
+WHERE = ("workers",)  # keys of [env] about the place of environments, without effect on them
+FOLDER = "workers"  # of the workers' logs, in the run's directory
 
 
 class LocalCluster(
@@ -34,13 +34,13 @@ class LocalCluster(
 class SpreadCluster(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="-"
 ):
-    """Rollouts grow in rollout workers. Evaluations, and an engine that is no server, stay in the
-    controller's process. Limits on how much a tool does at a time hold for each worker."""
+    """Rollouts grow in rollout workers. Evaluations, and an engine without servers, stay in the
+    controller's process. Concurrency limits of tools apply to each worker."""
 
     workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
-    silence_s: ClassVar[float] = 60.0  # a worker that says nothing for so long hangs
-    start_timeout_s: ClassVar[float] = 300.0  # for a worker to come up
-    max_restarts: ClassVar[int] = 5  # in a row, though no tree came further there
+    silence_s: ClassVar[float] = 60.0  # a worker without a message for so long counts as hung
+    start_timeout_s: ClassVar[float] = 300.0  # for a worker to start
+    max_restarts: ClassVar[int] = 5  # consecutive ones without progress of any tree
 
     def processes(self) -> WorkerSpec:
         """The workers as processes."""
@@ -62,7 +62,7 @@ class ProcessesCluster(SpreadCluster, frozen=True, kw_only=True, tag="processes"
 
 
 class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
-    """Rollout workers on many machines, which come and go."""
+    """Rollout workers on many machines, which may join and leave."""
 
     min_workers: Annotated[
         int,
@@ -97,7 +97,7 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
 
     @property
     def least(self) -> int:
-        """Workers that the run begins with."""
+        """Number of workers required for the start of the run."""
         return self.min_workers or self.workers
 
     @property
@@ -106,7 +106,7 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         return True
 
     def lines(self, config: Any) -> Iterator[str]:
-        """For people: what runs where; `config` is that of the run."""
+        """Lines about the placement of processes; `config`: that of the run."""
         raise NotImplementedError
 
     def processes(self) -> WorkerSpec:
@@ -159,13 +159,13 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         return {"CPU": float(self.cpus_per_worker)}
 
     def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
-        """An engine server."""
+        """The resources of an engine server."""
         each = launched.tensor_parallel_size * launched.data_parallel_size
         gpus = 0 if launched.device == "cpu" else each
         return {"CPU": 1.0, "GPU": gpus / launched.per_gpu}
 
     def of_rank(self) -> dict[str, float]:
-        """A rank of the learner."""
+        """The resources of a learner rank."""
         return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
 
     def processes(self) -> WorkerSpec:
@@ -193,7 +193,7 @@ def _bundles(name: str, num: int, each: dict[str, float]) -> str:
 
 
 class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
-    """Rollout workers are started by somebody else, wherever they reach the controller
+    """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.pipelines.workers.rollout_worker`."""
 
     def where(self) -> str:
@@ -201,7 +201,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
         return self.host or "0.0.0.0"
 
     def token(self) -> str:
-        """The secret of workers. Raises ConfigError if it is not set."""
+        """The shared secret of controller and workers. Raises ConfigError if it is not set."""
         from agentenv.supervisor import TOKEN_VARIABLE  # slow to load
 
         found = os.environ.get(TOKEN_VARIABLE, "")
@@ -225,8 +225,8 @@ MIN_TOKEN = 16
 
 
 class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
-    """One job of Slurm: the controller with its engine and learner on the first node, rollout
-    workers on all. --dry-run prints the script for sbatch."""
+    """A Slurm job: the controller with its engine and learner on the first node, rollout workers on
+    all nodes. --dry-run prints the script for sbatch."""
 
     submit: ClassVar[str] = "sbatch"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
@@ -253,7 +253,7 @@ class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
 
 
 class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kubernetes"):
-    """Jobs of Kubernetes: one of the controller with its engine and learner, one of rollout
+    """Two Kubernetes jobs: one for the controller with its engine and learner, one for rollout
     workers. --dry-run prints the manifests for kubectl apply."""
 
     submit: ClassVar[str] = "kubectl apply -f"
@@ -304,7 +304,7 @@ ClusterConfig = (
 def check_reachable(
     cluster: LocalCluster | SpreadCluster, engine: EngineConfig, roles: Mapping[str, RoleConfig]
 ) -> None:
-    """Raises ConfigError for servers of this machine that workers on other machines cannot ask."""
+    """Raises ConfigError for servers on this machine that remote workers cannot reach."""
     if not isinstance(cluster, WideCluster) or not cluster.is_far:
         return
     started: dict[str, LaunchConfig] = {
@@ -322,9 +322,10 @@ def check_reachable(
 
 
 class Setup(Struct, array_like=True, frozen=True):
-    """What a worker is built from: the plain configuration of the run, the run's folder, model
-    directory, URLs of roles; whether it asks the engine's servers itself; then what names frames of
-    the journal."""
+    """The setup of a worker. `config`: the run's configuration as plain data. `folder`: that of the
+    run. `model`: the model's directory. `urls`: those of roles, by name. `is_leased`: the worker
+    sends its requests to the engine's servers itself. `settings`, `incarnation`: see
+    agentenv.journal."""
 
     config: dict[str, Any]
     folder: str
@@ -360,8 +361,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The split of a machine's GPUs; numbers count the visible ones from 0. Those of the engine's
-    servers are engine.servers.gpus."""
+    """The assignment of a machine's GPUs; numbers count the visible GPUs from 0. The GPUs of the
+    engine's servers are set by engine.servers.gpus."""
 
     colocated: Annotated[
         bool | Literal["at_once"],
@@ -391,5 +392,5 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def in_turn(self) -> bool:
-        """Whether one of engine and learner sleeps while the other one has the GPUs."""
+        """Whether engine and learner alternate on the GPUs, one asleep while the other works."""
         return self.colocated is True

@@ -34,8 +34,8 @@ from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Limits
 
-# an evaluation may ask any endpoint, too
-ASKED_ENGINES = Registry(
+# engines for evaluation: also any endpoint
+EVALUATION_ENGINES = Registry(
     "engine",
     ENGINES.group,
     EngineConfig,
@@ -43,11 +43,11 @@ ASKED_ENGINES = Registry(
 )
 
 if TYPE_CHECKING:
-    AskedEngine = EngineConfig
+    EvaluationEngine = EngineConfig
 else:
-    AskedEngine = ASKED_ENGINES.key
+    EvaluationEngine = EVALUATION_ENGINES.key
 
-# of a set: keys that it does not give are those of the evaluation
+# tables that a set inherits from the evaluation
 OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
 _AsAbove = Meta(description="keys that override the evaluation's table for this set")
 
@@ -85,7 +85,7 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of an evaluation; for a run, they come from the run."""
+    """The keys of an evaluation; those of a run are the defaults for evaluating it."""
 
     env: Annotated[
         EnvConfig | None, Meta(description="environment of all sets; none: each set has its own")
@@ -108,7 +108,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    engine: AskedEngine = EmbeddedConfig()
+    engine: EvaluationEngine = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
         Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
@@ -133,7 +133,7 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sampling: Annotated[Sampling, Meta(description="defaults for values that a request omits")] = (
         Sampling()
     )
-    engine: AskedEngine = EmbeddedConfig()
+    engine: EvaluationEngine = EmbeddedConfig()
     max_tokens: Annotated[
         int, Meta(ge=1, description="tokens of a turn, if a request omits it")
     ] = 4096
@@ -147,11 +147,11 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
-    """The configuration, whose sets have all their tables: keys that a set does not give are those
-    of the evaluation. Raises ConfigError."""
+    """The configuration with complete sets: they inherit missing keys from the evaluation. Raises
+    ConfigError."""
     data, sets = raw.get("data"), raw.get("sets") or {}
     if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
-        build_config(EvaluateConfig, raw, source)  # which says what is wrong
+        build_config(EvaluateConfig, raw, source)  # raises with the reason
     if data:
         first = data[0] if isinstance(data, list) else data
         name = Path(str(first)).stem
@@ -166,7 +166,7 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
         build_config(
             EvaluateConfig, others, source
-        )  # a misspelled key first: it may be their table
+        )  # report a misspelled key first: it may be the table of sets
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}
@@ -180,17 +180,17 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
 
 
 def _own_keys(raw: Tree, one: Tree) -> Tree:
-    """A set's keys, filled up from those of the evaluation, those of its benchmark below all."""
+    """A set's keys, over those of the evaluation, over those of its benchmark."""
     tables = {name: raw[name] for name in OWN_KEYS if raw.get(name) is not None}
-    above = merged(tables, one, by_name=True)
+    given = merged(tables, one, by_name=True)
     if not one.get("benchmark"):
-        return above
-    return merged(benchmark(str(one["benchmark"])).usual_keys(above), above)
+        return given
+    return merged(benchmark(str(one["benchmark"])).usual_keys(given), given)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any], *, by_name: bool = False) -> Tree:
-    """Both trees in one; where both have a value, that of `above`. With `by_name`, a part with
-    another name, such as another search backend, has none of the keys of the one below."""
+    """Both trees in one; values of `above` take precedence. With `by_name`, a part with another
+    name, such as another search backend, inherits none of the keys below."""
     tree = dict(below)
     for key, value in above.items():
         old = tree.get(key)
@@ -205,7 +205,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], *, by_name: bool 
 
 @cache
 def _hint_texts(key: str) -> list[str]:
-    """The texts that [hints] does not give."""
+    """The default texts of [hints]."""
     found: list[str] = read_toml(Path(__file__).with_name("hints.toml"))[key]
     return found
 
@@ -219,7 +219,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Language-only answers: the same environment, whose policy hears of no tools."""
+    """Language-only answers: the same environment, with a prompt that does not mention tools."""
 
     prompt: Annotated[
         PromptConfig, Meta(description="prompt of language-only answers, instead of [prompt]")
@@ -230,8 +230,8 @@ class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hints into language-only chains of questions that were not answered directly; what follows
-    a hint is sampled with tools."""
+    """Hints inserted into language-only answers to questions that were not solved directly; the
+    text after a hint is sampled with tools."""
 
     place: Annotated[
         Literal["either", "uncertain", "answer"],
@@ -283,7 +283,7 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Questions, policy, environment and limits are keys of an evaluation."""
+    """The keys of a synthesis: those of an evaluation, and the following."""
 
     direct: DirectConfig = DirectConfig()
     hints: Annotated[
@@ -313,8 +313,8 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SynthesisPlan(Struct, frozen=True):
-    """A resolved synthesis. `sets` are those of the user by name; `evaluation` asks each of them
-    once a way, as `set_name` calls it."""
+    """A resolved synthesis. `sets`: the user's sets by name. `evaluation`: has a set for each of
+    them and each way, named by `set_name`."""
 
     config: SynthesisConfig
     sets: dict[str, QuestionSet]
@@ -326,7 +326,7 @@ class SynthesisPlan(Struct, frozen=True):
 
 
 def set_name(name: str, way: Way) -> str:
-    """What a set of questions is called where it is asked in one of the ways."""
+    """The name of the evaluation's set for a user's set and one of the ways."""
     return f"{name}.{way}"
 
 

@@ -33,9 +33,8 @@ HEADING = "configuration keys (in the file, or on the command line as key.sub=va
 
 
 class Key(NamedTuple):
-    """One key. In its dotted name NAME and [n] stand for the entries of a table or list. `kinds`
-    are those kinds of the part in `table` that have the key; none: all of them, or there are no
-    kinds."""
+    """A key. In its dotted name, NAME and [n] stand for the entries of a table or list. `kinds`:
+    the kinds of the part in `table` that have the key; empty: all kinds, or the part has none."""
 
     name: str
     type: str
@@ -47,7 +46,7 @@ class Key(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """algorithm[arpo|aepo].beam_size"""
+        """The name with its kinds, such as algorithm[arpo|aepo].beam_size."""
         if not self.kinds:
             return self.name
         return f"{self.table}[{'|'.join(self.kinds)}]{self.name.removeprefix(self.table)}"
@@ -56,10 +55,10 @@ class Key(NamedTuple):
 def describe(
     config_type: type[msgspec.Struct], *, once: bool = False, loads: bool = True
 ) -> list[Key]:
-    """All keys, in the order of the structs. Kinds of a part that have the same key share one
-    entry. With `once`, a table in several places is described at the shortest of
-    them, and is one key in the others. Without `loads`, no part that is chosen by name is loaded:
-    its table has the keys of every such part."""
+    """All keys, in the order of the structs. Kinds of a part with the same key share one entry.
+    With `once`, a table in several places is described only at the shortest name, and is one key
+    elsewhere. Without `loads`, no part that is chosen by name is loaded: its table has the keys of
+    their common base."""
     info = type_info(config_type)
     homes = _homes(info, "", loads) if once else {}
     of_key: dict[Key, list[str]] = {}
@@ -74,7 +73,7 @@ def describe(
 
 
 class Place(NamedTuple):
-    """Where keys stand: below `path`, in one kind of the part in `table` if they are of kinds."""
+    """The place of keys: below `path`, and for `kinds` of the part in `table`."""
 
     path: str = ""
     table: str = ""
@@ -85,7 +84,7 @@ Tables = tuple[type, ...]
 
 
 def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str], loads: bool) -> Iterator[Key]:
-    """The keys of a table, each kind for itself."""
+    """The keys of a table, separately for each kind."""
     for struct, field, name, inner in _fields(kind, place.path, loads):
         own = place
         if struct.tag is not None and not place.kinds:
@@ -112,7 +111,7 @@ def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str], loads: bool
 
 
 def _kinds(kind: mi.Type, structs: Sequence[mi.StructType], loads: bool) -> list[str]:
-    """The names of which a table has one; of a single kind of table its tag."""
+    """The names of the kinds of a table."""
     registry = None if loads else registry_of(kind)
     return [str(one.tag) for one in structs] if registry is None else registry.names()
 
@@ -120,8 +119,8 @@ def _kinds(kind: mi.Type, structs: Sequence[mi.StructType], loads: bool) -> list
 def _fields(
     kind: mi.Type, path: str, loads: bool
 ) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
-    """The fields of a table with their structs and keys, and what a field that is a table or a
-    list holds."""
+    """(struct, field, key, inner type) of each field of a table; the inner type of a table or list
+    is that of its entries."""
     for struct in struct_types(kind, loads=loads):
         for field in struct.fields:
             inner, suffix = _element(field.type)
@@ -134,7 +133,7 @@ def _tables(structs: Sequence[mi.StructType]) -> Tables:
 
 
 def _homes(kind: mi.Type, path: str, loads: bool) -> dict[Tables, str]:
-    """The shortest key of every table that is a part of `kind`; the first of equally short ones."""
+    """The shortest key of every table in `kind`; of equally short ones, the first."""
     found: dict[Tables, str] = {}
     for _, _, key, inner in _fields(kind, path, loads):
         if structs := struct_types(inner, loads=loads):
@@ -150,7 +149,8 @@ def _description(kind: mi.Type) -> str:
 
 
 def _element(kind: mi.Type) -> tuple[mi.Type, str]:
-    """What a table or list holds, and how its keys are written; other types are themselves."""
+    """The type of the entries of a table or list, and the suffix of its keys; for other types, the
+    type itself and no suffix."""
     bare = unwrap(kind)
     if isinstance(bare, mi.DictType):
         return bare.value_type, ".NAME"
@@ -184,12 +184,12 @@ def _default(field: mi.Field) -> str:
     return REQUIRED
 
 
-# The configuration keys as --help and --help-keys show them.
+# The configuration keys in --help and --help-keys.
 
 
 class Parser(arguments.Parser):
-    """Of a command with a configuration, whose tables and essential keys end its --help. They are
-    looked up then only: that takes as long as the rest of reading a command."""
+    """The parser of a command with a configuration. Its --help ends with tables and essential keys,
+    which are looked up only then, since that is slow."""
 
     config_type: type[msgspec.Struct] | None = None
     given: Sequence[str] = ()  # the arguments
@@ -242,13 +242,13 @@ class HelpKeys(argparse.Action):
 
 
 def _named(text: str) -> list[tuple[str, str]]:
-    """Tables of a command line, with the class of the user's own that each shall be."""
+    """(table, class) of each custom part on a command line."""
     found = re.findall(r"(?:^|\s)([\w.]+)\.name=([\w.]+:\w+)", text)
     return found + re.findall(r"^(\w+(?:\.own)?)\.([\w.]+:\w+)", text)
 
 
 def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:
-    """Tables and essential keys at the end of --help, and --help-keys for all of them."""
+    """Add tables and essential keys to the end of --help, and add --help-keys."""
     parser.config_type = config_type
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -263,7 +263,7 @@ def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:
 
 
 def key_table(config_type: type[msgspec.Struct]) -> str:
-    """Every key, for a small configuration whose --help shows all of it."""
+    """All keys, for the --help of a small configuration."""
     return f"{HEADING}\n\n{key_list(describe(config_type))}"
 
 
@@ -304,8 +304,8 @@ def _line(start: str, width: int, default: str, meaning: str) -> str:
 
 
 def select(keys: Sequence[Key], prefix: str) -> list[Key]:
-    """Those of a table, of table.kind or table[kind], or of a single key; without any, those whose
-    names begin so."""
+    """The keys of a table, of table.kind or table[kind], or a single key; if there are none, the
+    keys whose names start with `prefix`."""
     plain = prefix.strip().replace("[", ".").replace("]", "").rstrip(".")
     if not plain:
         return list(keys)
@@ -320,7 +320,7 @@ def select(keys: Sequence[Key], prefix: str) -> list[Key]:
 
 
 def key_list(keys: Sequence[Key]) -> str:
-    """Type, default and meaning of each."""
+    """Type, default and meaning of each key, as text."""
     lines = []
     for entry in keys:
         default = entry.default
@@ -353,11 +353,11 @@ def _columns() -> int:
     return max(60, min(100, shutil.get_terminal_size().columns))
 
 
-# The values of a configuration, and which of them are not the defaults.
+# The values of a configuration, and whether they differ from the defaults.
 
 
 class Value(NamedTuple):
-    """One key with its value as TOML would have it; `chosen`: it is not the default."""
+    """A key with its value as TOML; `chosen`: the value is not the default."""
 
     key: str
     text: str
@@ -370,7 +370,7 @@ def values_of(config: Struct) -> Iterator[Value]:
 
 
 def shown(value: Any) -> str:
-    """As TOML has it; none as an empty text of its own."""
+    """The value as TOML; "none" for None."""
     if value is None:
         return "none"
     if isinstance(value, dict):
@@ -382,7 +382,7 @@ def shown(value: Any) -> str:
 
 
 def _of_struct(config: Struct, base: Struct | None, path: str) -> Iterator[Value]:
-    """`base` is the default for all of it, if there is one of the same kind."""
+    """The values of a struct. `base`: its default, if there is one of the same type."""
     tag = config.__struct_config__.tag
     if tag is not None:
         field = f"{path}.{config.__struct_config__.tag_field}"
@@ -414,9 +414,9 @@ DOCUMENT = "docs/from-verl.md"
 
 
 def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
-    """Raises ConfigError that names ours for each key of verl's among the values of `raw`.
+    """Raises ConfigError if `raw` contains keys of verl, with our equivalent of each.
 
-    `+key` and `++key`, as Hydra writes overrides, are the same keys.
+    Hydra's overrides `+key` and `++key` are the same keys.
     """
     found = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
     if found:
@@ -436,7 +436,7 @@ def advice(ours: str, note: str) -> str:
 
 @functools.cache
 def verl_keys() -> dict[str, tuple[str, str]]:
-    """Theirs -> ours and a note, see verl_keys.toml."""
+    """verl's key -> (our key, note), see verl_keys.toml."""
     file = resources.files("agentenv.pipelines.config") / "verl_keys.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     return {theirs: (ours, note[0] if note else "") for theirs, (ours, *note) in table.items()}
@@ -450,7 +450,7 @@ def find(key: str) -> tuple[str, str] | None:
 
 
 def _advice(key: str) -> str:
-    """Our key in the place of one of verl's, also of a misspelled one; empty for other keys."""
+    """The advice for a key of verl's, also a misspelled one; empty for other keys."""
     table, _, leaf = key.rpartition(".")
     alike = {
         name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == table
@@ -468,8 +468,8 @@ def _advice(key: str) -> str:
     return advice(*entry) if entry else "no key with a counterpart here" if is_theirs else ""
 
 
-MISSPELLED = 0.85  # how alike the last parts of two keys are
-BOTH = ("data", "algorithm")  # tables of verl and ours
+MISSPELLED = 0.85  # similarity of the last parts of two keys
+BOTH = ("data", "algorithm")  # tables that verl and agentenv both have
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
 
 

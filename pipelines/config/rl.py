@@ -1,7 +1,7 @@
 """The keys of a training run: the tables that belong to `agentenv train` itself.
 
-They follow the order of the README's picture: data, environment, actors, engine, algorithm,
-queue, learner; then the phases of a run, and what is kept of it.
+They follow the order of the diagram in the README: data, environment, actors, engine, algorithm,
+queue, learner; then the phases of a run, and its records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentenv.server_config import RoleConfig
 from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
 
-# What configurations choose by name; one of ours more is one more word here.
+# Parts that configurations choose by name: register built-in ones here.
 ALGORITHMS = Registry(
     "algorithm",
     "agentenv.algorithms",
@@ -120,7 +120,7 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
-# Environments, by row if need be, and their interpreter, search and grader.
+# Environments, optionally per row, with their interpreter, search and grader.
 
 # tables of a run and of a variant, passed to environments that take such a keyword
 PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
@@ -137,7 +137,7 @@ _Tools = Annotated[
 
 
 class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An environment under a name that rows can choose. Its tables take the place of the run's."""
+    """An environment with a name that rows can select. Its tables override those of the run."""
 
     id: _Id
     kwargs: _Kwargs = field(default_factory=dict)
@@ -148,8 +148,8 @@ class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The environment of rows that name none themselves. `kwargs` and `tools` are only its own;
-    a row that names another id meets that environment as it is registered."""
+    """The environment of rows that select none. `kwargs` and `tools` apply only to it; a row with
+    another id gets that environment as registered."""
 
     id: _Id
     module: Annotated[
@@ -226,15 +226,15 @@ OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_
 
 
 class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of training and of evaluation, kept apart."""
+    """Sampling of training, and of evaluation."""
 
     train: Sampling = Sampling()
     eval: Sampling = Sampling()
 
     def __post_init__(self) -> None:
-        """The engines tell log-probs of the distribution that they sampled from, but the learner
-        computes those of the whole policy: with any of these, the ratio of the two would be off
-        from the start, and for a token outside a truncation there would be none."""
+        """Raises ConfigError for settings that change the distribution of training samples. Engines
+        report log-probs of the distribution that they sample from, but the learner computes those
+        of the policy: the importance ratios would be wrong, and undefined for truncated tokens."""
         for name, off in OFF.items():
             value = getattr(self.train, name)
             if value != off:
@@ -247,7 +247,7 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Between actors and learner."""
+    """The queue between actors and learner."""
 
     groups_per_step: Annotated[
         int, Meta(ge=1, description="prompts (trees) that one update consumes", extra=ESSENTIAL)
@@ -406,24 +406,26 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
     def with_sources_of(self, data: DataConfig) -> EvalConfig:
-        """With sets of packages of verifiers that run where those of the training rows do, and sets
-        of the same ones with their arguments too, unless `source` of a set says otherwise."""
+        """A copy in which sets from packages of verifiers take interpreter and folder from those of
+        the training rows (and arguments, if the packages are the same), unless the set's `source`
+        has them."""
         trained, sets = _packages(data.train), dict(self.sets)
         for name, one in self.sets.items():
-            if trained and (asked := _packages(one.path)):
-                keys = ("python", "folder", "args") if asked == trained else ("python", "folder")
+            if trained and (evaluated := _packages(one.path)):
+                is_same = evaluated == trained
+                keys = ("python", "folder", "args") if is_same else ("python", "folder")
                 given = {key: data.source[key] for key in keys if key in data.source}
                 sets[name] = replace(one, source={**given, **one.source})
         return replace(self, sets=sets)
 
 
 def _packages(paths: str | list[str]) -> set[str]:
-    """The paths that stand for packages of verifiers."""
+    """The paths that name packages of verifiers."""
     listed = [paths] if isinstance(paths, str) else paths
     return {path for path in listed if path.startswith("verifiers:")}
 
 
-MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are written
+MAX_TRAJECTORY_BYTES = 500e6  # size limit of RUN/trajectories
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -439,7 +441,7 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `agentenv train` reads."""
+    """All keys of `agentenv train`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -508,17 +510,17 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def refills(self) -> bool:
-        """Whether groups of equal returns are replaced by later ones."""
+        """Whether groups with equal returns are replaced by later ones."""
         return self.queue.refill or self.algorithm.refills
 
     @property
     def counts_equal_groups(self) -> bool:
-        """Whether groups of equal returns are in the means over a mini-batch."""
+        """Whether groups with equal returns count in the means over a mini-batch."""
         return not self.refills and self.queue.equal_groups != "drop"
 
     @property
     def size_of_update(self) -> str:
-        """Prompts, trajectories and optimizer steps of an update, in words."""
+        """Prompts, trajectories and optimizer steps of an update, as text."""
         groups, size = self.queue.groups_per_step, self.algorithm.group_size
         steps = groups // self.learner.groups_per_minibatch * self.learner.num_epochs_per_batch
         at_most = "" if self.refills or self.counts_equal_groups else "up to "
@@ -529,7 +531,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def dropped_terms(self) -> str:
-        """A warning if terms of the loss leave out what they are defined over; else empty."""
+        """A warning if terms of the loss exclude groups with equal returns; else empty."""
         terms = {
             "algorithm.kl_loss": self.algorithm.kl_loss,
             "algorithm.kl_reward": self.algorithm.kl_reward,

@@ -59,7 +59,7 @@ MaxLength = Annotated[
 
 
 class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The files that are learned from, and those that only measure."""
+    """The training rows and the held-out rows."""
 
     train: Annotated[
         str | list[str],
@@ -119,7 +119,7 @@ WARMUP_RATIO = 0.1
 
 
 class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The learner with the rates of the published cold start: AdamW, cosine, warm-up of a tenth."""
+    """The learner with the defaults of the published cold start: AdamW, cosine, 10 % warm-up."""
 
     optimizer: Optimizer = "adamw"
     learning_rate: LearningRate = 7e-6
@@ -129,7 +129,7 @@ class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_u
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.warmup_ratio == WARMUP_RATIO:
-            force_setattr(self, "warmup_ratio", 0.0)  # the default gives way
+            force_setattr(self, "warmup_ratio", 0.0)  # warmup_steps overrides the default
         super().__post_init__()
         plain = LearnerConfig()
         for name in ONLY_RL:
@@ -138,7 +138,7 @@ class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_u
 
 
 class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Steps, batches and cadence."""
+    """Number of steps, batch sizes, and intervals."""
 
     batch_size: Annotated[
         int,
@@ -172,7 +172,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def count_steps(self, num_rows: int) -> int:
-        """Optimizer steps of the run; the last one of an epoch may hold fewer rows."""
+        """Optimizer steps of the run; the last one of an epoch may have fewer rows."""
         if self.num_steps is not None:
             return self.num_steps
         epochs = 3.0 if self.num_epochs is None else self.num_epochs
@@ -231,7 +231,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `agentenv sft` reads."""
+    """All keys of `agentenv sft`."""
 
     sft: SFTLoopConfig = SFTLoopConfig()
 
@@ -264,7 +264,7 @@ class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
 class DPOLearnerConfig(
     SupervisedLearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The learner with the rates of the published self-critic stage."""
+    """The learner with the defaults of the published self-critic stage."""
 
     learning_rate: LearningRate = 5e-6
 
@@ -275,7 +275,7 @@ class DPOLearnerConfig(
 
 
 class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `agentenv dpo` reads."""
+    """All keys of `agentenv dpo`."""
 
     data: PairDataConfig
     dpo: DPOLoopConfig = DPOLoopConfig()
@@ -340,8 +340,8 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every so many updates the policy answers training questions several times; answers that the
-    reward finds right are preferred to the others (pipelines/rl/self_critic.py)."""
+    """At intervals of updates, the policy answers training questions several times, and DPO prefers
+    answers with a high reward to the others (pipelines/rl/self_critic.py)."""
 
     every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
     num_questions: Annotated[

@@ -1,12 +1,12 @@
 """The audit of a run's rewards: `agentenv doctor audit RUN`.
 
-    graded again      the archived trajectories, by the grader of the configuration: equal rewards
-    changed golds     what was right must be wrong, once the gold is another
-    second guess      what was right must be wrong, once it names another answer beside it
-    jumps of reward   steps whose rewards are far from those before, with sample trajectories
+    regraded           the configured grader gives archived trajectories the same rewards
+    changed golds      a correct answer is wrong against another gold
+    second candidate   a correct answer is wrong next to another answer
+    jumps of reward    steps whose rewards differ much from those before, with samples
 
-A reward that jumps from one step to the next is a policy that has found something: the task, or a
-hole in its grader. Which of them, the samples show.
+A jump of the reward means that the policy has learned the task, or exploits a flaw of its grader;
+the samples show which.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from agentenv.pipelines.run.records import (
     trajectory_rows,
     written,
 )
-from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import TRAINED
 from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker
@@ -59,18 +59,18 @@ from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 
-NUM_BEFORE = 4  # steps that one is compared with
+NUM_BEFORE = 4  # maximum number of previous steps to compare a step with
 LEAST_BEFORE = 2
-FAR = 5.0  # standard errors, beyond which a difference is a jump
-LEAST_SHARE = 0.15  # of the range of rewards, which a jump has at least
-NUM_GUESSED = 10  # right trajectories that are given a second guess
-NUM_SHOWN = 2  # samples of a jump, and examples of what is wrong
+FAR = 5.0  # standard errors; a larger difference is a jump
+LEAST_SHARE = 0.15  # of the range of rewards: minimum size of a jump
+NUM_GUESSED = 10  # correct trajectories to which a second candidate is added
+NUM_SHOWN = 2  # samples of a jump, and examples of a problem
 MAX_TEXT = 1500
 TOLERANCE = 1e-6
 
 
 class Graded(NamedTuple):
-    """A trajectory that was graded again."""
+    """A regraded trajectory; `again` is None if the grader failed, with the `problem`."""
 
     step: int
     tree: int
@@ -83,7 +83,7 @@ class Graded(NamedTuple):
 
 
 class Jump(NamedTuple):
-    """A step whose mean reward is `z` standard errors from that of the steps before."""
+    """A step whose mean reward differs by `z` standard errors from the mean of previous steps."""
 
     step: int
     before: float
@@ -92,7 +92,7 @@ class Jump(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
+    """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments."""
     parser = Parser(
         prog="agentenv doctor audit",
         description="Regrade the archived trajectories of a training run, against their gold "
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.max_trees < 1:
         parser.error("--max-trees must be at least 1")
     view = View()
-    return to_its_end(
+    return exit_code_of(
         lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
     )
 
@@ -127,7 +127,8 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
-    """The results, and trajectories as text for them. Raises DataError for a folder of no run."""
+    """The results, and sample trajectories of jumps as text. Raises DataError for a folder without
+    a run or trees."""
     config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(
@@ -157,12 +158,12 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
 
 
 def fail(problem: str, remedy: str) -> NoReturn:
-    """Raise the failure of a check; "; " parts problem and remedy."""
+    """Raises ConfigError for a failed check; "; " separates problem and remedy."""
     raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The configuration that the run began with. Raises DataError."""
+    """The stored configuration of the run. Raises DataError."""
     path = run / "config.json"
     try:
         plain = decode(path.read_bytes())
@@ -172,7 +173,7 @@ def read_config(run: Path) -> TrainConfig:
 
 
 def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:
-    """So many trees of all steps, evenly."""
+    """At most `max_trees` trees, evenly spread over all steps."""
     every = [(step, entry) for step in steps for entry in step.entries]
     number = min(max_trees, len(every))
     for place in range(number):
@@ -180,7 +181,7 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
 
 
 class Regrader:
-    """Grades archived trajectories by the graders of a configuration."""
+    """Grades archived trajectories with the graders of a configuration."""
 
     def __init__(self, graders: Graders, codec: TextCodec) -> None:
         self.codec = codec
@@ -188,7 +189,7 @@ class Regrader:
 
     @classmethod
     async def of(cls, config: TrainConfig, run: Path) -> Regrader:
-        """Of the run in this folder."""
+        """The regrader for the run in this folder."""
         if config.roles:
             raise ConfigError(
                 "roles: the graders of this run use models that the run started; start them with "
@@ -200,7 +201,7 @@ class Regrader:
         return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
-        """Every trajectory of a tree that did not fail."""
+        """Regrade every trajectory of a tree that did not fail."""
         kept = await in_thread(step.tree, entry)
         return [
             await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
@@ -222,7 +223,7 @@ class Regrader:
         return Graded(step, kept.tree.index, leaf.branch, task, path.reward, again, problem, row)
 
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
-        """The grade of a row against the answers of `task`, or what was wrong."""
+        """(grade, "") of a row against the answers of `task`, or (None, error)."""
         try:
             return await self._graders.grade(row, task), ""
         except (GraderError, CrashError) as error:
@@ -232,27 +233,27 @@ class Regrader:
         """A correct answer becomes wrong next to another answer, in either order."""
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
-        asked: list[Guess] = []
+        tried: list[Guess] = []
         paid = []
         for one in right[:NUM_GUESSED]:
             guesses = await self._guesses(one, golds)
-            asked += guesses
+            tried += guesses
             place = f"tree {one.tree}, branch {one.branch}"
             paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
-        if not asked:
+        if not tried:
             raise Skip(
                 "no correct trajectory has an answer to which a second, wrong one could be added"
             )
         if paid:
             fail(
-                f"{len(paid)} of {len(asked)} answers that name a second candidate besides the "
+                f"{len(paid)} of {len(tried)} answers that name a second candidate besides the "
                 f"correct one are graded as correct ({', '.join(paid[:NUM_SHOWN])})",
-                remedy(asked),
+                remedy(tried),
             )
-        return f"{len(asked)} answers with a second candidate are graded as wrong"
+        return f"{len(tried)} answers with a second candidate are graded as wrong"
 
     async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
-        """Its last message with two candidates where its answer was."""
+        """The trajectory's last message with two candidates in place of its answer, graded."""
         grader, messages = await self._graders.of(TRAINED, one.task), written(one.row)
         text = messages[-1].content if messages else ""
         answer = final_answer(text)
@@ -260,13 +261,13 @@ class Regrader:
         if place < 0 or not one.task.answers:
             return []
 
-        async def is_right(said: str) -> bool:
-            content = f"{text[:place]}{said}{text[place + len(answer) :]}"
+        async def is_right(candidates: str) -> bool:
+            content = f"{text[:place]}{candidates}{text[place + len(answer) :]}"
             hedged = [*messages[:-1], replace(messages[-1], content=content)]
             try:
                 return (await graded(grader, one.task, hedged, calls_that_ran(one.row))).success
             except (GraderError, CrashError):
-                return False  # an answer that the grader cannot read is not paid
+                return False  # an answer that the grader cannot read earns nothing
 
         candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
         return await guess_twice(is_right, answer, one.task.answers, candidates)
@@ -277,29 +278,29 @@ class Regrader:
         if not right:
             raise Skip("no trajectory is correct")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
-        num_asked, still = 0, []
+        num_tried, still = 0, []
         for one in right:
             task = with_another_gold(one.task, tasks)
             if task is None:
                 continue
-            num_asked += 1
+            num_tried += 1
             grade, _ = await self.verdict(task, one.row)
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
-        if not num_asked:
+        if not num_tried:
             raise Skip("no correct trajectory has a gold answer that could be changed")
         if still:
             fail(
-                f"{len(still)} of {num_asked} correct trajectories are also correct against a "
-                f"different gold answer too ({', '.join(still[:NUM_SHOWN])})",
+                f"{len(still)} of {num_tried} correct trajectories are also correct against a "
+                f"different gold answer ({', '.join(still[:NUM_SHOWN])})",
                 "the grader rewards answers regardless of the gold answer: choose a stricter one",
             )
-        return f"{num_asked} correct trajectories are wrong against other gold answers"
+        return f"{num_tried} correct trajectories are wrong against other gold answers"
 
 
 def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
-    """The task with a gold that is wrong. One whose row has a ground truth of its own, which a
-    grader may read, has that of another task; None where there is no other one."""
+    """The task with a wrong gold. If its metadata has a separate ground truth, which a grader may
+    read, it gets that of another task; None if there is none."""
     if not task.answers:
         return None
     golds = [one.answers[0] for one in tasks]
@@ -318,8 +319,7 @@ def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
 
 
 def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
-    """Another gold: of a number the next one, else one of `golds` that is not `right`, else its
-    denial."""
+    """A wrong gold: the next number, else one of `golds` that is not `right`, else its negation."""
     number = as_number(gold)
     if number is not None:
         return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
@@ -328,7 +328,7 @@ def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
 
 
 async def equal_rewards(again: Sequence[Graded]) -> str:
-    """The rewards are the same."""
+    """Regrading gives the same rewards."""
     if not again:
         raise Skip("no trajectory was graded")
     wrong = []
@@ -350,8 +350,8 @@ async def equal_rewards(again: Sequence[Graded]) -> str:
 
 
 def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
-    """Steps whose rewards are far from those of the steps before; trees count once, and how far
-    they are from each other within a step is what is expected between steps."""
+    """Steps whose mean reward differs from that of previous steps by more than FAR standard errors,
+    estimated from the variance of trees within a step."""
     means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
     every = [value for one in means for value in one]
     span = max(every, default=0.0) - min(every, default=0.0)
@@ -369,7 +369,7 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
 
 
 async def no_jumps(steps: Sequence[Step]) -> str:
-    """No step is far from those before it."""
+    """No step has a jump of its reward."""
     if len(steps) <= LEAST_BEFORE:
         raise Skip(f"{len(steps)} steps are too few")
     jumps = [f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in find_jumps(steps)]
@@ -383,7 +383,7 @@ async def no_jumps(steps: Sequence[Step]) -> str:
 
 
 def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
-    """Trajectories of a jump: the best of one upwards, the worst of one downwards."""
+    """Trajectories of a jump as text: the best of a jump upward, the worst of one downward."""
     (step,) = [one for one in steps if one.header.step == jump.step]
     up = jump.mean > jump.before
     entries = sorted(

@@ -47,7 +47,7 @@ async def calls(assembly: TrainingAssembly) -> str:
 def refuse_lost_call(
     renderer: Renderer, prompt: Sequence[int], tools: ToolSchemas, tool: dict[str, Any]
 ) -> None:
-    """Raises ConfigError if a call of this tool does not come back."""
+    """Raises ConfigError if the parser does not recover a call of this tool."""
     wanted = sample_call(tool, every=isinstance(renderer, NativeRenderer))
     name, stop = wanted.name, None
     if isinstance(renderer, NativeRenderer):
@@ -66,8 +66,8 @@ def refuse_lost_call(
 
 
 def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
-    """A call with a value for the first parameter, or for each that is required: with `every`, and
-    where the arguments are an object."""
+    """A call with a value for the first parameter; with `every`, or if the arguments are an object,
+    for all required parameters."""
     parameters = tool.get("parameters", {})
     names = list(parameters.get("properties", {}))
     if every or takes_object(tool):
@@ -80,7 +80,7 @@ def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
 
 
 async def special_tokens(assembly: TrainingAssembly) -> str:
-    """Special tokens and tags that a tool writes become ordinary text."""
+    """Special tokens and tags in tool results become ordinary text."""
     renderers, episodes = await assembly.renderers(), await assembly.episodes()
     renderer, (_, info) = renderers[TRAINED], episodes[TRAINED]
     tokenizer, tools = renderer.tokenizer, info.get("tools", ())
@@ -93,7 +93,7 @@ async def special_tokens(assembly: TrainingAssembly) -> str:
 
 
 def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) -> None:
-    """Raises ConfigError if one of the texts, in a tool's result, is read as more than text."""
+    """Raises ConfigError if one of the texts in a tool result becomes a special token or tag."""
     name = str(tools[0]["name"]) if tools else "tool"
     special = set(getattr(renderer.tokenizer, "all_special_ids", ()))
 
@@ -113,7 +113,7 @@ def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) 
 
 
 async def packed_model(assembly: Assembly[Any]) -> str:
-    """A small model of the family, computed as the learner does, equals transformers' own."""
+    """The learner's computation of a small model of this family matches transformers."""
     from agentenv.learners.model_check import TOLERANCE, check_model  # loads torch
 
     learner, model = assembly.config.learner, await assembly.model()
@@ -132,7 +132,7 @@ async def adapters(assembly: Assembly[Any]) -> None:
 
 
 async def parity(assembly: TrainingAssembly) -> str:
-    """Engine and learner give the same tokens the same log-probs."""
+    """Engine and learner compute the same log-probs."""
     config = assembly.config
     if isinstance(config.engine, ScriptedConfig):
         raise Skip("the scripted engine has no model")
@@ -161,13 +161,13 @@ async def parity(assembly: TrainingAssembly) -> str:
 # Environments, graders, services.
 
 NUM_GRADED = 8  # rows whose golds are graded
-NUM_GUESSED = 3  # of them, that are given a second guess
+NUM_GUESSED = 3  # rows whose golds get a second candidate
 SERVICE_S = 60.0
 
 
 async def grader_sanity(assembly: TrainingAssembly) -> str:
-    """The right answer is right, in another spelling too; another row's is wrong, also beside the
-    right one."""
+    """The grader accepts the gold answer, also reformatted, and rejects that of another row, also
+    next to the gold answer."""
     found = []
     for maker, sets in await assembly.shared():
         for name, tasks in sets.items():
@@ -219,7 +219,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
 
 
 async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
-    """Raises ConfigError for a grader that finds an answer with two candidates right."""
+    """Raises ConfigError for a grader that accepts an answer with two candidates."""
     golds = [one.answers[0] for one in rows]
     for task in rows[:NUM_GUESSED]:
         guesses = await guess_twice(
@@ -236,7 +236,7 @@ async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
 
 
 def _more_lenient(grader: Grader) -> str:
-    """What to do where a grader reads one spelling alone: one of ours is chosen by its keys."""
+    """The remedy for a grader that accepts only one spelling."""
     if isinstance(grader, AnswerReward):
         return (
             "grader.kind = 'layered' (without [grader], agentenv.envs.qa_grader.make_grader) reads "
@@ -246,7 +246,7 @@ def _more_lenient(grader: Grader) -> str:
 
 
 def distinct(tasks: Sequence[Task]) -> list[Task]:
-    """Some rows with answers that differ."""
+    """At most NUM_GRADED rows with different answers."""
     found: dict[str, Task] = {}
     for task in tasks:
         if task.answers:
@@ -257,7 +257,7 @@ def distinct(tasks: Sequence[Task]) -> list[Task]:
 
 
 def respelled(gold: str) -> list[str]:
-    """The same answer as people also write it."""
+    """Other spellings of the same answer."""
     found = [f"  {gold} ", f"{gold}."]
     if gold.upper() != gold and not any(one in gold for one in "\\$^_{"):
         found.append(gold.upper())
@@ -265,7 +265,7 @@ def respelled(gold: str) -> list[str]:
 
 
 async def is_right(grader: Grader, task: Task, answer: str) -> bool:
-    """The verdict on an answer in the usual form. Raises ConfigError where there is none."""
+    """Whether the grader accepts an answer in the usual format. Raises ConfigError if it fails."""
     text = rf"<think>.</think><answer>\boxed{{{answer}}}</answer>"
     try:
         grade = await graded(grader, task, [Message("assistant", text)], {})
@@ -282,8 +282,7 @@ def _asks_web(assembly: TrainingAssembly) -> bool:
 
 
 async def services(assembly: TrainingAssembly) -> str:
-    """The key of the search service is there and accepted, and its quota is not used up: one
-    search."""
+    """The search service accepts the key, and its quota is not exhausted: one search."""
     search = assembly.config.search
     if search is None or not _asks_web(assembly):
         raise Skip("no search service is configured")
@@ -304,20 +303,20 @@ async def _one_search(backend: object) -> int:
     return len(await backend.search(Query("capital of Peru", 3)))  # type: ignore[attr-defined]
 
 
-# Whether a grader pays for two guesses: answers that name another candidate beside the right one.
-# Another candidate is wrong by itself, is of the same kind (a number, words, yes or no) and shares
-# no word with the right answer, so that it is neither an alias nor a more exact form of it.
+# Whether a grader rewards guessing: answers that name another candidate next to the correct one.
+# The other candidate is wrong by itself, is of the same kind (a number, words, yes or no) and
+# shares no word with the correct answer, so it is neither an alias nor a more exact form.
 
 IsRight = Callable[[str], Awaitable[bool]]
 
 JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
-MAX_TRIED = 8  # candidates, of which the first that is wrong by itself is taken
+MAX_TRIED = 8  # candidates; the first one that is wrong by itself is used
 OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _WORDS = re.compile(r"\w+")
 
 
 class Guess(NamedTuple):
-    """An answer with two candidates, and whether it was graded right."""
+    """An answer with two candidates; `is_paid`: it was graded as correct."""
 
     text: str
     right_first: bool
@@ -327,8 +326,8 @@ class Guess(NamedTuple):
 async def guess_twice(
     is_right: IsRight, answer: str, golds: Sequence[str], candidates: Iterable[str]
 ) -> list[Guess]:
-    """The right answer joined with another candidate, in both orders; nothing where none of the
-    candidates is another one."""
+    """The correct answer joined with another candidate, in both orders, graded; empty if no
+    candidate is suitable."""
     other = await _another(is_right, (answer, *golds), candidates)
     if other is None:
         return []

@@ -1,5 +1,5 @@
-"""The doctor: runs all checks of a configuration and of this machine: versions, memory, disk,
-descriptors, sandbox, and whether the configuration fits.
+"""The doctor: runs all checks of this machine (versions, memory, disk, descriptors, sandbox) and of
+a configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentenv.pipelines.serving import GIB, find_machine
 from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, Skip, select
 from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
 
-CHECK_S = 600.0  # of one check, at most
+CHECK_S = 600.0  # deadline of a check
 MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
 
 
@@ -46,9 +46,9 @@ async def examine(
     say: Say,
     on_begin: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[CheckResult]:
-    """The result of every check, one after the other; `on_begin` is called with the name of each.
-    The set-up of a run is run in a folder that is removed afterwards. Raises ConfigError for
-    overrides without a configuration."""
+    """The result of every check, in sequence; `on_begin` takes the name of a check that starts. The
+    set-up of a run uses a temporary folder. Raises ConfigError for overrides without a
+    configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
     runner, config = Runner(CHECK_S, catches=True), None
@@ -72,7 +72,7 @@ async def examine(
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, say)
             for check in select(config, "configuration", "measured"):
-                if check.asks and is_offline:
+                if check.remote and is_offline:
                     yield CheckResult(check.name, "skipped", "--offline sends no requests")
                 elif check.slow and is_quick:
                     why = "--quick starts neither learner nor engine"
@@ -84,7 +84,7 @@ async def examine(
 
 
 def _refuse_others(raw: Tree, source: str) -> None:
-    """Raises ConfigError for a configuration of another command, with what checks it."""
+    """Raises ConfigError for a configuration of another command, with the way to check it."""
     if "sets" in raw and not {"algorithm", "train"} & raw.keys():
         raise ConfigError(
             f"{source} is a configuration of agentenv evaluate, which does not name its subject; "
@@ -95,7 +95,7 @@ def _refuse_others(raw: Tree, source: str) -> None:
 
 
 def show(result: CheckResult, view: View) -> None:
-    """A line, or a few, in the terminal."""
+    """Print a result, with its remedy if it failed."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=4, no_wrap=True)
     grid.add_column(width=32, no_wrap=True)
@@ -111,25 +111,25 @@ def show(result: CheckResult, view: View) -> None:
 
 # The machine.
 
-LEAST_MEMORY = 4 * GIB  # that README promises to be enough for the quick start
+LEAST_MEMORY = 4 * GIB  # enough for the quick start, according to the README
 LEAST_DISK = 2 * GIB
 LEAST_FILES = 4096
-NEEDED = "train"  # the extra without which no command of training runs
-SPARE_FILES = 512  # of the command itself: logs, workers, learner, libraries
-FILES_A_TRAJECTORY = 2  # its request, and a tool's
-RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # of the sandbox
+NEEDED = "train"  # the extra that training commands require
+SPARE_FILES = 512  # for the command itself: logs, workers, learner, libraries
+FILES_PER_TRAJECTORY = 2  # its request, and a tool's
+RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # levels of the sandbox
 
 
 async def packages(folder: Path) -> str:
     """The requirements of the distribution are installed in matching versions."""
     try:
-        asked = importlib.metadata.requires(DISTRIBUTION) or []
+        required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         raise Skip(
-            "agentenv is not installed as a package, so that required versions are unknown"
+            "agentenv is not installed as a package, so required versions are unknown"
         ) from None
     problems, found = [], []
-    for one in map(Requirement, asked):
+    for one in map(Requirement, required):
         if one.marker is not None and not one.marker.evaluate({"extra": NEEDED}):
             continue
         try:
@@ -147,7 +147,7 @@ async def packages(folder: Path) -> str:
 
 
 async def memory(folder: Path) -> str:
-    """Main memory that is free."""
+    """There is enough free main memory."""
     found = psutil.virtual_memory()
     message = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB are free"
     if found.available < LEAST_MEMORY / 2:
@@ -158,7 +158,7 @@ async def memory(folder: Path) -> str:
 
 
 async def disk(folder: Path) -> str:
-    """The disk of the runs' folder."""
+    """The disk of the runs' folder has enough free space."""
     place = existing(folder)
     free = shutil.disk_usage(place).free
     message = f"{free / GIB:.1f} GiB are free at {place}"
@@ -171,8 +171,8 @@ async def disk(folder: Path) -> str:
 
 
 async def descriptors(folder: Path) -> str:
-    """Files and connections that a process may have open; commands raise their own limit to what
-    is allowed."""
+    """A process may open enough files and connections; commands raise their soft limit to the hard
+    one."""
     allowed = allowed_files()
     if allowed < LEAST_FILES:
         raise ConfigError(
@@ -184,13 +184,13 @@ async def descriptors(folder: Path) -> str:
 
 
 def allowed_files() -> int:
-    """How many a command gets."""
+    """The number of files and connections that a command may open."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
 
 
 async def sandbox(folder: Path) -> str:
-    """A rung of the Python sandbox stops the escapes that are tried on it before each run."""
+    """A level of the Python sandbox stops the escapes that each run tests."""
     offered, lacking = [], []
     for rung in RUNGS:
         one = Sandbox(rungs=(rung,))
@@ -244,7 +244,7 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
 
 
 async def processes(assembly: TrainingAssembly) -> str:
-    """Every process fits its GPU, and all of them the main memory, by the dry run's estimate."""
+    """By the dry run's estimate, every process fits its GPU, and all fit into main memory."""
     plan = make_plan(assembly.config, find_machine(None, None), assembly.resolve)
     if plan.problems:
         raise ConfigError("; ".join(plan.problems))
@@ -255,13 +255,13 @@ async def processes(assembly: TrainingAssembly) -> str:
 
 
 async def connections(assembly: TrainingAssembly) -> str:
-    """All rollouts that may be under way can be connected."""
+    """A process may open enough connections for all in-flight rollouts."""
     config = assembly.config
     queue, size = config.queue, config.algorithm.group_size
     trees = queue.groups_per_step * (queue.max_staleness + 1)
     trees = min(trees, queue.max_rollouts or trees)
     needed = max(trees * size, config.eval.concurrency if config.eval.sets else 0)
-    needed = needed * FILES_A_TRAJECTORY + SPARE_FILES
+    needed = needed * FILES_PER_TRAJECTORY + SPARE_FILES
     allowed = allowed_files()
     message = f"about {needed} files and connections of {allowed}"
     if needed > allowed:

@@ -1,4 +1,5 @@
-"""--dry-run: print the plan of a run, check its available data, reject errors; starts nothing."""
+"""--dry-run: print the plan of a run, check its available data, and report errors; starts
+nothing."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ Resolve = Callable[[str], Path]
 
 
 def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
-    """The paths of a configuration that are not here, those of a registry of datasets and of
-    prompts among them. Raises DataError for names that the registry lacks."""
+    """The missing paths of a configuration, including files of a registry of datasets and of
+    prompts. Raises DataError for names that the registry lacks."""
     yield from absent_paths(assembly)
     registry = dataset_registry(config)
     if registry and assembly.resolve(registry).exists():
@@ -81,7 +82,7 @@ def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
 
 
 def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
-    """Prompts that are files; another name is that of a preset."""
+    """The missing files of prompts; a name without a suffix is a preset."""
     if isinstance(config, ServeConfig):
         return
     sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
@@ -91,7 +92,7 @@ def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
 
 
 def _to_fetch(config: AnyRun, absent: Absent) -> str:
-    """The line of a missing path; of a benchmark's file with where it is published."""
+    """The line of a missing path; for a benchmark's file, with its origin."""
     line = f"{absent.key} = {absent.path}"
     name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
     if isinstance(config, EvaluateConfig) and name in config.sets and "path" in absent.key:
@@ -101,7 +102,7 @@ def _to_fetch(config: AnyRun, absent: Absent) -> str:
 
 
 def _not_cached(config: AnyRun) -> Iterator[str]:
-    """What is named by an id of the hub and not in its cache; what is there, is found from now
+    """A line for each id of the hub that is not in its cache; cached ones are resolved from now
     on."""
     for key, text, kind in hub_keys(config):
         try:
@@ -113,7 +114,7 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
-    """Keys of search services and environments of engines."""
+    """Lines on missing keys of search services, and missing Python environments of engines."""
     if not isinstance(config, TrainConfig | EvaluateConfig):
         return
     search = config.search
@@ -128,11 +129,11 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
             yield str(error)
 
 
-# A dry run in print.
+# The output of a dry run.
 
 
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
-    """Non-default values, and on request all others below them."""
+    """Print the non-default values; with `defaults`, also all others."""
     values = list(values_of(config))
     view.say("configuration, non-default values:")
     for value in values:
@@ -148,7 +149,7 @@ def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
 
 
 def show_sizes(config: AnyRun, view: View) -> None:
-    """The sizes of an update, a step or an evaluation."""
+    """Print the sizes of an update, a step or an evaluation."""
     view.say("\nsizes:")
     for line in _sizes(config):
         view.say(f"  {line}")
@@ -162,14 +163,14 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         )
         if config.dropped_terms:
             yield config.dropped_terms
-        most = rollouts_of(config)[1]
-        prompts = most // config.algorithm.group_size
-        yield f"up to {prompts} prompts = {most} trajectories in flight"
+        num_inflight = rollouts_of(config)[1]
+        prompts = num_inflight // config.algorithm.group_size
+        yield f"up to {prompts} prompts = {num_inflight} trajectories in flight"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
         if config.self_critic is not None:
-            asked, answers = config.self_critic.num_questions, config.self_critic.num_samples
-            yield f"a round of the self-critic uses {asked} questions x {answers} answers"
+            questions, answers = config.self_critic.num_questions, config.self_critic.num_samples
+            yield f"a round of the self-critic uses {questions} questions x {answers} answers"
     elif isinstance(config, SupervisedRunConfig):
         loop = config.loop
         length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
@@ -185,7 +186,7 @@ def _sizes(config: AnyRun) -> Iterator[str]:
 
 
 def show_plan(plan: Plan, view: View) -> None:
-    """Processes with their GPUs and memory, each GPU, and what is missing."""
+    """Print processes with their GPUs and memory, the memory of each GPU, and missing inputs."""
     view.say("")
     table = Table(title=f"processes on {plan.machine.name}", title_justify="left", box=SIMPLE)
     for name in ("process", "number", "GPUs"):
@@ -212,7 +213,7 @@ def show_plan(plan: Plan, view: View) -> None:
 
 
 def span(gpus: Sequence[str]) -> str:
-    """0-3, 6"""
+    """The GPUs as ranges, such as "0-3, 6"."""
     numbers = sorted(map(int, gpus))
     parts = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
@@ -249,11 +250,11 @@ NOT_ALL = "the known part fits, but the size of some models is unknown"
 def dry_run(
     config: AnyRun, arguments: argparse.Namespace, view: View, run: Path, model: str = ""
 ) -> int:
-    """Print everything about a run of `config` in the folder `run`, which need not be there.
-    Returns the exit code: 0, or `EXIT_MISSING` where something is not here.
+    """Print the plan of a run of `config` in the folder `run`, which need not exist. Returns the
+    exit code: 0, or `EXIT_MISSING` if an input is missing.
 
-    `model` is the policy's path where the configuration does not hold it, as in an evaluation.
-    Raises ConfigError at the end for what cannot work.
+    `model`: the policy's path if the configuration does not contain it, as for an evaluation.
+    Raises ConfigError after the output if the run cannot work.
     """
     machine = find_machine(arguments.gpus, arguments.gpu_memory)
     resolve = resolver(run)
@@ -293,15 +294,14 @@ def dry_run(
         view.say(f"next: {_next(config)}")
         return 0
     view.say(
-        f"missing items are listed above (exit code {EXIT_MISSING}: nothing is wrong, something is "
-        "not here); docs/data.md describes the files that are read, docs/reproduce.md where to get "
-        "those of the papers"
+        f"missing items are listed above (exit code {EXIT_MISSING}: no errors, but missing items); "
+        "docs/data.md describes data files, and docs/reproduce.md where to get those of the papers"
     )
     return EXIT_MISSING
 
 
 def _is_missing(error: BaseException | None) -> bool:
-    """Whether a package that is not installed here is the cause, also of an environment's own."""
+    """Whether a missing package is the cause, including one that an environment imports."""
     while error is not None and not isinstance(error, MissingError):
         if isinstance(error, ModuleNotFoundError) and error.name:
             return find_spec(error.name.partition(".")[0]) is None
@@ -310,7 +310,7 @@ def _is_missing(error: BaseException | None) -> bool:
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
-    """The machines of the processes, and their launcher."""
+    """Print the placement of processes on a cluster, and print or write the job script."""
     if not isinstance(config.cluster, WideCluster):
         return
     for line in config.cluster.lines(config):
@@ -324,13 +324,13 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
             ) from error
-        view.say(f"written to {script}")
+        view.say(f"wrote {script}")
     elif job:
         view.say(f"\n{job}")
 
 
 def _write_job(path: str, text: str, *, is_secret: bool) -> None:
-    """A file that only its owner reads where it holds a token."""
+    """Write the job script; with `is_secret` (a token), readable only by its owner."""
     with open(path, "w", encoding="utf-8") as file:
         if is_secret:
             os.fchmod(file.fileno(), 0o600)
@@ -347,7 +347,8 @@ def _next(config: AnyRun) -> str:
 
 
 def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:
-    """The directory of the policy's tokenizer, if it is here; what is missing in it is noted."""
+    """The directory of the policy's tokenizer, if it exists; missing files are added to the
+    plan."""
     if isinstance(config, TrainConfig | SupervisedRunConfig):
         path = config.model.path
     elif isinstance(config, EvaluateConfig) and isinstance(config.engine, OpenAIConfig):
@@ -374,14 +375,12 @@ def _read(
     *,
     is_elsewhere: bool,
 ) -> None:
-    from agentenv.pipelines.diagnosis.reading import read_what_is_here  # slow to load
+    from agentenv.pipelines.diagnosis.reading import check_data  # slow to load
 
     assert not isinstance(config, ServeConfig)
     found: list[str] = []
     try:
-        asyncio.run(
-            read_what_is_here(config, run, model, absent, found.append, is_elsewhere=is_elsewhere)
-        )
+        asyncio.run(check_data(config, run, model, absent, found.append, is_elsewhere=is_elsewhere))
     finally:
         if found:
             view.say("\navailable data:")
@@ -395,13 +394,13 @@ TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
 WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.worker")
 NAME_LENGTH = 40
-CONFIG_FOLDER = "/etc/agentenv"  # of the configuration, which the manifests hold, in pods
-IMAGE_USER = 1000  # of the Dockerfile
+CONFIG_FOLDER = "/etc/agentenv"  # of the configuration in pods, from the manifests
+IMAGE_USER = 1000  # user id in the Dockerfile
 FACTS = {
-    "wait_s": 1800,  # for the controller, which may make or load a model first
+    "wait_s": 1800,  # for the controller, which may create or load a model first
     "drain_s": 60,  # for a worker to end
     "grace_s": 300,  # for a controller to save its checkpoint
-    "num_starts": 100,  # of the controller; each time its workers are started again too
+    "num_starts": 100,  # of the controller, each with a restart of its workers
     "controller_cpus": 4,
     "token_variable": TOKEN_VARIABLE,
     "address_variable": ADDRESS_VARIABLE,
@@ -414,9 +413,9 @@ FACTS = {
 
 
 def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path) -> str:
-    """The text for sbatch or for kubectl; empty for other kinds of clusters. `path` and `overrides`
-    are the arguments of the command, `run` is the folder of the run. Raises ConfigError for keys
-    that are missing."""
+    """The script for sbatch, or the manifests for kubectl; empty for other kinds of clusters.
+    `path`, `overrides`: the command's arguments; `run`: the folder of the run. Raises ConfigError
+    for missing keys."""
     cluster = config.cluster
     given = [str(path), *(one for one in overrides if not one.startswith("cluster.script="))]
     if isinstance(cluster, SlurmCluster):
@@ -475,7 +474,7 @@ def _filled(template: str, config: TrainConfig, run: Path, **values: object) -> 
 def _check_kubernetes(config: TrainConfig, cluster: KubernetesCluster) -> None:
     for key in ("image", "claim"):
         if not getattr(cluster, key):
-            raise ConfigError(f"cluster.{key}: cluster.kind = kubernetes needs it")
+            raise ConfigError(f"cluster.{key}: required by cluster.kind = kubernetes")
     if config.learner.launch == "external":
         raise ConfigError(
             "learner.launch = external: on Kubernetes the learner's ranks run next to the "

@@ -45,11 +45,11 @@ from agentenv.pipelines.setup.memory import (
 from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
-# A plan: a machine, its processes, and the parts that do not fit.
+# A plan: a machine, its processes, and problems.
 
 
 class Process(Struct, frozen=True):
-    """One line of the plan: what is started `count` times, on which GPUs, and its memory."""
+    """A line of the plan: a process that is started `count` times, its GPUs, and its memory."""
 
     name: str
     count: int
@@ -60,14 +60,14 @@ class Process(Struct, frozen=True):
 
     @property
     def main_bytes(self) -> float:
-        """Main memory of all of them; without GPUs, all of it is there."""
+        """Main memory of all `count` processes; without GPUs, it includes GPU memory."""
         on_gpu = 0.0 if self.gpus else self.memory.gpu_bytes
         return self.count * (self.memory.host_bytes + on_gpu)
 
 
 class Plan(Struct):
-    """Processes, and why they cannot run; `missing` is what is not here yet, `made` what the run
-    makes itself, `advice` what would be better."""
+    """The processes of a run. `problems`: reasons why they cannot run; `missing`: missing inputs;
+    `made`: facts about output of the run; `advice`: improvements. All are lines of text."""
 
     machine: Machine
     processes: list[Process] = field(default_factory=list)
@@ -80,8 +80,8 @@ class Plan(Struct):
 
     @property
     def gpu_bytes(self) -> dict[str, float]:
-        """The most that each GPU has to hold; both phases are one unless engine and learner are
-        colocated."""
+        """The peak memory of each GPU over both phases, which differ only if engine and learner
+        alternate."""
         return {gpu: max(self.serving[gpu], self.training[gpu]) for gpu in self.serving}
 
     @property
@@ -90,7 +90,7 @@ class Plan(Struct):
         return all(p.memory.gpu or p.memory.host for p in self.processes if p.model)
 
     def add(self, process: Process, *, serving: float, training: float) -> None:
-        """With so many bytes on every GPU of the process in each phase."""
+        """Add a process with these bytes on each of its GPUs in each phase."""
         self.processes.append(process)
         for gpu in process.gpus:
             self.serving[gpu] = self.serving.get(gpu, 0.0) + serving
@@ -98,7 +98,7 @@ class Plan(Struct):
 
 
 def check_memory(plan: Plan) -> None:
-    """Note as problems where a GPU or the main memory is too small."""
+    """Add a problem for each GPU, or main memory, that is too small."""
     size = plan.machine.gpu_bytes
     for gpu, needed in sorted(plan.gpu_bytes.items()):
         if needed <= size:
@@ -111,7 +111,7 @@ def check_memory(plan: Plan) -> None:
             f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
             + (f"; {advice}" if "learner rank" in names else "")
         )
-        break  # the others are alike
+        break  # the others have the same problem
     needed = sum(process.main_bytes for process in plan.processes)
     if plan.machine.main_bytes and needed > plan.machine.main_bytes:
         plan.problems.append(
@@ -134,9 +134,9 @@ HERE = "on this machine"
 
 
 def make_plan(config: AnyRun, machine: Machine, resolve: Resolve, model: str = "") -> Plan:
-    """The plan of a configuration; `model` is the path of the policy where the configuration does
-    not hold it, "" where an endpoint has it. Raises ConfigError for GPUs that are missing or that
-    two claim."""
+    """The plan of a configuration. `model`: the path of the policy if the configuration does not
+    contain it; "" for an endpoint. Raises ConfigError for GPUs that are missing or claimed
+    twice."""
     planner = _Planner(config, machine, resolve, model)
     planner.add_all()
     check_memory(planner.plan)
@@ -144,8 +144,8 @@ def make_plan(config: AnyRun, machine: Machine, resolve: Resolve, model: str = "
 
 
 def rollouts_of(config: AnyRun) -> tuple[int, int]:
-    """Most tokens of a trajectory, prompt and response; how many trajectories are under way at a
-    time at most. 0 where nothing is rolled out."""
+    """Maximum number of tokens of a trajectory (prompt and response), and of in-flight
+    trajectories; 0 for a command without rollouts."""
     if isinstance(config, TrainConfig):
         trees = config.queue.groups_per_step * (config.queue.max_staleness + 1)
         return _longest([config.limits]), trees * config.algorithm.group_size
@@ -160,9 +160,8 @@ def _longest(limits: list[Limits]) -> int:
 
 
 def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
-    """The number of checkpoints that are on the disk at a time at most: the last ones, those that
-    others are kept for (the best, that of the cold start), and one that is being written. Bytes at
-    most of other files, by the key that bounds them."""
+    """Maximum number of checkpoints on the disk (the last ones, the best, that of the cold start,
+    and a partial one); and maximum bytes of other files, by the key that limits them."""
     if isinstance(config, TrainConfig):
         kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
         log = MAX_TRAJECTORY_BYTES * config.log.trajectories
@@ -172,27 +171,28 @@ def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, 
 
 
 def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
-    """Tokens of a rank in the largest micro-batch: the learner's budget, or its part of the longest
-    path where that is longer."""
+    """Tokens of a rank in the largest micro-batch: the learner's budget, or its share of the
+    longest path if that is larger."""
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
-SMALL = 5e8  # weights; 2.7 times the tokens a second at 135 million and 1,000 streams on an H200
+SMALL = 5e8  # weights; sharing gave 2.7 times the tokens/s at 135 M and 1,000 streams on an H200
 SHARE_GPUS = (
     "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
     "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
 )
 
-# Fitted by hand to an H200 (tests/gpu/RESULTS.md): an update in turn by files took 1.8 s at 0.44
-# billion weights (without 0.4 s that are mended since) and 0.68 s at 0.135, by IPC 0.44 s there.
-HANDOVER_S = 0.3  # for vLLM and a rank to sleep and to wake up, without what they move
-MOVED_PER_S = 4e10  # bytes of the learner to page-locked memory or back
-FILES_PER_S = 6.5e8  # bytes of weights, written and loaded
+# Fitted by hand to an H200 (tests/gpu/RESULTS.md): an alternating update through files took 1.8 s
+# at 0.44 billion weights (without 0.4 s that were fixed later) and 0.68 s at 0.135; by IPC 0.44 s.
+HANDOVER_S = 0.3  # for vLLM and a rank to sleep and wake up, without data transfers
+MOVED_PER_S = 4e10  # bytes per second between GPU and page-locked memory
+FILES_PER_S = 6.5e8  # bytes of weights written and loaded per second
 
 
 def handover_s(states: float, weights: float, *, by_files: bool) -> float:
-    """Seconds of an update in turn in which neither side works, about: for the states that the
-    learner moves to main memory and back, and the weights that the engine gets, in bytes."""
+    """Estimated seconds of an alternating update in which neither engine nor learner works.
+    `states`: bytes that the learner moves to main memory and back; `weights`: bytes that the engine
+    loads."""
     moved_s = 2 * states / MOVED_PER_S
     return HANDOVER_S + moved_s + (weights / FILES_PER_S if by_files else 0.0)
 
@@ -215,7 +215,7 @@ class _Planner:
         self.learner_bytes = 0.0  # of a rank on its GPU
 
     def add_all(self) -> None:
-        """In the order in which a run divides its GPUs."""
+        """Add all processes, in the order in which a run assigns its GPUs."""
         if self.path or self.num_tokens:
             self._add_controller()
         if self.learner is not None:
@@ -245,7 +245,7 @@ class _Planner:
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
-        """Missing models and models of unknown size are reported."""
+        """The shape of a model; adds a missing model to the plan."""
         shape = find_shape(path, quantization)
         if not path.is_dir():
             why = shape.source if shape is not None else NO_SHAPE
@@ -255,7 +255,7 @@ class _Planner:
     # processes
 
     def _add_controller(self) -> None:
-        """With the weights that pass through its shared memory, an update's and the one before."""
+        """Add the controller, with the two copies of weights in its shared memory, and workers."""
         host: dict[str, float] = {}
         if self.learner is not None and not self.resources.weights_dir:
             copies = passing_bytes(self.shape, self.learner, self.engine)
@@ -272,18 +272,18 @@ class _Planner:
         if num_workers:
             note = f"{work}; {where}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
-        if num_envs:  # also of the controller, whose evaluations need them
+        if num_envs:  # the controller has some too, for evaluations
             number, note = num_envs * (1 + num_workers), f"tools, graders; {where}"
             self.plan.processes.append(Process("environments", number, note=note))
 
     def _num_env_workers(self) -> int:
-        """Processes of environments, of each process in which rollouts grow."""
+        """Environment processes per process with rollouts."""
         sets = getattr(self.config, "sets", {}).values()
         envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
         return max(0 if env is None else env.workers for env in envs)
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
-        """The ranks of the learner, and the files that it writes."""
+        """Add the learner's ranks, and lines on its files."""
         config, algorithm = self.config, getattr(self.config, "algorithm", None)
         reference = algorithm is not None and algorithm.needs_reference
         tokens = microbatch_tokens(learner, self.num_tokens or config.data.max_length)
@@ -318,7 +318,7 @@ class _Planner:
         self.learner_bytes = memory.gpu_bytes
 
     def _add_engine(self) -> None:
-        """The processes of an engine, wherever it runs."""
+        """Add the processes of the engine."""
         engine = self.engine
         self._check_contexts()
         if engine is None:
@@ -346,9 +346,9 @@ class _Planner:
             )  # fmt: skip
 
     def _check_contexts(self) -> None:
-        """Whether the context of the model, if available, suffices for its engines."""
-        beside = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
-        engines = {"engine": self.engine, "eval.engine": beside}
+        """Add a problem if the model's context, if known, is too short for an engine."""
+        overlapping = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
+        engines = {"engine": self.engine, "eval.engine": overlapping}
         for key, engine in engines.items():
             if self.place is None or engine is None or not engine.has_weights:
                 continue
@@ -386,7 +386,7 @@ class _Planner:
         self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
         path: str, *, policy: bool = False,
     ) -> None:  # fmt: skip
-        """The processes of an engine of its own servers, with what each holds."""
+        """Add the servers of an engine or role, with their memory."""
         number = config.count
         b, size = bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
@@ -396,18 +396,18 @@ class _Planner:
             return
         sleeps = policy and self.colocated
         each = config.tensor_parallel_size * config.data_parallel_size
-        taken = self.gpus.assign(
+        gpus = self.gpus.assign(
             f"{key}.gpus",
             config.gpus,
             config.num_gpus,
             borrows=policy and bool(self.resources.colocated),
         )
         budget = config.gpu_memory_share * size
-        on_each = min(number, config.per_gpu)  # servers, of which each has its budget
+        on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
         serving = on_each * budget
-        awake = on_each * (SERVER_BYTES if sleeps else budget)  # where it may sleep
+        awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
         if shape is None:
-            process = Process(name, number, taken, path)
+            process = Process(name, number, gpus, path)
             self.plan.add(process, serving=serving, training=awake)
             return
         memory, tokens = server_memory(shape, config, size)
@@ -427,7 +427,7 @@ class _Planner:
                 f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
                 "tensor_parallel_size, or lower max_model_len"
             )
-        process = Process(name, number, taken, path, memory, note)
+        process = Process(name, number, gpus, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
         if policy:
             servers = number * config.data_parallel_size
@@ -443,9 +443,9 @@ class _Planner:
                 self.plan.advice += self._colocation(weights, room, most, fits=fits)
 
     def _colocation(self, weights: float, room: int, most: int, *, fits: bool) -> list[str]:
-        """Which way to share GPUs is faster: at once wherever both fit, unless the rollouts would
-        wait for a cache that is larger in turn. `room` and `most`: tokens of all caches, as they
-        are and in turn."""
+        """Advice on the faster way to share GPUs: at once if both fit, unless alternating gives the
+        rollouts a much larger cache. `room`, `most`: tokens in all caches, as configured and when
+        alternating."""
         assert self.engine is not None
         assert self.learner is not None
         assert self.shape is not None
@@ -471,16 +471,16 @@ class _Planner:
             )
         if by_files and self.engine.can_map and self.engine.new_weights == "directory":
             lines.append(
-                'new weights pass through files; engine.weights = "ipc" leaves them on the GPU'
+                'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
             )
         return lines
 
 
-SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster
+SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system
 
 
 def saving_line(size: float, finish_s: float) -> str:
-    """The duration of a checkpoint, as text, and whether an ending run waits for it."""
+    """A line on the duration of a checkpoint, with a warning if finish_s is too short."""
     needed_s = size / SAVED_PER_S
     line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
     if needed_s <= finish_s:
@@ -492,20 +492,20 @@ def saving_line(size: float, finish_s: float) -> str:
 
 
 def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
-    """Maximum disk usage of a run, as text: its checkpoints and the parts limited by keys; a
-    journal is small in comparison.
+    """A line on the maximum disk usage of a run: checkpoints, and files limited by keys; the
+    journal is negligible.
     """
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
 
 
-IMITATION_RATE = 8e4  # over the number of weights: the usual rate of AdamW for demonstrations
+IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
 
 
 def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
-    """Where a cold start's rate is far from the usual one for a pretrained model: a line that says
-    so, else "". About 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
+    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
+    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
     usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
     if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
         return ""
@@ -517,7 +517,7 @@ def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
-    """Tokens that may be in flight versus the caches of all servers."""
+    """A line that compares the maximum of in-flight tokens with the caches of all servers."""
     most = num_paths * path_tokens
     line = (
         f"in flight: up to {num_paths} trajectories of at most {path_tokens} tokens, "

@@ -1,9 +1,9 @@
-"""Data checks of a dry run: both ends of every available data file, a prompt and a gold of each
+"""Data checks of a dry run: both ends of every available data file, and a prompt and a gold of each
 set.
 
-The checks are those of the run itself, as far as what they need is here. Nothing is started: the
-servers of roles have no address, the set-up is not run, and search has the shipped sample of
-Wikipedia, since nothing is searched for.
+These are the checks of the run itself for which all inputs exist. Nothing is started: servers of
+roles get a dummy address, the set-up does not run, and search uses the shipped sample of Wikipedia,
+since no query is sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
-from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
+from agentenv.pipelines.setup.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
 from agentenv.pipelines.setup.checks import Has, refuse
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
@@ -39,15 +39,15 @@ from agentenv.pipelines.supervised.data import count_rows
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
 
-ENDS = 1000  # rows of each end of a file
-NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
-MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
+ENDS = 1000  # number of rows to read from each end of a file
+NOWHERE = "http://127.0.0.1:9"  # a dummy address for servers of roles
+ENV_TABLES = ("env", "python", "grader", "prompt")  # whose files environments require
 
 Grading = TypeVar("Grading", bound=GraderKeys)
 AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
 
 
-async def read_what_is_here(
+async def check_data(
     config: AnyRun,
     folder: Path,
     model: Path | None,
@@ -56,9 +56,9 @@ async def read_what_is_here(
     *,
     is_elsewhere: bool = False,
 ) -> None:
-    """Read, render, grade, and say what was found; `model` is a directory with a tokenizer, None
-    if it is not here; `absent` are the keys of what else is not; `is_elsewhere`: the run is planned
-    for another machine than this. Raises what the run would refuse."""
+    """Read, render and grade samples, and report the findings. `model`: a directory with a
+    tokenizer, None if it is missing. `absent`: the keys of other missing inputs. `is_elsewhere`:
+    the run is for another machine. Raises the errors that the run would raise."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
         assembly = _assembly(config, folder, model, stack, say)
@@ -67,7 +67,7 @@ async def read_what_is_here(
         here: set[Has] = set() if model is None else {"model"}
         if not is_elsewhere:
             here.add("machine")
-        if isinstance(assembly, AskingAssembly):
+        if isinstance(assembly, RolloutAssembly):
             await _read_sets(assembly, model, absent, say, here)
         else:
             await _read_dialogues(assembly, model, absent, say)
@@ -78,7 +78,7 @@ def _assembly(
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
         from agentenv.pipelines.rl.parts import (
-            TrainingAssembly,  # slow to load: mistakes are reported before
+            TrainingAssembly,  # slow to load: after the checks of the configuration
         )
 
         return TrainingAssembly(config, folder, None, stack, say)
@@ -91,18 +91,18 @@ def _assembly(
 
 
 async def _read_sets(
-    assembly: AskingAssembly[Any],
+    assembly: RolloutAssembly[Any],
     model: Path | None,
     absent: Collection[str],
     say: Say,
     here: set[Has],
 ) -> None:
-    """Read the questions of each set, as far as they are there, and try one of each."""
+    """Read the questions of each set that exist, and try one of each."""
     config = assembly.config
-    assembly.is_whole = False  # of some files only the ends are read
+    assembly.is_whole = False  # only the ends of large files are read
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
     keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
-    has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in MADE_OF)
+    has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in ENV_TABLES)
     missing = list[str]()
     if has_env:
         await environment_classes(assembly)
@@ -112,8 +112,7 @@ async def _read_sets(
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
         say(
-            "not checked (nor are env and grader), since the run generates the rows: "
-            f"{', '.join(made)}"
+            f"not checked, with env and grader, since the run generates the rows: {', '.join(made)}"
         )
     assembly.sets = {
         name: _local(one)
@@ -139,9 +138,9 @@ async def _read_sets(
         say(f"{assembly.sets[name].key}: {'; '.join(parts)}")
 
 
-async def _not_installed(assembly: AskingAssembly[Any]) -> AsyncIterator[str]:
-    """Packages that environments, tools and graders need and that are not installed here, also of
-    sets whose rows the run generates."""
+async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
+    """Lines on missing packages of environments, tools and graders, including those of sets whose
+    rows the run generates."""
     for one in map(_local, assembly.sets.values()):
         if assembly.makes((one.env.tools, one.prompt)):
             continue
@@ -159,13 +158,12 @@ async def _not_installed(assembly: AskingAssembly[Any]) -> AsyncIterator[str]:
                     await env.close()
             except MissingError as error:
                 yield str(error)
-            except Exception:  # it needs what the set-up makes
+            except Exception:  # it may need the output of the set-up
                 continue
 
 
 def _late_imports(factory: Any) -> Iterator[str]:
-    """Packages that are not installed and that functions of the module of `factory` import, but
-    for attempts (`try`)."""
+    """Missing packages that functions in the module of `factory` import, except inside `try`."""
     try:
         waiting: list[tuple[ast.AST, bool]] = [
             (ast.parse(inspect.getsource(sys.modules[factory.__module__])), False)
@@ -186,7 +184,7 @@ def _late_imports(factory: Any) -> Iterator[str]:
 
 
 def _local(one: SetConfig) -> SetConfig:
-    """The set, graded by rules and without the web, an index or a cache."""
+    """The set with a grader of rules, and without web, index or cache."""
     search, grader = one.search, one.grader
     if isinstance(search, SearchConfig):
         search = replace(
@@ -202,7 +200,7 @@ def _local(one: SetConfig) -> SetConfig:
 
 
 def _by_rules(grader: Grading) -> Grading:
-    """The keys of a grader that asks no judge."""
+    """The grader's keys without a judge."""
     return grader if grader.judge is None else replace(grader, kind="layered", judge=None)
 
 
@@ -210,7 +208,7 @@ def _lacks(absent: Collection[str], table: str) -> bool:
     return any(key.startswith(f"{table}.") for key in absent)
 
 
-async def _prompt(assembly: AskingAssembly[Any], name: str, model: Path | None) -> str:
+async def _prompt(assembly: RolloutAssembly[Any], name: str, model: Path | None) -> str:
     messages, info = (await assembly.episodes())[name]
     if model is None:
         return f"a prompt has {len(messages)} messages"
@@ -220,8 +218,8 @@ async def _prompt(assembly: AskingAssembly[Any], name: str, model: Path | None) 
 
 
 async def _gold(maker: EnvMaker, task: Task) -> str:
-    """Have the environment's grader grade the row's own gold. Raises ConfigError unless it is
-    right, as a grader of ours must find."""
+    """Grade the row's own gold with the environment's grader; returns the result as text. Raises
+    ConfigError if a built-in grader grades it as wrong."""
     env = maker(task)
     try:
         grader = getattr(env, "grader", None)

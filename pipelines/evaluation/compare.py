@@ -44,13 +44,13 @@ class QuestionPair(Struct, frozen=True):
 
     @property
     def change(self) -> float:
-        """Share of right samples in the second, minus that in the first."""
+        """Share of correct samples in the second, minus that in the first."""
         return success(self.second) - success(self.first)
 
 
 class Pairing(Struct, kw_only=True):
-    """The questions that can be compared, how many are in one evaluation only, and those of which
-    all samples failed in one of the two."""
+    """`pairs`: the questions to compare. `only_first`, `only_second`: number of questions in only
+    one evaluation. `lost`: the questions whose samples all failed in one of the two."""
 
     pairs: list[QuestionPair]
     only_first: int
@@ -59,14 +59,14 @@ class Pairing(Struct, kw_only=True):
 
     @property
     def failed(self) -> int:
-        """How many are lost."""
+        """Number of lost questions."""
         return len(self.lost)
 
 
 class Difference(Struct, kw_only=True):
-    """A mean over the shared questions in both, second minus first with its 95 % interval, and the
-    two-sided p-value of a paired test. No interval where the figure is no share and differs by
-    the same for all questions."""
+    """The means of a figure over the shared questions, their difference (second minus first) with
+    its 95 % interval, and the two-sided p-value of a paired test. There is no interval if the
+    figure is not a share and all questions differ by the same amount."""
 
     name: str
     num_questions: int
@@ -80,8 +80,8 @@ class Difference(Struct, kw_only=True):
 
 
 def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pairing:
-    """Pair questions by dataset and task. Raises DataError when nothing is shared, or when two of
-    the same name ask something else."""
+    """Pair questions by dataset and task. Raises DataError if no question is shared, or if the two
+    evaluations have different questions under the same name."""
     others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
     pairs: list[QuestionPair] = []
     lost: list[QuestionPair] = []
@@ -113,13 +113,12 @@ def _names(questions: Sequence[QuestionRows]) -> str:
 
 
 def success(question: QuestionRows) -> float:
-    """Share of right samples."""
+    """Share of correct samples."""
     return ratios(question, ())["success"][0]
 
 
 def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
-    """The pairs of each dataset and of each kind of question, as reports have them, and all of
-    them last."""
+    """(name, pairs) of each dataset and of each kind of question, as in reports; all pairs last."""
     datasets: dict[str, list[QuestionPair]] = {}
     kinds: dict[str, list[QuestionPair]] = {}
     for pair in pairs:
@@ -137,8 +136,8 @@ def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
 
 
 class Failed(Struct, frozen=True):
-    """Of the samples of some questions in one evaluation: how many failed, of how many, and the
-    mean success over questions if the failed ones were wrong."""
+    """The failures of some questions in one evaluation: number of failed samples and of all
+    samples, and the mean success over questions if failed samples were wrong."""
 
     num_failed: int
     num_samples: int
@@ -146,11 +145,11 @@ class Failed(Struct, frozen=True):
 
 
 def failed_of(questions: Sequence[QuestionRows]) -> Failed:
-    """The failures that `success`, a mean over the others, leaves out."""
+    """The failures, which `success` excludes."""
     num_samples = sum(len(one.rows) for one in questions)
-    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     num_done = sum(len(one.done) for one in questions)
-    return Failed(num_samples - num_done, num_samples, float(np.mean(least)))
+    return Failed(num_samples - num_done, num_samples, float(np.mean(lowest)))
 
 
 def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
@@ -161,13 +160,13 @@ def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
 
 
 def _samples(pairs: Sequence[QuestionPair]) -> Floats:
-    """Samples of each question, in the evaluation that has fewer."""
+    """Number of samples of each question, in the evaluation with fewer."""
     return np.array([min(len(one.first.done), len(one.second.done)) for one in pairs], float)
 
 
 def other_differences(pairing: Pairing) -> list[Difference]:
-    """Scores, pass@k where there are several samples, and cost, of the questions that have them
-    in both evaluations."""
+    """Differences in scores, pass@k (with several samples) and cost, over the questions that have
+    the figure in both evaluations."""
     pairs = pairing.pairs
     k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
     values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
@@ -185,9 +184,8 @@ def other_differences(pairing: Pairing) -> list[Difference]:
 def difference(
     name: str, first: ArrayLike, second: ArrayLike, samples: Floats, *, single: bool = False
 ) -> Difference:
-    """The difference of one figure of the same questions, of so many samples each. Single samples
-    of success are tested by McNemar's exact test, all else by drawing the signs of the
-    differences."""
+    """The difference of one figure over the same questions, with `samples` each. The test is
+    McNemar's exact test for the success of single samples, else a sign-flip permutation test."""
     one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     change = other - one
     found: Floats | None
@@ -210,7 +208,7 @@ def difference(
 
 
 def changed(pairing: Pairing) -> list[QuestionPair]:
-    """The questions whose share of right samples changed, the worst losses first."""
+    """The questions whose share of correct samples changed, the worst losses first."""
     return sorted((pair for pair in pairing.pairs if pair.change), key=lambda pair: pair.change)
 
 
@@ -219,8 +217,8 @@ MAX_CELL = 70
 
 
 async def compare(first: Path, second: Path, out: Path | None, view: View) -> None:
-    """Score the rows of both by one scorer and show the differences; `out` is a Markdown file for
-    all questions that changed. Raises DataError if the two share no question."""
+    """Score the rows of both with one scorer and show the differences. `out`: a Markdown file for
+    all changed questions. Raises DataError if the two share no question."""
     scorer = make_scorer(view.say)
     sides: list[list[QuestionRows]] = []
     try:
@@ -244,7 +242,7 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
         head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
         text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
         write_whole(out, text.encode("utf-8", "replace"))
-        view.say(f"written to {out}")
+        view.say(f"wrote {out}")
 
 
 def paired_line(pairing: Pairing) -> str:
@@ -257,7 +255,8 @@ def paired_line(pairing: Pairing) -> str:
 
 
 def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
-    """Success, the other figures, the questions that changed; and how many of those are left."""
+    """Tables of success, other figures, and changed questions; and the number of changed questions
+    that are not listed."""
     success = [_row(name, one) for name, one in by_group(pairing)]
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
@@ -287,7 +286,8 @@ def _row(name: str, one: Difference) -> list[str]:
 
 
 def _failed_table(pairing: Pairing) -> list[Table]:
-    """The failures of all shared questions, which the success of both leaves out; empty without."""
+    """A table of failures over all shared questions, which success excludes; empty without
+    failures."""
     rows, has_failed = [], False
     for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
         sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]

@@ -20,8 +20,8 @@ from agentenv.pipelines.run.records import FAILED, EvalRow
 
 
 class Estimate(Struct, kw_only=True):
-    """A mean over questions with its 95 % interval (statistics.py). None where no question has the
-    figure; low and high, too, where it is no share and the same for all questions."""
+    """A mean over questions with its 95 % interval (statistics.py). All are None if no question has
+    the figure; `low` and `high` also if it is not a share and equal for all questions."""
 
     value: float | None
     low: float | None
@@ -39,8 +39,8 @@ class Spread(Struct, kw_only=True):
 
 
 class ToolUse(Struct, kw_only=True):
-    """Calls of one tool; an error is one that the policy read as such. `num_same` of them have one
-    text, numbers aside, such as `error`."""
+    """Calls of one tool. `errors`: number of calls whose error the policy read. `num_same` of them
+    have the same text except for numbers; `error` is an example."""
 
     calls: int
     errors: int
@@ -49,8 +49,9 @@ class ToolUse(Struct, kw_only=True):
 
 
 class Agreement(Struct, kw_only=True):
-    """Judge against rules, over the trajectories that both graded; `num_unparsed` more were asked
-    about, and the judge's reply was no verdict. Without any that both graded, `share` is 0."""
+    """Agreement of judge and rules, over the trajectories that both graded; `share` is 0 if there
+    are none. `num_unparsed`: number of other trajectories, where the judge's reply had no
+    verdict."""
 
     both_right: int
     only_judge: int
@@ -62,15 +63,16 @@ class Agreement(Struct, kw_only=True):
 
 
 class Figures(Struct, kw_only=True):
-    """The figures of one group of questions. Failed trajectories are in none of them but
+    """The figures of one group of questions. They exclude failed trajectories, except for
     `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
-    did; `num_retries` are the failed attempts that another one followed, of all trajectories.
-    `num_misformatted` answers equal a gold (em), and were refused for the format around them.
+    did. `num_retries`: number of failed attempts that were retried, over all trajectories.
+    `num_misformatted`: number of answers that equal a gold (em) but are wrong because of their
+    format.
 
-    `estimates` holds success (of the environment's grader), reward, the scores, tool_calls (a
-    trajectory), tool_productivity (right ones / tool calls), tool_efficiency (right ones among
-    those that used a tool), action_tokens, tool_tokens, seconds. `pass_at` and `majority_at` are
-    by k, over the questions with at least k samples that ended.
+    `estimates` contains success (of the environment's grader), reward, the scores, tool_calls (per
+    trajectory), tool_productivity (correct trajectories / tool calls), tool_efficiency (share of
+    correct ones among trajectories with tool calls), action_tokens, tool_tokens, seconds. `pass_at`
+    and `majority_at` are by k, over the questions with at least k finished samples.
     """
 
     num_questions: int
@@ -81,7 +83,7 @@ class Figures(Struct, kw_only=True):
     success_if_failed_wrong: float
     pass_at: dict[int, Estimate]
     majority_at: dict[int, Estimate]
-    # success * calls / (calls + 0.1) * 100, calls a trajectory; None without any call
+    # success * calls / (calls + 0.1) * 100, with calls per trajectory; None without calls
     arpo_tool_productivity: float | None
     spreads: dict[str, Spread]
     truncations: dict[str, int]
@@ -93,9 +95,9 @@ class Figures(Struct, kw_only=True):
 
 
 class Summary(Struct, kw_only=True):
-    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and the
-    fields of a benchmark, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
-    datasets' success, as the papers average their tables.
+    """The content of summary.json. `groups`: figures by field and value; fields are dataset, kind,
+    and those of a benchmark, e.g. groups["gaia level"]["1"]. `average`: the unweighted mean of the
+    datasets' success, as in the tables of the papers.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Summary(Struct, kw_only=True):
 
 
 Floats = NDArray[np.float64]
-Ratios = dict[str, tuple[float, float]]  # of a question: numerator and denominator by figure
+Ratios = dict[str, tuple[float, float]]  # figure -> numerator and denominator, of a question
 
 
 FORMAT = "format"  # a part of a reward
@@ -118,19 +120,19 @@ _NONE = (0.0, 0.0)
 
 
 class QuestionRows(Struct, kw_only=True):
-    """All samples of one question; `votes` where there are several that ended."""
+    """All samples of one question. `votes`: set if several samples finished."""
 
     rows: list[EvalRow]
     votes: Votes | None = None
 
     @property
     def done(self) -> list[EvalRow]:
-        """Those that did not fail."""
+        """The samples that did not fail."""
         return [row for row in self.rows if row.end != FAILED]
 
 
 def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
-    """Rows by question, in their order; samples in the order of their numbers."""
+    """Rows grouped by question, in their order; samples sorted by number."""
     found: dict[tuple[str, str], QuestionRows] = {}
     for row in rows:
         found.setdefault((row.dataset, row.task), QuestionRows(rows=[])).rows.append(row)
@@ -139,11 +141,14 @@ def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
     return list(found.values())
 
 
-def default_ks(questions: Iterable[QuestionRows], asked: Iterable[int] = ()) -> tuple[int, ...]:
-    """1, 2, 4, ..., the largest number of samples that a question has, and those `asked` for."""
+def default_ks(
+    questions: Iterable[QuestionRows], num_samples: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """1, 2, 4, ..., the largest number of samples of a question, and the configured ones
+    (`num_samples`)."""
     most = max((len(question.rows) for question in questions), default=1)
     powers = [2**power for power in range(most.bit_length())]
-    return tuple(sorted({k for k in (*powers, *asked) if k < most} | {most}))
+    return tuple(sorted({k for k in (*powers, *num_samples) if k < most} | {most}))
 
 
 def figures_of(
@@ -151,7 +156,7 @@ def figures_of(
     ks: Sequence[int],
     known: Mapping[int, Ratios] | None = None,
 ) -> Figures:
-    """The figures of these questions. `known` has their ratios by the id of the object."""
+    """The figures of these questions. `known`: their ratios, by id() of the question."""
     rows = [row for question in questions for row in question.rows]
     done = [row for row in rows if row.end != FAILED]
     each = [known[id(one)] if known else ratios(one, ks) for one in questions]
@@ -159,7 +164,7 @@ def figures_of(
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
-    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
     for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
         key = "num_turns" if name == "turns" else name
@@ -170,7 +175,7 @@ def figures_of(
         num_failed=len(rows) - len(done),
         failures=_counted(row.failure_kind for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
-        success_if_failed_wrong=fmean(least) if least else 0.0,
+        success_if_failed_wrong=fmean(lowest) if lowest else 0.0,
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
         arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100 if calls else None,
@@ -185,20 +190,20 @@ def figures_of(
 
 
 def _is_misformatted(row: EvalRow) -> bool:
-    """Whether only its format is wrong, by the part that `ToolReward` gives, also in a sum."""
+    """Whether only its format is wrong, by the part of `ToolReward`, also in a combined reward."""
     bad = any(key.split(".")[-1] == FORMAT and part < 0 for key, part in row.parts.items())
     return bad and not row.success and row.scores.get("em", 0.0) >= 1
 
 
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
-    """Of the rows whose grade holds both verdicts; None where no judge was asked."""
-    asked = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
+    """The agreement over the rows with both verdicts; None if no judge graded."""
+    judged = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
     both = Counter(
         (parts["judge"] >= 1, parts["rule"] >= 1)
-        for parts in asked
+        for parts in judged
         if "judge" in parts and "rule" in parts
     )
-    num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in asked)
+    num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in judged)
     if not both and not num_unparsed:
         return None
     cells = [both[True, True], both[True, False], both[False, True], both[False, False]]
@@ -216,7 +221,7 @@ def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
 def _estimates(
     each: Sequence[Ratios], questions: Sequence[QuestionRows], ks: Sequence[int]
 ) -> dict[str, Estimate]:
-    """Every ratio of the figures with its interval."""
+    """The estimate of each figure in `ratios`."""
     counts = np.array([len(question.done) for question in questions], dtype=np.float64)
     names = list(ratios(QuestionRows(rows=[]), ks))
     table = np.array([list(one.values()) for one in each], dtype=np.float64)
@@ -227,8 +232,8 @@ def _estimates(
 
 
 def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:
-    """sum(above) / sum(below) over questions with its interval; those with 0 and 0 lack the
-    figure. `counts` are their samples."""
+    """sum(above) / sum(below) over questions, with its interval. Questions with 0 / 0 lack the
+    figure. `counts`: their numbers of samples."""
     known = (below > 0) | (above > 0)
     above, below, counts = above[known], below[known], counts[known]
     if not below.any():
@@ -251,8 +256,8 @@ def is_share(name: str) -> bool:
 
 
 def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
-    """Numerator and denominator of each figure of a question; (0, 0) where it does not have the
-    figure. The denominator is 1 for a mean over samples, pass@k and maj@k."""
+    """Numerator and denominator of each figure of a question; (0, 0) if it lacks the figure. The
+    denominator is 1 for a mean over samples, pass@k and maj@k."""
     done = question.done
     with_tools = [row for row in done if row.tool_calls]
     num_right, calls = sum(row.success for row in done), [len(row.tool_calls) for row in done]
@@ -272,7 +277,7 @@ def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
     }
     within = tuple(k for k in ks if k <= len(done))
     votes = question.votes
-    if votes is None and len(done) == 1:  # nothing to vote about
+    if votes is None and len(done) == 1:  # a single vote
         votes = Votes(num_right, (1,) * (1 - num_right), 0)
     majority = dict(zip(within, majority_at_k(*votes, within), strict=True)) if votes else {}
     for k in ks:
@@ -320,7 +325,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
-MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
+MAX_GROUPS = 40  # values of a fallback field; with more, it is rather a number or a name
 
 
 async def summarize(
@@ -329,15 +334,17 @@ async def summarize(
     scorer: Scorer,
     *,
     ks: Sequence[int] = (),
-    asked: Iterable[int] = (),
+    num_samples: Iterable[int] = (),
     again: bool = False,
 ) -> Summary:
-    """The summary of an evaluation. `ks` are those of pass@k and maj@k, by default powers of two
-    and the numbers of samples `asked` for; `again` computes scores that the rows have already."""
+    """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default powers of
+    two and `num_samples`, the configured numbers of samples. `again`: compute existing scores
+    again."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    return summary_of(name, questions, ks or default_ks(questions, asked), compat=scorer.compat)
+    ks = ks or default_ks(questions, num_samples)
+    return summary_of(name, questions, ks, compat=scorer.compat)
 
 
 def summary_of(
@@ -347,7 +354,7 @@ def summary_of(
     *,
     compat: str = "",
 ) -> Summary:
-    """The same of questions whose rows have scores, and votes, as far as they are known."""
+    """The summary of questions whose rows already have scores; votes may be missing."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
     known = {id(question): ratios(question, ks) for question in questions}
     groups = {
@@ -381,7 +388,7 @@ async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
 
 
 def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
-    """(field, value) of a question; fields of a dataset bear its name."""
+    """(field, value) of a question; a field of a dataset starts with the dataset's name."""
     yield "dataset", row.dataset
     yield "kind", row.kind
     own = benchmark_groups(row.metadata)
@@ -397,7 +404,7 @@ def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
 
 
 def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[QuestionRows]]]:
-    """Questions by name and value; of kinds, only if they are not the datasets over again."""
+    """Questions by field and value; without kinds if these coincide with the datasets."""
     found: dict[str, dict[str, list[QuestionRows]]] = {}
     for question in questions:
         for name, value in _groups_of(question.rows[0]):

@@ -1,7 +1,7 @@
 """Regrades the trajectories of a stored evaluation, without generating.
 
-DIR/rows.jsonl is replaced at once, the former rows are kept in rows.before.jsonl; DIR/config.json
-gets the new grader, regrade.md lists the changes, and the report is written anew.
+This replaces DIR/rows.jsonl atomically, keeps the former rows in rows.before.jsonl, writes the new
+grader to DIR/config.json and the changes to regrade.md, and updates the report.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ GRADER_FAILED = "GraderError:"
 
 
 class Change(NamedTuple):
-    """A row before and after."""
+    """A row before and after regrading."""
 
     before: EvalRow
     after: EvalRow
 
     @property
     def flipped(self) -> bool:
-        """Whether the verdict changed; a failed row has none."""
+        """Whether the verdict changed; "failed" is one."""
         return verdict(self.before) != verdict(self.after)
 
 
 class Graders:
-    """The graders of environments, which are made by set and never reset."""
+    """The graders of environments, from instances that are never reset."""
 
     def __init__(self, makers: Mapping[str, EnvMaker]) -> None:
         self._makers = makers
@@ -67,7 +67,7 @@ class Graders:
 
     @classmethod
     def of_config(cls, config: EvaluateConfig, resolve: Resolve) -> Graders:
-        """Of the sets of an evaluation, without their tools."""
+        """The graders of the sets of an evaluation, without their tools."""
         makers = {}
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
@@ -76,8 +76,7 @@ class Graders:
         return cls(makers)
 
     def check(self, rows: Sequence[EvalRow]) -> None:
-        """Refuse sets that the configuration lacks, and grader keys that no environment reads.
-        Raises ConfigError."""
+        """Raises ConfigError for rows of an unknown set, and for unused grader keys."""
         for name in dict.fromkeys(row.dataset for row in rows):
             if name not in self._makers:
                 raise ConfigError(
@@ -87,23 +86,23 @@ class Graders:
             self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
 
     async def grade(self, row: EvalRow, task: Task | None = None) -> Grade:
-        """The grade of a trajectory against the answers of its own task, or of another one. Raises
-        ConfigError where its environment has no grader, GraderError and CrashError of the grader.
+        """The grade of a trajectory against the answers of its own task, or of `task`. Raises
+        ConfigError if its environment has no grader, and GraderError and CrashError of the grader.
         """
         task = task or self.task(row)
         grader = await self.of(row.dataset, task)
         return await graded(grader, task, written(row), calls_that_ran(row))
 
     async def of(self, name: str, task: Task) -> Grader:
-        """The grader of a task of a set, started. Raises ConfigError where there is none."""
+        """The started grader of a task in the set `name`. Raises ConfigError without one."""
         key = name, task.env_id
         async with self._starting:
             if key not in self._graders:
                 grader: Grader | None = getattr(self._makers[name](task), "grader", None)
                 if grader is None:
                     raise ConfigError(
-                        f"{task.env_id} has no attribute grader, so that its trajectories cannot "
-                        "be regraded"
+                        f"{task.env_id} has no attribute grader, so its trajectories cannot be "
+                        "regraded"
                     )
                 await guarded(start_grader(grader), "the start of the grader")
                 self._graders[key] = grader
@@ -126,12 +125,12 @@ def _without_tools(env: EnvConfig) -> EnvConfig:
 async def regrade_rows(
     rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None]
 ) -> list[Change]:
-    """Grade all rows that ended, and those whose grader failed. A row whose grader fails now is
-    failed, with the reason; the other figures of a row stay. `on_row` is
-    called with the number of graded rows.
+    """Regrade all rows, except those that failed before their grader. A row whose grader fails now
+    becomes a failed row, with the reason. Figures of a row other than its grade stay. `on_row`
+    takes the number of processed rows.
 
-    Raises ConfigError for graders that cannot be made or keys that none reads, GraderError when
-    the grader gives no verdict at all.
+    Raises ConfigError for a missing grader or unused keys, and GraderError if the grader fails for
+    the first MAX_FAILED_AT_FIRST rows.
     """
     graders.check(rows)
     slots = asyncio.Semaphore(CONCURRENCY)
@@ -154,8 +153,7 @@ async def regrade_rows(
 
 
 def may_be_graded(row: EvalRow) -> bool:
-    """Whether a row has something to grade: one whose grader failed has, after any other failure
-    there is nothing."""
+    """Whether a row can be graded: it did not fail, or only its grader failed."""
     return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
 
 
@@ -187,8 +185,8 @@ MAX_CELL = 60
 
 
 async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
-    """Grade all rows by the graders of the stored configuration, which `overrides` change, and
-    replace rows and report. Raises ConfigError, DataError, GraderError; then nothing is changed."""
+    """Regrade all rows with the graders of the stored configuration, changed by `overrides`, and
+    replace rows and report. Raises ConfigError, DataError and GraderError, without any change."""
     saved = load_saved(folder)
     tree = regraded_config(saved.config, overrides)
     source = str(folder / CONFIG_FILE)
@@ -216,8 +214,8 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
-    """The configuration with other graders. `grader.` keys hold for every set and for the
-    environments that the rows of a set choose; `sets.NAME.grader.` ones for that set."""
+    """The configuration with changed graders. `grader.` keys apply to every set and to all
+    environment variants, `sets.NAME.grader.` keys to that set."""
     tree = copy.deepcopy(config)
     for override in overrides:
         start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
@@ -231,26 +229,26 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
     places = {"grader.": [tree, *tree["sets"].values()]}
     places |= {f"sets.{name}.grader.": [one] for name, one in tree["sets"].items()}
     for start, found in places.items():
-        asked = [text.removeprefix(start) for text in overrides if text.startswith(start)]
+        own = [text.removeprefix(start) for text in overrides if text.startswith(start)]
         for place in found:
-            _override(place, asked)
+            _override(place, own)
     return tree
 
 
-def _override(place: Tree, asked: Sequence[str]) -> None:
+def _override(place: Tree, overrides: Sequence[str]) -> None:
     """Change the grader of a table and of the variants of its environment."""
-    if not asked:
+    if not overrides:
         return
     variants = (place.get("env") or {}).get("variants") or {}
-    chosen = any(text.partition("=")[0].strip() == "kind" for text in asked)
+    chosen = any(text.partition("=")[0].strip() == "kind" for text in overrides)
     for table in [place, *(one for one in variants.values() if one.get("grader") is not None)]:
         grader = {} if chosen else dict(table.get("grader") or {})
-        apply_overrides(grader, asked)
+        apply_overrides(grader, overrides)
         table["grader"] = grader
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """The changed verdicts, right to wrong first."""
+    """The table of changed verdicts."""
     flipped = [change for change in changes if change.flipped]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
     moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
@@ -284,5 +282,5 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
 
 
 def verdict(row: EvalRow) -> str:
-    """failed, right, or wrong."""
+    """The verdict of a row: "failed", "right" or "wrong"."""
     return "failed" if row.end == FAILED else "right" if row.success else "wrong"

@@ -33,15 +33,15 @@ SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 def write_report(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
-    """See `report_of`. Not to be called in an event loop."""
+    """See `report_of`. Must not be called in an event loop."""
     return asyncio.run(report_of(folder, view, ks=ks, compat=compat))
 
 
 async def report_of(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
-    """Compute the figures of the rows in `folder`, show the tables and write the files. `ks` are
-    those of pass@k and maj@k. Raises DataError without rows."""
+    """Compute the figures of the rows in `folder`, show the tables and write the files. `ks`:
+    values of k for pass@k and maj@k. Raises DataError without rows."""
     try:
         scorer = make_scorer(view.say, compat)
         async with stored_rows(folder, scorer) as rows:
@@ -54,24 +54,24 @@ async def report_of(
 async def figures(
     folder: Path, rows: Sequence[EvalRow], scorer: Scorer, ks: Sequence[int] = ()
 ) -> Summary:
-    """The summary of these rows of the evaluation in `folder`; scores and votes are filled into the
-    rows."""
+    """The summary of these rows of the evaluation in `folder`. Also writes scores and votes into
+    the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
-    again = bool(scorer.compat)  # stored scores are those without it
-    asked = [one.get("num_samples", 1) for one in saved.config.get("sets", {}).values()]
-    return await summarize(name, rows, scorer, ks=ks, asked=asked, again=again)
+    again = bool(scorer.compat)  # stored scores are without compat
+    configured = [one.get("num_samples", 1) for one in saved.config.get("sets", {}).values()]
+    return await summarize(name, rows, scorer, ks=ks, num_samples=configured, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
-    """Show the tables and write the files, newer than the rows: the viewer takes its figures from
-    summary.json only then."""
+    """Show the tables and write the files. They must be newer than the rows: else the viewer does
+    not use summary.json."""
     for table in terminal_tables_of(summary):
         view.show(table)
     for line in hints_of(summary, str(folder)):
         view.warn(line)
     await in_thread(_write, folder, summary)
-    view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}")
+    view.say(f"wrote {SUMMARY_FILE} and {MARKDOWN_FILE} to {folder}")
     return summary
 
 
@@ -90,11 +90,11 @@ def _write(folder: Path, summary: Summary) -> None:
 
 
 def hints_of(summary: Summary, folder: str) -> list[str]:
-    """What makes the figures worth less than they look, a line each, with the remedy."""
+    """Warnings about misleading figures, with remedies, a line each."""
     hints = [
-        f"{use.num_same} of {use.calls} calls of the tool {name!r} failed with one text, which the "
-        f"policy read: {use.error}; is that an answer to its call, or should the tool raise "
-        "InfraError (retried) or ConfigError (ends the command)?"
+        f"{use.num_same} of {use.calls} calls of the tool {name!r} failed with the same text, "
+        f"which the policy read: {use.error}; is that an answer to its call, or should the tool "
+        "raise InfraError (retried) or ConfigError (ends the command)?"
         for name, use in summary.overall.tools.items()
         if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
     ]
@@ -103,15 +103,15 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         return hints
     return [
         *hints,
-        f"{count} of {summary.overall.num_trajectories} answers are right (EM) but fail the format "
-        "that the grader demands, and count as wrong: grade the answers alone (agentenv evaluate "
-        f"regrade {shlex.quote(folder)} grader.reward=answer), or ask for the format "
+        f"{count} of {summary.overall.num_trajectories} answers are correct (EM) but not in the "
+        "format that the grader requires, and count as wrong: grade only the answers (agentenv "
+        f"evaluate regrade {shlex.quote(folder)} grader.reward=answer), or request the format "
         "with a prompt.template such as no_tools or search",
     ]
 
 
 def _weights_of(subject: Mapping[str, Any]) -> str:
-    """The weights of a run that were asked; those of a model directory are named by it alone."""
+    """The evaluated weights of a run, as text; empty for a model directory."""
     if "step" not in subject:
         return ""
     return f", after step {subject['step']} (policy version {subject['policy_version']})"
@@ -123,9 +123,9 @@ SCORE_TITLES = {
     **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
     **{"math": "math", "rule": "rules", "judge": "judge"},
 }
-FEW_CALLS = 5  # of a tool, of which a share of errors says nothing
+FEW_CALLS = 5  # of a tool; a share of errors over fewer means nothing
 NOT_SHORT = ("reward", "contains", "rule")
-MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
+MAX_UNREADABLE_SHARE = 0.05  # of a judge's replies; above it the report warns
 
 
 def interval(estimate: Estimate | None) -> str:
@@ -138,7 +138,7 @@ def interval(estimate: Estimate | None) -> str:
 
 
 def tables_of(summary: Summary) -> list[Table]:
-    """All tables of the report that have something to say."""
+    """All tables of the report with data."""
     overall, tables = summary.overall, [_scores(summary)]
     if summary.num_samples > 1:
         tables.append(_by_k(summary, "pass@k", lambda figures: figures.pass_at))
@@ -178,7 +178,7 @@ def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:
 def _grouped(
     title: str, summary: Summary, cells: dict[str, Cell], note: str, fields: Collection[str] = ()
 ) -> Table:
-    """A row for each group, of these fields only if any are given, with a cell for each column."""
+    """A table with a row per group, only of `fields` if given, and a column per cell function."""
     rows, sections, before = [], [], None
     for name, label, figures in groups_of(summary):
         if fields and name not in fields:
@@ -192,10 +192,10 @@ def _grouped(
 
 
 def _scores(summary: Summary, short: bool = False) -> Table:
-    """The scores of each set; `short` leaves out those of single graders."""
-    own = summary.overall.estimates
-    same = own.get("math") == own.get("rule")
-    known = [name for name in SCORE_TITLES if name in own and not (same and name == "rule")]
+    """The scores of each set; `short` omits those of single graders."""
+    estimates = summary.overall.estimates
+    same = estimates.get("math") == estimates.get("rule")
+    known = [name for name in SCORE_TITLES if name in estimates and not (same and name == "rule")]
     known = [name for name in known if not (short and name in NOT_SHORT)]
     cells: dict[str, Cell] = {} if short else {"asked": lambda one: str(one.num_questions)}
     cells["graded"] = lambda one: str(one.num_trajectories)
@@ -255,8 +255,8 @@ def _value_of(name: str) -> Cell:
     return cell
 
 
-def _spread_of(name: str, *of: str) -> Cell:
-    return lambda figures: " / ".join(number(getattr(figures.spreads[name], one)) for one in of)
+def _spread_of(name: str, *figure: str) -> Cell:
+    return lambda figures: " / ".join(number(getattr(figures.spreads[name], one)) for one in figure)
 
 
 _COST: dict[str, Cell] = {

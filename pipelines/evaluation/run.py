@@ -1,4 +1,4 @@
-"""Runs an evaluation into its directory and skips stored trajectories."""
+"""Runs an evaluation, and stores its trajectories in a directory; skips stored ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INTERVAL_S = 1.0
 
 
 class Progress:
-    """Reports trajectories done, success so far, tokens a second, failures and retries to
+    """Reports finished trajectories, success so far, tokens per second, failures and retries to
     `show`."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Progress:
         self._ticking = asyncio.create_task(self._tick())
 
     def add(self, row: EvalRow) -> None:
-        """One more trajectory ended."""
+        """Count a finished trajectory."""
         if row.end == FAILED:
             self.num_failed += 1
         else:
@@ -66,12 +66,12 @@ class Progress:
         self._show()
 
     def retry(self) -> None:
-        """One more attempt failed, and the trajectory is tried again."""
+        """Count a failed attempt that is retried."""
         self.num_retries += 1
         self._show()
 
     def close(self) -> None:
-        """Show nothing more."""
+        """Stop the display."""
         self._ticking.cancel()
 
     async def _tick(self) -> None:
@@ -88,25 +88,25 @@ class Progress:
         self._report(self.num_done + self.num_failed, note)
 
 
-MAX_FAILED = 32  # attempts; if all the first ones failed, no others follow
+MAX_FAILED = 32  # if all of the first attempts failed, the evaluation stops
 
-# From a tree with one leaf to the row that is stored of it.
+# The row of a tree with one leaf.
 
 
 def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
-    """The row; of a failed trajectory too, as far as it came."""
+    """The row of a trajectory; of a failed one, the part before the failure."""
     question, tree = answer.question, answer.tree
     task, renderer = question.task, question.actor.renderer
     (leaf,) = tree.leaves()
     trajectory = Trajectory(tree.history(leaf))
     segments = segments_of(trajectory.path, renderer)
-    said = [segment["policy"] for segment in segments if "policy" in segment]
+    texts = [segment["policy"] for segment in segments if "policy" in segment]
     failed = leaf.end == "failed"
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
     calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # the browser agent belongs to the env, with any actor
+        count_calls(assist, calls)  # of the env's browser agent, without an assisted actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,
@@ -119,7 +119,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         metadata=task.metadata,
         seed=seed,
         segments=segments,
-        prediction=final_answer(said[-1]) if said and not failed else "",
+        prediction=final_answer(texts[-1]) if texts and not failed else "",
         tool_calls=calls,
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
@@ -145,7 +145,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
 
 
 def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[str, str]]:
-    """The text in order with who wrote it; an end-of-sequence token apart."""
+    """The text in order, with its author; an end-of-sequence token is separate."""
     segments: list[dict[str, str]] = []
     eos_ids: Any = getattr(renderer, "eos_ids", ())
     for node in path:
@@ -160,24 +160,23 @@ def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[s
 
 
 def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
-    """Tokens of the prompt and of the env's text after it; where pieces of text stand for tokens,
-    as the endpoint counted them, if it did."""
+    """Number of tokens of the prompt, and of the env's later text. For an endpoint of chat
+    messages: the endpoint's counts, if it reports them."""
     turns = trajectory.turns
     prompt = len(trajectory.path[0].observation_ids)
     tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
-    asked = [node for node in turns if node.action_ids]
+    actions = [node for node in turns if node.action_ids]
     one_context = all(node.parent is not None for node in turns)
-    if isinstance(renderer, ChatRenderer) and asked and one_context:
-        before = [renderer.num_prompt_tokens(node.action_ids) for node in asked]
+    if isinstance(renderer, ChatRenderer) and actions and one_context:
+        before = [renderer.num_prompt_tokens(node.action_ids) for node in actions]
         if all(before):
-            sampled = sum(len(node.action_ids) for node in asked[:-1])
+            sampled = sum(len(node.action_ids) for node in actions[:-1])
             return before[0], max(0, before[-1] - before[0] - sampled)
     return prompt, tools
 
 
 class Outcome(NamedTuple):
-    """The number of trajectories that failed for good, as the report has it, and the error if their
-    share is too large."""
+    """The number of trajectories that finally failed, and the error if their share is too large."""
 
     num_failed: int = 0
     problem: AgentEnvError | OSError | None = None
@@ -186,7 +185,8 @@ class Outcome(NamedTuple):
 async def run_evaluation(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
 ) -> Outcome:
-    """Ask the trajectories that `out` does not hold yet. Raises `broken` if nothing works."""
+    """Sample the trajectories that `out` lacks. Raises the error of `broken` if all attempts
+    fail."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.say)
         await refuse(assembly)
@@ -197,13 +197,12 @@ async def run_evaluation(
         wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
-            view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
-        asked = {one.key for one in wanted}
-        if others := len(store.rows.keys() - asked):
+            view.say(f"{out} contains {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+        keys = {one.key for one in wanted}
+        if others := len(store.rows.keys() - keys):
             view.say(
-                f"{out} also holds {others} trajectories of more samples, questions or sets than "
-                "this command asks for: the report is over all; for these alone choose another "
-                "--out"
+                f"{out} also contains {others} trajectories of other samples, questions or sets: "
+                "the report covers all; for a report on this command's only, choose another --out"
             )
         if not missing:
             return Outcome()
@@ -211,7 +210,7 @@ async def run_evaluation(
         actors = {name: await assembly.actor(name, engine) for name in sets}
         log = share_failures(actors.values(), config)
         stack.callback(log.report, "failed attempts")
-        stored = [row for row in store.rows.values() if row.end != FAILED and row.key in asked]
+        stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
         progress = Progress(view.advance, engine, stored)
@@ -232,7 +231,7 @@ async def run_evaluation(
             view.say(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():
-            if problem is None or not one.config.limits.strict:  # the same, of the stored rows
+            if problem is None or not one.config.limits.strict:  # also counts stored rows
                 found = _too_many(name, store, one.config.limits, log.redactor)
                 problem = found or problem
         return Outcome(len(failed), problem)
@@ -241,7 +240,7 @@ async def run_evaluation(
 def _too_many(
     name: str, store: Store, limits: Limits, redactor: Redactor
 ) -> TooManyFailuresError | None:
-    """The error where the limit's share of a set's trajectories failed, however few there are."""
+    """The error if more than limits.max_failed_share of a set's trajectories failed, else None."""
     rows = [row for row in store.rows.values() if row.dataset == name]
     errors = [row.error or "" for row in rows if row.end == FAILED]
     if len(errors) <= limits.max_failed_share * len(rows):
@@ -263,11 +262,11 @@ FOLDER = "evals"
 
 
 def chosen_sets(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
-    """The configuration with these sets alone, by default all, and the first `num_tasks` questions
-    of each; 0: all. Raises ConfigError."""
+    """The configuration with only these sets, by default all, and the first `num_tasks` questions
+    of each (0: all). Raises ConfigError."""
     for name in names:
         if name not in config.sets:
-            raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
+            raise ConfigError(f"--set {name}: no such set; known: {sorted(config.sets)}")
     sets = {name: config.sets[name] for name in names or config.sets}
     if num_tasks < 0:
         raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
@@ -277,18 +276,19 @@ def chosen_sets(config: EvaluateConfig, names: Sequence[str], num_tasks: int) ->
 
 
 def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
-    """A directory of its own for each thing asked: the same command finds it again."""
-    asked = {"url": subject.name}
+    """The default directory: equal for equal weights and configurations, so that the same command
+    resumes."""
+    identified = {"url": subject.name}
     if subject.model is not None:
-        asked = {"weights": weights_digest(subject.model)}
-    saved = Saved(subject=asked, run="", config=to_plain(config))
+        identified = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=identified, run="", config=to_plain(config))
     digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
     name = f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80]
     return Path(FOLDER) / f"{name}-{digest[:6]}"
 
 
 def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
-    """One log of the failures of all sets, which redacts the secrets of the configuration."""
+    """Give all actors one log of failures, which redacts the configuration's secrets."""
     log = FailureLog(Redactor(to_plain(config)))
     for actor in actors:
         actor.failures.log = log
@@ -296,8 +296,8 @@ def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLo
 
 
 def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
-    """Which error it is that every trajectory has failed, each of one of these: EngineError where
-    all of them are the engine's."""
+    """The type of error to raise if every trajectory failed: EngineError if all `errors` are of the
+    engine, else EnvError."""
     return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
 
 
@@ -310,13 +310,13 @@ async def ask_into(
     *,
     concurrency: int,
 ) -> None:
-    """Ask the trajectories that `store` lacks, each set by its actor, and store a row as each ends.
-    `make_row` makes it of the set's name and the answer, `progress` sees it. Raises `broken` when
-    the first MAX_FAILED attempts, or all, have failed: something is broken, not unlucky."""
+    """Sample the `missing` trajectories with the actor of each set, and store each row as soon as
+    its trajectory ends. `make_row` takes the set's name and the answer. Raises the error of
+    `broken` if the first MAX_FAILED attempts, or all, have failed, which is no coincidence."""
     names = {id(actor): name for name, actor in actors.items()}
     errors: list[str] = []
     most = sum(1 + actors[one.dataset].limits.max_failures for one in missing)
-    hopeless = min(MAX_FAILED, most)  # 0: one has not failed
+    hopeless = min(MAX_FAILED, most)  # number of failures to stop at; 0: some attempt succeeded
     if any(row.end != FAILED for row in store.rows.values()):
         hopeless = 0
 
@@ -343,8 +343,8 @@ async def ask_into(
         progress.retry()
         count(answer, answer.tree.failures()[0].error or "")
 
-    asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
-    await ask(asked, keep, retry, concurrency=concurrency)
+    questions = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
+    await ask(questions, keep, retry, concurrency=concurrency)
 
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
@@ -357,10 +357,10 @@ def saved_of(
     config: EvaluateConfig, subject: Subject, endpoint: ChatEngine | TokensEngine | None
 ) -> Saved:
     """The content of config.json of an evaluation."""
-    asked_of: dict[str, Any] = {"name": subject.name}
+    described: dict[str, Any] = {"name": subject.name}
     if subject.model is not None:
-        asked_of |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
+        described |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
     if endpoint is not None:
         found = endpoint.endpoint
-        asked_of |= {"name": found.model, "model": found.model, "root": found.served_from}
-    return Saved(subject=asked_of, run=str(subject.run.absolute()), config=to_plain(config))
+        described |= {"name": found.model, "model": found.model, "root": found.served_from}
+    return Saved(subject=described, run=str(subject.run.absolute()), config=to_plain(config))

@@ -4,11 +4,11 @@ em        equal to a gold after normalizing (numbers as numbers)
 f1        SQuAD token F1
 contains  the prediction contains the words of a gold in sequence (`acc` of the published code)
 rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
-math      the same, of questions of mathematics only
-judge     right by the rules or by an LLM judge, where one graded
+math      the same, only for mathematics
+judge     correct according to the rules or to an LLM judge, if one graded
 
-Of several golds the best counts. `compat = "reference"` has em, f1, contains and math as the
-published evaluation of ARPO and Tool-Star computes them, still with the best gold.
+With several golds, the best score counts. With `compat = "reference"`, em, f1, contains and math
+follow the published evaluation of ARPO and Tool-Star, except that the best gold counts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CONCURRENCY = 64  # rows
 
 
 class Scorer:
-    """Computes the scores of rows. `math` false leaves math-verify out: expressions that differ as
-    text then count as different."""
+    """Computes the scores of rows. Without `math` (math-verify), expressions that differ as text
+    count as different."""
 
     def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
         self.compat = compat
@@ -47,11 +47,11 @@ class Scorer:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the scores are those that evaluations keep."""
+        """Whether the scores are of the kind that evaluations store."""
         return not self.compat and self._math
 
     async def score(self, row: EvalRow) -> dict[str, float]:
-        """All scores of a row that did not fail. Raises GraderError when math-verify cannot run."""
+        """All scores of a row that did not fail. Raises GraderError if math-verify cannot run."""
         if self.compat:
             return _reference_scores(row)
         answer = row.prediction or prediction(written(row))
@@ -67,12 +67,13 @@ class Scorer:
     async def equal(
         self, answer: str, golds: Sequence[str], question: str = "", *, ordered: bool = False
     ) -> bool:
-        """Whether the layered grader holds the answer for right."""
+        """Whether the layered grader accepts the answer."""
         return (await self.layered[ordered].verdict(question, answer, golds)).right
 
 
 async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:
-    """Fill in `scores` of the rows that did not fail and have none yet, or of all with `again`."""
+    """Compute `scores` of the rows that did not fail and have none yet; with `again`, of all rows
+    that did not fail."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
     async def one(row: EvalRow) -> None:
@@ -87,7 +88,7 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = F
 
 
 def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
-    """With math-verify, if it is there."""
+    """A scorer, with math-verify if it is installed."""
     math = importlib.util.find_spec("math_verify") is not None
     if not math:
         say(
@@ -99,8 +100,8 @@ def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
 
 @asynccontextmanager
 async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
-    """The rows of an evaluation. Usual scores and comparisons that are filled into them are
-    stored at the end, so that no answer is scored twice. Raises DataError without any row."""
+    """The rows of an evaluation. On exit, store new scores and comparisons in the evaluation, so
+    that no answer is scored twice. Raises DataError without rows."""
     rows = await in_thread(load_rows, folder)
     before = num_filled(rows)
     yield rows
@@ -109,7 +110,7 @@ async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRo
 
 
 def _add_judged(rows: Sequence[EvalRow]) -> None:
-    """Where a judge graded, its score is the grade: right by the rules, or else by the judge."""
+    """Set the score "judge" in sets with a judge: the grade by the rules or else by the judge."""
     judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
     for row in rows:
         if row.dataset in judged and row.end != "failed":
@@ -117,8 +118,8 @@ def _add_judged(rows: Sequence[EvalRow]) -> None:
 
 
 def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
-    """em, f1 and contains, the best over the golds; 0 for an answer that is too long. An exact
-    match, which reads 72 and 72.0 as one number, has all of the others."""
+    """em, f1 and contains, the best over the golds; 0 for an overlong answer. An exact match (72
+    equals 72.0) scores 1 in all three."""
     if len(answer) > MAX_ANSWER_CHARS:
         return {"em": 0.0, "f1": 0.0, "contains": 0.0}
     if any(same_answer(answer, gold) for gold in golds):
@@ -140,7 +141,7 @@ def contains(answer: str, gold: str) -> bool:
 
 
 def is_math(row: EvalRow) -> bool:
-    """Whether the question is mathematics: by its benchmark, else by golds that are no words."""
+    """Whether the question is mathematics: by its benchmark, else if no gold consists of words."""
     known = benchmark_of(row.metadata)
     if known is not None:
         return known.kind == "math"
@@ -160,14 +161,14 @@ def _reference_scores(row: EvalRow) -> dict[str, float]:
     return {**scores, "math": scores["rule"]} if task == "math" else scores
 
 
-# The vote of maj@k: which samples of a question give the same answer.
+# The vote of maj@k: groups of samples with the same answer.
 
-MAX_EXPRESSIONS = 4  # of the most frequent answers, which math-verify compares the others with
+MAX_EXPRESSIONS = 4  # number of most frequent answers to compare others with by math-verify
 
 
 class Votes(NamedTuple):
-    """Samples of one question that ended: how many are right, how many give each wrong answer, in
-    falling order, and how many give none."""
+    """Finished samples of one question: number of correct ones, number for each wrong answer in
+    descending order, and number without an answer."""
 
     num_right: int
     wrong: tuple[int, ...]
@@ -175,12 +176,11 @@ class Votes(NamedTuple):
 
 
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
-    """Count the answers of one question. Right samples give one answer, since it
-    equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
-    with the few most frequent ones only, which decide a vote.
+    """Count the answers of one question. All correct samples count as the same answer; wrong ones
+    are the same if the layered grader accepts one as the other. An expression is compared only with
+    the few most frequent ones, which decide a vote.
 
-    Rows keep in `same_as` what was found, and are not compared again as long as no sample is
-    added.
+    The rows store the result in `same_as`, and are compared again only after new samples.
     """
     votes = known_votes(rows)
     if votes is None:
@@ -191,7 +191,7 @@ async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
 
 
 def known_votes(rows: Sequence[EvalRow]) -> Votes | None:
-    """The votes of rows whose wrong answers have been compared; None where some have not."""
+    """The votes of rows, from stored comparisons; None if some are missing."""
     wrong, num_right = _wrong(rows), sum(row.success for row in rows)
     if any(row.same_as is None for row in wrong):
         return None
@@ -205,7 +205,7 @@ def _wrong(rows: Sequence[EvalRow]) -> list[EvalRow]:
 
 
 async def _compare(rows: Sequence[EvalRow], scorer: Scorer) -> None:
-    """Write into each row which sample has the same answer."""
+    """Set `same_as` of each row."""
     by_text: dict[str, list[EvalRow]] = {}
     for row in rows:
         by_text.setdefault(_form(row.prediction), []).append(row)
@@ -223,7 +223,7 @@ async def _compare(rows: Sequence[EvalRow], scorer: Scorer) -> None:
 
 
 async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
-    """The place of the known answer that is the same."""
+    """The index of the known answer that equals `text`; None if there is none."""
     undecided = []
     for place, other in enumerate(known):
         same, _ = compare(text, other)
@@ -231,7 +231,7 @@ async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
             return place
         if same is None:
             undecided.append(place)
-        await asyncio.sleep(0)  # comparing takes up to a millisecond: let others go on
+        await asyncio.sleep(0)  # a comparison takes up to a millisecond: yield to other tasks
     for place in undecided[:MAX_EXPRESSIONS]:
         if await scorer.equal(text, [known[place]]):
             return place
@@ -239,6 +239,6 @@ async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
 
 
 def _form(text: str) -> str:
-    """One text for answers that differ in writing only."""
+    """A canonical text for answers that differ only in spelling."""
     text = text[:MAX_ANSWER_CHARS]
     return squashed(clean(text)).casefold() if len(text) < 200 else text

@@ -1,22 +1,22 @@
 """Statistics over the questions of an evaluation: 95 % intervals, pass@k, maj@k, paired tests.
 
-share        of a mean of values in [0, 1]: success, scores, pass@k, maj@k
-difference   of the difference of two such means over the same questions
-ratio        of a mean without bounds, or a ratio of sums: reward, tokens, calls
+share        for a mean of values in [0, 1]: success, scores, pass@k, maj@k
+difference   for the difference of two such means over the same questions
+ratio        for a mean without bounds, or a ratio of sums: reward, tokens, calls
 
-A question is what is drawn at random; its samples are not independent of each other. `share` is
-the interval of Clopper and Pearson (1934) for an effective number of questions n, as Korn and
-Graubard (1998, Survey Methodology 24) form it for samples in clusters: n = Q / r for Q questions,
-where r is the variance of a question's mean over p (1 - p), at most 1. It differs in three things,
-which the coverage in tests/pipelines/test_intervals.py rests on:
+Questions are drawn at random; the samples of a question are not independent. `share` is the
+interval of Clopper and Pearson (1934) for an effective number of questions n, which Korn and
+Graubard (1998, Survey Methodology 24) define for samples in clusters: n = Q / r for Q questions,
+where r is the variance of a question's mean over p (1 - p), at most 1. It differs in three points,
+which the coverage in tests/pipelines/test_intervals.py requires:
 
-- r is drawn toward 1, the more the fewer samples are of the rarer kind and the clearer it is that
-  questions differ: a rare question that is never solved is easily missing among Q.
-- The correction by Student's t for estimating r is made as far as questions are seen to differ.
-- As n grows the interval goes over from that of Clopper and Pearson, which covers 0.95 or more at
+- r is shrunk toward 1, more strongly the fewer samples are of the rarer outcome and the clearer the
+  differences between questions are: a rare question that is never solved is easily missing among Q.
+- Student's t corrects for the estimate of r in proportion to the evidence that questions differ.
+- As n grows, the interval changes from that of Clopper and Pearson, which covers at least 0.95 at
   every p, to that of Jeffreys (Brown, Cai and DasGupta 2001), which does so on average.
 
-Where all samples agree, nothing says how alike the samples of a question are: n is Q.
+If all samples agree, the similarity within a question is unknown, and n = Q.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from scipy.special import betaincinv, chdtr, stdtrit
 Floats = NDArray[np.float64]
 
 TAIL = 0.025  # on each side
-AGREEING_TAIL = 0.04  # on the one side that an interval of all 0 or all 1 has
-RARE, MAX_RARE = 0.0035, 62  # pseudo-samples a question that speak for r = 1, of so many at most
-DIFFERING = 0.07  # pseudo-variance that speaks for r = 1 where questions are seen to differ
-CERTAINTY = 18  # power of the chance that alike questions would differ less
+AGREEING_TAIL = 0.04  # on the single side of an interval of all 0 or all 1
+RARE, MAX_RARE = 0.0035, 62  # pseudo-samples per question with r = 1; maximum number of questions
+DIFFERING = 0.07  # pseudo-variance with r = 1, if questions are seen to differ
+CERTAINTY = 18  # power of the probability that equal questions would differ less
 JEFFREYS = 6.85  # n at which the interval is half-way, over 4
-_FRACTIONS = 16  # of so many samples at most each value counts that is no share of its samples
+_FRACTIONS = 16  # maximum number of samples for values that are not multiples of 1 / samples
 _TINY = 1e-9
+NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; most differences to draw them for
+_CHUNK = 1_000_000  # signs drawn at a time
 
 
 def share(values: ArrayLike, samples: ArrayLike = 1.0, weights: ArrayLike | None = None) -> Floats:
     """Interval [..., 2] of the weighted mean of `values` [..., question] in [0, 1]; (0, 1) without
-    questions. `samples` (broadcast to values, at least 1) is how many independent samples a value
-    is the mean of; `weights` are 1, or the numbers of samples for a share of all samples. It always
-    holds the mean, and never has width 0."""
+    questions. `samples` (broadcast to values, at least 1): number of independent samples behind
+    each value. `weights`: 1, or the numbers of samples for a share of all samples. The interval
+    always contains the mean, and never has width 0."""
     values = np.asarray(values, dtype=np.float64)
     size = values.shape[-1]
     if not size:
@@ -58,7 +60,7 @@ def share(values: ArrayLike, samples: ArrayLike = 1.0, weights: ArrayLike | None
 
 
 def _beta(p: Floats, n: Floats) -> Floats:
-    """Interval [..., 2] of a share p of n."""
+    """Interval [..., 2] of a share p of n samples."""
     tilt = np.clip(0.5 - JEFFREYS / n, 0.0, 0.5)
     right, wrong = n * p, n * (1 - p)
     some, all_but = np.maximum(right, _TINY), np.maximum(wrong, _TINY)
@@ -72,8 +74,8 @@ def _beta(p: Floats, n: Floats) -> Floats:
 def _effective(values: Floats, weight: Floats, samples: Floats, p: Floats) -> Floats:
     """The effective number of questions [...]."""
     size = values.shape[-1]
-    alike = (weight**2).mean(-1)  # r, were all samples of a question the same
-    independent = (weight**2 / samples).mean(-1)  # r, were they independent
+    alike = (weight**2).mean(-1)  # r if all samples of a question were the same
+    independent = (weight**2 / samples).mean(-1)  # r if they were independent
     agree = (p < _TINY) | (p > 1 - _TINY)
     if size == 1:
         return np.asarray(1 / alike)
@@ -93,29 +95,29 @@ def _effective(values: Floats, weight: Floats, samples: Floats, p: Floats) -> Fl
 
 
 def independent_samples(name: str, counts: Floats) -> Floats:
-    """Of how many independent samples a question's value is the mean: of n samples pass@k and
-    maj@k have n / k."""
+    """Number of independent samples behind a question's value: n / k for pass@k and maj@k of n
+    samples."""
     _, _, k = name.partition("@")
     return np.maximum(1.0, counts / int(k or 1))
 
 
 def difference(first: ArrayLike, second: ArrayLike, samples: ArrayLike = 1.0) -> Floats:
-    """Interval [..., 2] of the mean of second - first, both [..., question] in [0, 1] and in pairs;
-    `samples` as for `share`, of the one that has fewer. Questions that gained and questions that
-    lost have an interval each, which are put together as by Newcombe (1998, Statistics in Medicine
-    17, p. 2635) with the correlation of gains and losses. Never of width 0."""
+    """Interval [..., 2] of the mean of second - first, both [..., question] in [0, 1] and paired.
+    `samples`: as for `share`, of the side with fewer. Gains and losses each have an interval; they
+    are combined by the method of Newcombe (1998, Statistics in Medicine 17, p. 2635), with the
+    correlation of gains and losses. The width is never 0."""
     change = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     gains, losses = np.maximum(change, 0.0), np.maximum(-change, 0.0)
     gain, loss = gains.mean(-1), losses.mean(-1)
     weight, counts = np.ones_like(gains), np.broadcast_to(np.asarray(samples, float), gains.shape)
     of_gain = _effective(gains, weight, counts, gain)
     of_loss = _effective(losses, weight, counts, loss)
-    of_gain = np.where(gain > 0, of_gain, of_loss)  # what no question shows, the other side does
+    of_gain = np.where(gain > 0, of_gain, of_loss)  # without gains, use the number of the losses
     of_loss = np.where(loss > 0, of_loss, of_gain)
     gain_low, gain_high = np.moveaxis(_beta(gain, of_gain), -1, 0)
     loss_low, loss_high = np.moveaxis(_beta(loss, of_loss), -1, 0)
     scale = gains.std(-1) * losses.std(-1)
-    correlation = -gain * loss / np.where(scale > 0, scale, 1.0)  # no question does both
+    correlation = -gain * loss / np.where(scale > 0, scale, 1.0)  # no question has both
 
     def apart(one: Floats, other: Floats) -> Floats:
         return np.asarray(np.sqrt(one**2 + other**2 - 2 * correlation * one * other))
@@ -126,9 +128,9 @@ def difference(first: ArrayLike, second: ArrayLike, samples: ArrayLike = 1.0) ->
 
 
 def ratio(above: ArrayLike, below: ArrayLike = 1.0) -> Floats | None:
-    """Student's interval [2] of sum(above) / sum(below) over questions, linearised; of a mean where
-    `below` is 1. None of fewer than two questions, and where the ratio is the same in all: nothing
-    then says how far others would lie from it."""
+    """Student's interval [2] of sum(above) / sum(below) over questions, linearized; of a mean if
+    `below` is 1. None for fewer than two questions, and if the ratio is the same for all: the
+    variance of other questions is then unknown."""
     above = np.asarray(above, dtype=np.float64)
     below = np.broadcast_to(np.asarray(below, dtype=np.float64), above.shape)
     if len(above) < 2:
@@ -141,15 +143,13 @@ def ratio(above: ArrayLike, below: ArrayLike = 1.0) -> Floats | None:
     return np.array([middle - half, middle + half], dtype=np.float64)
 
 
-# Paired tests, agreement, chances within k samples.
-
-NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
-_CHUNK = 1_000_000  # drawn signs at a time
+# Paired tests, agreement, probabilities within k samples.
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a right one, without bias:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    """Unbiased estimate of the probability that k of the samples, drawn without replacement,
+    include a correct one: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374,
+    equation 1)."""
     _check_k(num_samples, k)
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
@@ -158,12 +158,11 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def majority_at_k(
     num_right: int, wrong: tuple[int, ...], num_blank: int, ks: tuple[int, ...]
 ) -> tuple[float, ...]:
-    """Chance that a vote among k of the samples, drawn without replacement, elects the right
-    answer, for each of `ks`; the exact mean over all subsets.
+    """Probability that a majority vote among k of the samples, drawn without replacement, elects
+    the correct answer, for each of `ks`; the exact mean over all subsets.
 
-    `wrong` counts the samples of each wrong answer. The `num_blank` samples without an answer do
-    not vote. Of answers with equally many votes one is drawn at random; a vote that nobody casts
-    elects none.
+    `wrong`: number of samples for each wrong answer. The `num_blank` samples without an answer do
+    not vote. A tie is broken at random; without votes, no answer is elected.
     """
     total = num_right + sum(wrong) + num_blank
     for k in ks:
@@ -185,8 +184,8 @@ def majority_at_k(
 def _ways_below(
     wrong: tuple[int, ...], num_blank: int, votes: int, room: int
 ) -> list[dict[int, int]]:
-    """[drawn][ties]: ways to draw so many samples with no wrong answer above `votes`, and as many
-    of them at `votes`."""
+    """[drawn][ties]: number of ways to draw `drawn` samples such that no wrong answer has more than
+    `votes`, and `ties` of them have exactly `votes`."""
     ways: list[dict[int, int]] = [{} for _ in range(room + 1)]
     for blank in range(min(num_blank, room) + 1):
         ways[blank][0] = math.comb(num_blank, blank)
@@ -208,18 +207,18 @@ def _check_k(num_samples: int, k: int) -> None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
-    right, half would be expected of each."""
-    from scipy.stats import binomtest  # takes a second, and few commands test anything
+    """Two-sided exact p-value of McNemar's test (1947). Under the null hypothesis, each side solves
+    half of the questions that only one side solved."""
+    from scipy.stats import binomtest  # slow to load, and rarely used
 
     total = only_first + only_second
     return float(binomtest(only_first, total).pvalue) if total else 1.0
 
 
 def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
-    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the sum is as far
-    from 0 when the sign of each difference is drawn at random. Exact for up to 13 differences; of
-    more than MAX_FLIPPED, by the normal distribution that the sum then has."""
+    """Two-sided p-value of the paired permutation test (Fisher 1935): the probability of a sum at
+    least as far from 0 with a random sign for each difference. Exact for up to 13 differences; for
+    more than MAX_FLIPPED, by the normal approximation of the sum."""
     from scipy.stats import norm, permutation_test
 
     given = np.asarray(differences, dtype=np.float64)
@@ -236,8 +235,8 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
 
 
 def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
-    """Agreement of two raters beyond chance (Cohen 1960); None where chance alone agrees fully,
-    and without cases."""
+    """Agreement of two raters beyond chance (Cohen 1960); None if chance agreement is 1, and
+    without cases."""
     total = both + only_first + only_second + neither
     if not total:
         return None

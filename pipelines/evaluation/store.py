@@ -1,7 +1,7 @@
 """The directory of an evaluation, from which an interrupted evaluation resumes.
 
-DIR/config.json    the subject and the configuration; another evaluation is refused
-DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
+DIR/config.json    the subject and the configuration; any other evaluation is rejected
+DIR/rows.jsonl     an EvalRow per line, written when its trajectory ends
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> BinaryIO:
-    """The lock of the directory, held until it is closed, as by a `with`; the file names who has
-    it. Raises ConfigError if another command does, which nobody knows where the file system has no
-    locks."""
+    """Lock the directory until the returned file is closed; the file names the holder. Raises
+    ConfigError if another command holds the lock. On file systems without locks, it always
+    succeeds."""
     try:
         held = (folder / LOCK_FILE).open("a+b", buffering=0)
     except OSError as error:
@@ -46,9 +46,9 @@ def lock(folder: Path) -> BinaryIO:
         raise ConfigError(
             f"{folder}: {who} is writing this evaluation; wait until it ends, or stop it"
         ) from None
-    except OSError:  # there are no locks
+    except OSError:  # a file system without locks
         pass
-    with suppress(OSError):  # a full disk, on which a name is missed least
+    with suppress(OSError):  # of a full disk: the name is optional
         held.truncate(0)
         held.write(msgspec.json.encode(Holder.me()))
     return held
@@ -58,13 +58,13 @@ def _holder(file: BinaryIO) -> str:
     file.seek(0)
     try:
         return str(msgspec.json.decode(file.read(), type=Holder))
-    except msgspec.DecodeError:  # it has only just taken the lock
+    except msgspec.DecodeError:  # the holder has not written its name yet
         return "another command"
 
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
-# Keys that change no answer: speed, number of questions and samples, paths of the same questions.
+# Keys without effect on a trajectory: speed, number of questions and samples, paths.
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
 _FREE_LIMITS = {"engine_timeout_s", "env_timeout_s", "max_tree_seconds", "outage_s", "strict"}
@@ -74,8 +74,9 @@ _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation",
 
 
 class Saved(Struct, kw_only=True):
-    """config.json. `subject` names the evaluated model and its weights; `run` is the directory
-    that {run} stands for in `config`, the plain EvaluateConfig with all tables of all sets."""
+    """The content of config.json. `subject`: the evaluated model and its weights. `config`: the
+    EvaluateConfig as plain data, with all tables of all sets. `run`: the directory that {run} in it
+    stands for."""
 
     subject: dict[str, Any]
     run: str
@@ -83,10 +84,10 @@ class Saved(Struct, kw_only=True):
 
 
 class Store:
-    """Opens or creates the directory, and holds it: one command at a time writes there.
+    """Opens or creates the directory, and locks it: one command at a time writes there.
 
-    Raises ConfigError for a directory that belongs to another evaluation or to something else,
-    DataError for rows that cannot be read.
+    Raises ConfigError for a directory with another evaluation or other files, and DataError for
+    unreadable rows.
     """
 
     def __init__(self, path: Path, saved: Saved) -> None:
@@ -108,16 +109,16 @@ class Store:
             raise
 
     def add(self, row: EvalRow) -> None:
-        """Write a row at once, in any thread: after that, nothing but the machine's own end takes
-        it away."""
+        """Write a row, from any thread; it survives the end of the process, but not a crash of the
+        machine."""
         line = msgspec.json.encode(row, enc_hook=str) + b"\n"
         with self._one_at_a_time:
             append_whole(self.path / ROWS_FILE, line)
             self.rows[row.key] = row
 
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
-        """The trajectories still to be asked; failed ones are asked again. Raises ConfigError
-        if a stored row of the same name is about another question."""
+        """The trajectories still to sample, including failed ones. Raises ConfigError if a stored
+        row with the same key has another question."""
         found = []
         for one in wanted:
             row = self.rows.get(one.key)
@@ -131,7 +132,7 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the lock; idempotent."""
         self._lock.close()
 
     def _claim(self, saved: Saved) -> None:
@@ -148,7 +149,7 @@ class Store:
         save(self.path, saved)
 
     def _cut_torn_line(self) -> None:
-        """A line without its end was being written when the command was killed."""
+        """Remove an incomplete last line, which a killed command may leave."""
         path = self.path / ROWS_FILE
         if not path.is_file() or not path.stat().st_size:
             return
@@ -159,8 +160,8 @@ class Store:
 
 
 def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:
-    """Put these rows in the place of the old ones, which are kept in the file `keep_as` if it is
-    named; whenever this is cut off, rows.jsonl is whole. The caller holds the directory."""
+    """Replace the rows atomically; `keep_as`: a file for the old ones. The caller must hold the
+    lock."""
     encoder = msgspec.json.Encoder(enc_hook=str)
     if keep_as:
         with (folder / ROWS_FILE).open("rb") as old:
@@ -170,9 +171,9 @@ def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> No
 
 
 def read_rows(folder: Path) -> list[EvalRow]:
-    """The rows of an evaluation, the last one of each key, in the order of the keys: figures must
-    not depend on which trajectory ended first. A torn last line is left out. Raises DataError
-    with file and line."""
+    """The rows of an evaluation, the last one per key, sorted by key, so that figures do not depend
+    on the order of completion. Ignores an incomplete last line. Raises DataError with file and
+    line."""
     path, decoder = folder / ROWS_FILE, msgspec.json.Decoder(EvalRow)
     rows: dict[Key, EvalRow] = {}
     with suppress(FileNotFoundError), path.open("rb") as file:
@@ -189,8 +190,8 @@ def read_rows(folder: Path) -> list[EvalRow]:
 
 
 def load_rows(folder: Path) -> list[EvalRow]:
-    """`read_rows` of an evaluation that has some. Raises DataError for anything else."""
-    load_saved(folder)  # which names the fault of the folder
+    """The rows of an evaluation. Raises DataError if there are none."""
+    load_saved(folder)  # raises if the folder is no evaluation
     rows = read_rows(folder)
     if not rows:
         raise DataError(f"{folder} contains no evaluation rows")
@@ -204,7 +205,7 @@ def save(folder: Path, saved: Saved) -> None:
 
 
 def load_saved(folder: Path) -> Saved:
-    """config.json of an evaluation. Raises DataError."""
+    """Read config.json of an evaluation. Raises DataError."""
     path = folder / CONFIG_FILE
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=Saved)
@@ -224,7 +225,7 @@ def _reason(error: Exception) -> str:
 
 
 def identity(saved: Saved) -> Tree:
-    """The keys that two evaluations must share for their rows to be of one."""
+    """The keys that must be equal for rows to belong to the same evaluation."""
     config = saved.config
     tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
@@ -238,7 +239,7 @@ def identity(saved: Saved) -> Tree:
     for one in tree["sets"].values():
         one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
         one["env"] = _without(one.get("env") or {}, WHERE)
-        if not one.get("source"):  # of rows that are read, also before there were others
+        if not one.get("source"):  # earlier versions did not store an empty one
             one.pop("source", None)
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
@@ -249,7 +250,7 @@ def _refuse_changes(path: Path, before: Saved, now: Saved) -> None:
     shared = old["sets"].keys() & new["sets"].keys()
     for tree in (old, new):
         tree["sets"] = {name: tree["sets"][name] for name in shared}
-        if shared:  # each set has its own, which count
+        if shared:  # only the tables of the sets count
             for name in ("env", "python", "search", "grader", "prompt", "limits", "sampling"):
                 tree.pop(name, None)
     found = list(changes(old, new))
@@ -266,18 +267,18 @@ def _without(tree: Tree, keys: Iterable[str]) -> Tree:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-# Scores and votes that the first report stores, so that no answer is scored twice.
+# Scores and votes, stored by the first report so that no answer is scored twice.
 
 
 def num_filled(rows: Sequence[EvalRow]) -> int:
-    """Rows with scores, and rows whose answer was compared with those of other samples."""
+    """Number of rows with scores, plus number of rows compared with other samples."""
     return sum(("em" in row.scores) + (row.same_as is not None) for row in rows)
 
 
 def keep_filled(folder: Path, rows: Sequence[EvalRow]) -> None:
-    """Store scores and comparisons of these rows. Rows that another command has changed since are
-    left alone. Nothing is stored, and computed again next time, while one writes there or where
-    nothing can be written."""
+    """Store the scores and comparisons of these rows, except rows that another command has changed
+    since. If the directory is locked or not writable, nothing is stored, and the next report
+    computes them again."""
     known = {row.key: row for row in rows}
     with suppress(ConfigError), lock(folder):
         now = read_rows(folder)

@@ -1,5 +1,5 @@
 """The subject of an evaluation: a run, a checkpoint, a model directory, or an endpoint; and the
-parts of asking it sets of questions.
+parts of its evaluation.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.serving import vllm_hint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import (
-    AskingAssembly,
     Questions,
+    RolloutAssembly,
     SetConfig,
     load_set,
     once,
-    said,
+    prefixed,
 )
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
@@ -61,16 +61,16 @@ from agentenv.types import Task
 
 C = TypeVar("C")
 
-LAST, START = "last", "start"  # of a run, beside BEST
+LAST, START = "last", "start"  # choices of --checkpoint, besides BEST
 ADDRESS = re.compile(
     r"((localhost|\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(:\d+)?|[\w.-]+:\d+|[\w-]+(\.[\w-]+)+(?=/v1))(/|$)"
 )
-SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
+SAMPLE_BYTES = 1 << 20  # of each end of a file of weights; training changes all weights
 
 
 class Subject(NamedTuple):
-    """`raw` is the configuration that comes with it, `run` what {run} stands for; `model` is the
-    directory of model and tokenizer, None for an endpoint."""
+    """The subject of a command. `raw`: the keys that it provides; `run`: the folder that {run}
+    stands for; `model`: the directory of model and tokenizer, None for an endpoint."""
 
     name: str
     raw: Tree
@@ -79,7 +79,8 @@ class Subject(NamedTuple):
 
 
 def is_url(text: str) -> bool:
-    """Whether a subject is the URL of an endpoint. Raises ConfigError for one without http://."""
+    """Whether a subject is the URL of an endpoint. Raises ConfigError for an address without
+    http://."""
     if ADDRESS.match(text) and not Path(text).exists():
         raise ConfigError(f"{text}: no such directory; did you mean the endpoint http://{text}?")
     return text.startswith(("http://", "https://"))
@@ -93,9 +94,10 @@ def find_subject(
     model: str = "",
     tokenizer: str = "",
 ) -> Subject:
-    """`sets` are those of a run's evaluation sets that are asked, by default the one it reports;
-    `checkpoint` is its last or best one, or the model that it began with; `model` and `tokenizer`
-    belong to an endpoint. Raises ConfigError, and DataError for a run that lacks it."""
+    """The subject that `text` names. Of a run, `sets` chooses evaluation sets (default: the
+    reported one), and `checkpoint` is LAST, BEST, or START (the initial model). `model` and
+    `tokenizer` are only for an endpoint. Raises ConfigError, and DataError for a run without that
+    checkpoint."""
     if is_url(text):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
@@ -133,13 +135,13 @@ def find_subject(
 
 
 def saved_config(run: Path) -> Tree:
-    """The configuration that a run has stored."""
+    """The stored configuration of a run."""
     return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
 
 
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
-    """The configuration of an evaluation from that of a run; empty for one of agentenv sft
-    or dpo.py."""
+    """The keys of an evaluation from those of a run; empty for a run of agentenv sft or dpo.
+    Raises ConfigError for unknown sets."""
     saved = saved_config(run)
     if "eval" not in saved:
         return {}
@@ -147,13 +149,13 @@ def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     for name in names:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
-    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # earlier runs chose
+    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # a key of old runs
     return evaluation_of(saved, [name for name in chosen if name in sets])
 
 
 def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:
-    """The keys of an evaluation of the sets `names` from those of a run. Of a set it has how rows
-    are read, and `more_keys`."""
+    """The keys of an evaluation of the sets `names` from those of a run. A set has the keys that
+    read its rows, and `more_keys`."""
     sets = saved["eval"]["sets"]
     keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
     chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
@@ -172,7 +174,7 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
 
 
 def weights_digest(model: Path) -> str:
-    """Tells the weights of two directories apart, wherever they lie, without reading all."""
+    """A digest of the weights in a directory, from sizes and both ends of each file."""
     digest = hashlib.sha256()
     try:
         for path in sorted(model.glob("*.safetensors")):
@@ -187,9 +189,9 @@ def weights_digest(model: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
-    """Builds the parts of one evaluation of `subject`. Where the subject is an endpoint of chat
-    messages there is no model."""
+class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
+    """Builds the parts of an evaluation of `subject`. For an endpoint of chat messages, there is no
+    model."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         stack: AsyncExitStack,
         say: Say,
     ) -> None:
-        sets = {name: as_asked(name, one) for name, one in config.sets.items()}
+        sets = {name: set_config(name, one) for name, one in config.sets.items()}
         super().__init__(config, subject.run, stack, say, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, say)
         self.subject = subject
@@ -206,19 +208,19 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
     @cached_property
     def _log_folder(self) -> Path:
-        """A temporary folder: the subject may be a model directory, where nothing is written."""
+        """A temporary folder: the subject may be a model directory, which stays unchanged."""
         logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
         self.stack.push(partial(_remove_unless_failed, logs))
         return logs
 
     @cached_property
     def logs(self) -> Path:
-        """The folder for logs of the processes that environments live in."""
+        """The folder of the logs of environment processes."""
         return self._log_folder / FOLDER
 
     @once
     async def model(self) -> Path | None:
-        """The directory of model, or at least tokenizer."""
+        """The directory of the model, or for an endpoint of its tokenizer; None without one."""
         engine = self.config.engine
         if not isinstance(engine, OpenAIConfig):
             if self.subject.model is None:
@@ -230,12 +232,12 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Pieces of text in place of tokens, where messages go to an endpoint."""
+        """Pieces of text that replace tokens, for an endpoint of chat messages."""
         return Pieces()
 
     @once
     async def endpoint(self) -> ChatEngine | TokensEngine | None:
-        """The endpoint that is evaluated, which has answered once; None: we serve the model."""
+        """The evaluated endpoint, after it has responded once; None: the engine is ours."""
         engine = self.config.engine
         if not isinstance(engine, OpenAIConfig):
             return None
@@ -274,18 +276,18 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         if is_ours or isinstance(renderer, NativeConfig):
             return ChatRenderer(self.pieces, native=True)
         shown = renderer.tools_in_prompt
-        if shown == "several":  # it was not trained on our tags
+        if shown == "several":  # the model was not trained on our tags
             shown = "none" if prompt.template in WITHOUT_TOOLS else "all"
         return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        env_id, say = one.env.id, said(self.say, one.key)
+        env_id, say = one.env.id, prefixed(self.say, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)
                 for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
-                if path  # without any, load_benchmark says where to get it
+                if path  # if empty, load_benchmark raises with instructions
             ]
             tasks = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
@@ -300,9 +302,9 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
     @once
     async def helpers(self) -> Assist | None:
-        """The helpers of [assist], where the environments of all sets are such that they can
-        help. Raises ConfigError where an env cannot go back, or none has the tool that the
-        debugger is for."""
+        """The helpers of [assist]; None without the table. Raises ConfigError if the backtracer
+        needs to fork an environment that cannot be forked, or no environment has the debugger's
+        tool."""
         config = fill_roles(self.config, await self.urls()).assist
         if config is None:
             return None
@@ -317,8 +319,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             await env.close()
             if config.backtracer is not None and mode == "none":
                 raise ConfigError(
-                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so that "
-                    "no turn can be retried; remove the table"
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
+                    "turn can be retried; remove the table"
                 )
         if config.debugger is not None and not fits:
             raise ConfigError(
@@ -329,7 +331,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
     @once
     async def engine(self) -> Engine:
-        """Started; weights are loaded where they are ours."""
+        """The engine or endpoint, started."""
         endpoint = await self.endpoint()
         if endpoint is not None:
             return endpoint
@@ -353,7 +355,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         return await self.config.engine.start(start)
 
     async def actor(self, name: str, engine: Engine) -> Actor:
-        """The actor of a set. Its seed does not depend on what else is asked."""
+        """The actor of a set. Its seed does not depend on other sets."""
         questions: Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
@@ -364,20 +366,20 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         return actor
 
     def seed(self, name: str) -> int:
-        """The seed of sampling of a set."""
+        """The sampling seed of a set."""
         own = self.sets[name].sampling.seed
         return self.config.seed if own is None else own
 
 
-def as_asked(name: str, one: QuestionSet) -> SetConfig:
-    """A set that `resolve_sets` has filled up, nothing left open."""
+def set_config(name: str, one: QuestionSet) -> SetConfig:
+    """The SetConfig of a set with all tables, see `resolve_sets`."""
     assert one.env is not None
-    asked = (one.prompt, one.limits, one.sampling, one.num_samples)
-    return SetConfig(f"sets.{name}", one, one.env, *asked, one.python, one.search, one.grader)
+    settings = (one.prompt, one.limits, one.sampling, one.num_samples)
+    return SetConfig(f"sets.{name}", one, one.env, *settings, one.python, one.search, one.grader)
 
 
 def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
-    """The tasks; a name that returns gets a number, since rows are kept by name."""
+    """The tasks with unique ids, which identify rows: a repeated id gets a number."""
     seen: Counter[str] = Counter()
     named = []
     for task in tasks:
@@ -391,7 +393,7 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
 
 
 def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
-    """The servers' logs stay where they may name the reason."""
+    """Remove the servers' logs, unless the command failed: they may show the reason."""
     if failed is None:
         shutil.rmtree(logs, ignore_errors=True)
 
@@ -403,8 +405,9 @@ def configured(
     build: Callable[[Tree, str], C],
     say: Say,
 ) -> C:
-    """What `build` makes of the keys and of their name in messages: the keys of the subject, over
-    them those of the file, over both the command line. Raises ConfigError."""
+    """The configuration of a command from the keys of the subject, overridden by those of the file,
+    overridden by the command line. `build` takes the keys and their source for messages. Raises
+    ConfigError."""
     given = None if arguments.config is None else read_toml(arguments.config)
     source = str(arguments.subject if given is None else arguments.config)
     return resolve(
@@ -422,11 +425,11 @@ def resolve(
     build: Callable[[Tree, str], C],
     say: Say,
 ) -> C:
-    """`configured` of the keys `given`, which messages call `source`."""
+    """`configured` with the keys `given` instead of a file; messages call them `source`."""
     raw = of_env(subject.raw, env_id, say)
     if given is not None:
-        asks = given.get("sets") or given.get("data")
-        before = {k: v for k, v in raw.items() if k != "sets" or not asks}
+        has_sets = given.get("sets") or given.get("data")
+        before = {k: v for k, v in raw.items() if k != "sets" or not has_sets}
         raw = merged(before, given)
         leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
         if subject.model is None:
@@ -445,8 +448,8 @@ def resolve(
 
 
 def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
-    """The keys of a run, without those that mean nothing to another environment than its own,
-    which `say` reports."""
+    """The keys of a run for the environment `env_id`. If that is not the run's, without
+    environment-specific keys, which `say` reports."""
     env = raw.get("env", {})
     left = [key for key in ("kwargs", "tools") if env.get(key)]
     if not left or env_id in ("", env["id"]):
@@ -457,6 +460,6 @@ def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
 
 
 def _of_endpoint(raw: Tree) -> Tree:
-    """The file's keys of an endpoint; those of another engine mean nothing to it."""
+    """The engine keys of the file if they are for an endpoint, else none."""
     engine = raw.get("engine") or {}
     return engine if engine.get("name") == "openai" else {}

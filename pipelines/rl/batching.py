@@ -1,5 +1,5 @@
 """The batch of an update: selection of trees, their credit, their fate (trained, filtered for equal
-returns, or failed), and warnings about steps that go wrong without failing.
+returns, or failed), and warnings about steps that go wrong without an error.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
 
 logger = logging.getLogger(__name__)
 
-EQUAL = "with equal returns"  # why a tree teaches nothing
-MANY_CALLS = 10  # of a tool in a step, of which one might succeed
+EQUAL = "with equal returns"  # reason of a tree without a signal
+MANY_CALLS = 10  # of a tool in a step; with so many, one should succeed
 MAX_TEXT = 500  # characters of a warning
-FAR_KL = 0.5  # nats a token; updates that learn move by a hundredth of that
+FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
-FEW_STEPS, FEW_TREES = 3, 24  # steps, and trees in them, of which few teach anything
-MAX_EQUAL = 0.7  # share of them with equal returns above which there is a warning
-FIRST_STEPS = 10  # in which questions that the policy can answer already are too easy
-MIN_COURSE = 40  # losses of a cold start from which on they have a course
-FALLEN = 0.93  # of a loss half of the stage ago; one that stays above has stopped falling
-RISEN = 1.1  # of the lowest loss so far
-LEARNT = 0.5  # exact match on the gate, or loss in nats a token, at which no loss has to fall
-LOW_LOSS = 0.1
+FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
+MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
+FIRST_STEPS = 10  # in these, a high success means that the questions are too easy
+MIN_COURSE = 40  # least number of losses of a cold start to judge their trend
+FALLEN = 0.93  # a loss above this share of the loss half a stage ago has stopped falling
+RISEN = 1.1  # a loss above this multiple of the lowest loss has risen
+LEARNT = 0.5  # exact match on the gate from which the loss need not fall
+LOW_LOSS = 0.1  # nats per token, below which the loss need not fall
 
 
 class Alarms:
-    """The warnings of one run."""
+    """The warnings of a run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self._active: set[str] = set()  # conditions that held when they were checked last
+        self._active: set[str] = set()  # conditions that held at their last check
         self._num_steps = 0
         self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
         self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
 
-    def look_at_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
-        """Warn when most trees of a step are dropped, when none teaches anything, and when many
-        are out of time. `fates` counts the trees without a signal by the reason."""
+    def check_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
+        """Warn when most trees of a step are dropped, when none has a signal, and when many run out
+        of time. `fates` counts the trees without a signal by reason."""
         reasons = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
         num_lost = fates.total() - fates[EQUAL]
         self._warn(
@@ -89,8 +89,8 @@ class Alarms:
         asked = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
         right = [one.success for tree in asked for one in tree.trajectories()]
         success = sum(right) / max(1, len(right))
-        if not broken:  # neither a cold start nor easier questions mend a tool
-            self._look_at_signal(fates[EQUAL], len(delivered), success)
+        if not broken:  # neither a cold start nor easier questions fix a tool
+            self._check_signal(fates[EQUAL], len(delivered), success)
         num_late = ends.count(Limit.SECONDS)
         self._warn(
             "late",
@@ -100,9 +100,9 @@ class Alarms:
             "sample: raise the limits, or find the slow part (tool/NAME/mean_s, engine/waiting)",
         )
 
-    def _look_at_signal(self, num_equal: int, num_trees: int, success: float) -> None:
-        """Warn when few trees of the last steps teach anything. That the policy answers everything
-        is no fault, unless it does so from the start."""
+    def _check_signal(self, num_equal: int, num_trees: int, success: float) -> None:
+        """Warn when few trees of the last steps have a signal. If that is because the policy
+        answers everything correctly, warn only in the first steps."""
         self._num_steps += 1
         self._last_steps.append((num_equal, num_trees, success))
         equal, trees = (sum(one[i] for one in self._last_steps) for i in (0, 1))
@@ -127,12 +127,11 @@ class Alarms:
             f"{advice}{refill}",
         )
 
-    def look_at_imitation(
+    def check_imitation(
         self, losses: Sequence[float], exact: Mapping[str, float], *, is_last: bool
     ) -> None:
-        """Warn when the losses of a stage of the cold start, nats a token, rise or stay where they
-        are. `exact`: match on the gate by kind; `is_last`: the stage is at its end without having
-        passed it."""
+        """Warn when the losses (nats per token) of a stage of the cold start rise or stagnate.
+        `exact`: match on the gate by kind; `is_last`: the stage has ended without passing it."""
         if len(losses) < MIN_COURSE or self.config.sft is None:
             return
         rate = f"sft.optimizer.learning_rate, {self.config.sft.optimizer.learning_rate:g}"
@@ -165,9 +164,9 @@ class Alarms:
             f"is too low ({rate}; try three times that), or the demonstrations are that ambiguous",
         )
 
-    def look_at_hits(self, hits: Metrics) -> None:
-        """Warn when a server with a prefix cache finds nothing in it for some steps: in one of them
-        all turns may follow a sleep, which drops it."""
+    def check_hits(self, hits: Metrics) -> None:
+        """Warn when a server with a prefix cache has no hits for FEW_STEPS steps. A single step may
+        have none: sleeping engines drop their cache."""
         for name, share in hits.items():
             self._num_missed[name] = 0 if share else self._num_missed[name] + 1
             self._warn(
@@ -177,11 +176,11 @@ class Alarms:
                 "prefix cache off, or too small for the trajectories in flight?",
             )
 
-    def look_at_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
-        """Warn when each call of a tool fails, with the first error in the trees."""
+    def check_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
+        """Warn when every call of a tool fails, with the first error in the trees."""
         for name in [key for key in metrics if key.startswith("tool/") and key.endswith("/calls")]:
             tool = name[5:-6]
-            if tool in (UNKNOWN_TOOL, MALFORMED_CALL):  # by the policy, no tool
+            if tool in (UNKNOWN_TOOL, MALFORMED_CALL):  # errors of the policy, not of a tool
                 continue
             calls, errors = metrics[name], metrics.get(f"{name[:-6]}/errors", 0.0)
             if calls < MANY_CALLS or errors != calls:
@@ -192,8 +191,8 @@ class Alarms:
             text = f"all {calls:.0f} calls of the tool {tool!r} in this step failed: {error}"
             self._warn(name, True, text[:MAX_TEXT])
 
-    def look_at_update(self, metrics: Metrics) -> None:
-        """Warn when an update has moved the policy further than any that learns."""
+    def check_update(self, metrics: Metrics) -> None:
+        """Warn when an update has moved the policy too far to learn."""
         moved = metrics.get("learner/kl_to_proximal", 0.0)
         self._warn(
             "moved",
@@ -209,7 +208,7 @@ class Alarms:
 
 
 class Settled(NamedTuple):
-    """The fate of a tree that a step took, and the reason if it was not trained."""
+    """The fate of a tree of a step, and the reason if it has no signal."""
 
     tree: TrajectoryTree
     credit: TreeCredit | None
@@ -219,8 +218,8 @@ class Settled(NamedTuple):
 
 @dataclass
 class Batch:
-    """The trees of one step, and what the step finds out about them. `num_taken` trees fill the
-    step; `delivered` are these and those that they replaced."""
+    """The trees of a step, with their fates, credit and metrics. `num_taken` trees fill the step;
+    `delivered` includes the trees that they replaced."""
 
     num_taken: int
     delivered: list[TrajectoryTree]
@@ -229,7 +228,7 @@ class Batch:
     trained: list[CreditedTree] = field(default_factory=list)
     answers: list[TrajectoryTree] | None = None  # of the self-critic, if a round is due
     metrics: Metrics = field(default_factory=dict)
-    problem: Exception | None = None  # met while measuring, raised once the trees are archived
+    problem: Exception | None = None  # error of measuring, raised after the trees are archived
 
     @property
     def learned(self) -> list[CreditedTree]:
@@ -238,65 +237,64 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds the batches of a run, and counts the fate of each tree in the run's state."""
+    """Builds the batches of a run, and counts the fates of trees in the run's state."""
 
     def __init__(self, config: TrainConfig, state: RunState, alarms: Alarms | None = None) -> None:
         self.config = config
         self.state = state
         self.alarms = alarms or Alarms(config)
         self.counts_equal = config.counts_equal_groups
-        self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
-        self._num_untrained = 0  # steps in a row without a trained tree
-        self._refused: list[TrajectoryTree] = []  # for the batch that is being filled
-        self._row: list[TrajectoryTree] = []  # refused in a row, fewer than a step has
+        self._credits: dict[int, TreeCredit | None] = {}  # by tree index, until it is settled
+        self._num_untrained = 0  # consecutive steps without a signal
+        self._replaced: list[TrajectoryTree] = []  # during the current batch
+        self._row: list[TrajectoryTree] = []  # replaced consecutively, fewer than a step has
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
-        """The tree's credit, computed once; None where too few leaves count for a group."""
+        """The tree's credit, computed once; None if too few leaves count for a group."""
         if tree.index not in self._credits:
             self._credits[tree.index] = _credit(self.config.algorithm, tree)
         return self._credits[tree.index]
 
     def has_signal(self, tree: TrajectoryTree) -> bool:
-        """Whether the tree will be trained on returns that are not all equal."""
+        """Whether the tree's returns differ, so that it can be trained."""
         credit = self.credit(tree)
         return credit is not None and credit.has_signal
 
     def keep(self, tree: TrajectoryTree) -> bool:
-        """Whether a tree fills a place of the batch where those without a signal are replaced.
+        """Whether a tree counts for the batch, with `queue.refill`: it has a signal.
 
-        As many refused trees in a row as a step has count as a step without a signal, since the
-        batch may never fill. Raises what `settle` does.
+        Every groups_per_step consecutive trees without a signal count as a step without a signal,
+        since the batch may never fill. Raises the errors of `settle`.
         """
         if self.has_signal(tree):
             self._row, self._num_untrained = [], 0
             return True
-        self._refused.append(tree)
+        self._replaced.append(tree)
         self._row.append(tree)
         if len(self._row) == self.config.queue.groups_per_step:
             row, self._row = self._row, []
-            self._refuse(row)
-            self._judge(row, Counter(self._why(one, self.credit(one)) for one in row))
+            self._stop_if_broken(row)
+            self._check_signals(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
 
     def begin(self, taken: list[TrajectoryTree]) -> Batch:
-        """The batch of these trees, and of those that were refused meanwhile."""
-        refused, self._refused = self._refused, []
-        return Batch(len(taken), taken + refused)
+        """The batch of these trees and the trees that they replaced."""
+        replaced, self._replaced = self._replaced, []
+        return Batch(len(taken), taken + replaced)
 
     @staticmethod
     def _why(tree: TrajectoryTree, credit: TreeCredit | None) -> str:
-        """Why a tree has no signal."""
+        """The reason why a tree has no signal."""
         return failure_kind(tree) if credit is None else EQUAL
 
     def settle(self, batch: Batch) -> None:
-        """Decide the fate of each tree of the batch, and choose those to train.
+        """Decide the fate of each tree of the batch, and choose the trees to train.
 
-        Raises RefusedStepError when not one trajectory succeeded, or a tool has stopped working,
-        and EnvError when no tree had a signal for `train.max_untrained_steps` steps; then nothing
-        is counted.
+        Raises RefusedStepError if every trajectory failed, or a tool has stopped working, and
+        EnvError after `train.max_untrained_steps` steps without a signal; then no fate is counted.
         """
         delivered = batch.delivered
-        self._refuse(delivered)
+        self._stop_if_broken(delivered)
         fates: Counter[str] = Counter()
         own = [self.credit(tree) for tree in delivered]
         is_taken = [one is not None and (self.counts_equal or one.has_signal) for one in own]
@@ -311,7 +309,7 @@ class BatchBuilder:
                 batch.trained.append((tree, credit))
             batch.settled.append(Settled(tree, credit, fate, why))
             fates.update([why] if why else [])
-        self._judge(delivered, fates)
+        self._check_signals(delivered, fates)
         working = {
             tool
             for tool, one in faults_of(_calls(delivered)).items()
@@ -322,24 +320,23 @@ class BatchBuilder:
         equal, filtered = (num_equal, 0) if self.counts_equal else (0, num_equal)
         self.state.counters.add(len(batch.trained), filtered, fates, equal)
 
-    def _refuse(self, trees: list[TrajectoryTree]) -> None:
-        """Stop before an update on trees that say nothing about the policy. Raises
-        RefusedStepError."""
+    def _stop_if_broken(self, trees: list[TrajectoryTree]) -> None:
+        """Raises RefusedStepError before an update on trees whose failures are not the policy's."""
         refuse_total_failure(trees)
         if self.config.limits.max_failed_share < 1:
             refuse_broken_tool(trees, self.state.working_tools)
 
     def num_minibatches(self, num_taken: int) -> int | None:
-        """Optimizer steps of an epoch over a step for which the queue gave so many trees: fixed,
-        whatever their returns; None where it depends on how many have a signal."""
+        """Number of optimizer steps per epoch for a step of `num_taken` trees; None if it depends
+        on the number of trees with a signal."""
         if not (self.counts_equal or self.config.refills):
             return None
         return -(-num_taken // self.config.learner.groups_per_minibatch)
 
-    def _judge(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
-        """Warn when most of a step is lost; end a run without a signal. `fates` counts the trees
-        that have none, by the reason."""
-        self.alarms.look_at_fates(delivered, fates)
+    def _check_signals(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
+        """Warn when most of a step is lost; raises EnvError to end a run without a signal. `fates`
+        counts the trees without a signal by reason."""
+        self.alarms.check_fates(delivered, fates)
         self._num_untrained = self._num_untrained + 1 if fates.total() == len(delivered) else 0
         allowed = self.config.train.max_untrained_steps
         if allowed and self._num_untrained >= allowed:
@@ -359,16 +356,16 @@ def credits_of_update(
     own: Sequence[TreeCredit | None],
     is_taken: Sequence[bool],
 ) -> list[TreeCredit | None]:
-    """Credit of the trees of a step, from that of each by itself: what an algorithm computes over
-    an update is over those that are taken, the others keep their own."""
+    """Credit of the trees of a step. Of the trees in `is_taken`, the algorithm may normalize the
+    credit over the update; the other trees keep `own`, their individual credit."""
     taken = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
     found = zip(algorithm.over_update(trees, taken), own, is_taken, strict=True)
     return [after if is_one else before for after, before, is_one in found]
 
 
 class RefusedStepError(EnvError):
-    """No step is trained on these trees (by index); a run that goes on rolls them
-    out again, with those in flight, which had the same cause."""
+    """The run ends instead of training on these trees (by index). A resumed run rolls them out
+    again, and the in-flight trees too, which the same cause may affect."""
 
     def __init__(self, text: str, trees: Sequence[TrajectoryTree]) -> None:
         super().__init__(text)
@@ -382,22 +379,22 @@ def _calls(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:
 
 
 def refuse_broken_tool(trees: list[TrajectoryTree], working: Sequence[str]) -> None:
-    """Stop when every call of one of the tools that worked in an earlier step fails with one text:
-    a service that is gone, most likely, whose policy would unlearn to use it."""
+    """Raises RefusedStepError if every call of a tool that worked in an earlier step fails with the
+    same text: most likely its service is down, and the policy would unlearn to use it."""
     for tool, found in faults_of(_calls(trees)).items():
         if tool in working and found.is_total and found.num_calls >= MANY_CALLS:
             raise RefusedStepError(
-                f"{found.named(tool)}; most of them succeeded in an earlier step, so that nothing "
-                "is trained on this one: mend the tool (it should raise InfraError, which is "
-                "retried, or ConfigError where its own service fails) and continue with --resume, "
-                "or set limits.max_failed_share = 1 if these calls are the policy's fault",
+                f"{found.named(tool)}; most of them succeeded in an earlier step, so this step is "
+                "not trained: fix the tool (if its service fails, it should raise InfraError, "
+                "which is retried, or ConfigError) and continue with --resume, or set "
+                "limits.max_failed_share = 1 if these calls are the policy's fault",
                 trees,
             )
 
 
 def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
-    """Stop when not one trajectory of a step succeeded: something is broken, not unlucky. Trees
-    that a person cancelled do not count."""
+    """Raises RefusedStepError if every trajectory of a step failed, which is no coincidence. Trees
+    that a user cancelled do not count."""
     failures = [leaf for tree in trees if not tree.is_cancelled for leaf in tree.failures()]
     if failures and not any(True for tree in trees for _ in tree.trajectories()):
         raise RefusedStepError(
@@ -407,7 +404,8 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
 
 
 def _credit(algorithm: Algorithm, tree: TrajectoryTree) -> TreeCredit | None:
-    """Raises ConfigError for an algorithm of a user that raises, or whose credit is not finite."""
+    """The tree's credit. Raises ConfigError if a custom algorithm raises or its credit is not
+    finite."""
     kind = type(algorithm)
     name = f"{kind.__module__}:{kind.__qualname__}.credit"
     try:
@@ -416,7 +414,7 @@ def _credit(algorithm: Algorithm, tree: TrajectoryTree) -> TreeCredit | None:
         raise
     except Exception as error:
         if not (place := place_of(error)):
-            raise  # a bug of this project has its traceback
+            raise  # a bug of agentenv, with its traceback
         raise ConfigError(f"{name} raised {type(error).__name__}: {error}{place}") from error
     for key in ("adv_pos", "adv_neg", "weight") if found is not None else ():
         if not np.isfinite(getattr(found, key)).all():

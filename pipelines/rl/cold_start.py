@@ -1,9 +1,9 @@
-"""The cold start: imitate demonstrations on the learner, stage by stage.
+"""The cold start: supervised learning from demonstrations, stage by stage.
 
-A small model acquires its skills in jumps, and each kind of question at a time of its own; a
-kind that is missing when reinforcement learning begins never gets a reward to learn from. So a
-stage may go on until teacher-forced exact match on clean demonstrations about unrelated facts
-(the gate) is high for every kind, and meanwhile a kind is drawn the more often the lower it is.
+A small model acquires its skills in jumps, at a different time for each kind of question. A kind
+without any skill at the start of reinforcement learning never earns a reward to learn from. So a
+stage can last until the teacher-forced exact match on clean demonstrations about unrelated facts
+(the gate) is high for every kind; until then, kinds with a low match are drawn more often.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from agentenv.pipelines.rl.state import Imitating, RunState
 from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints, Saver
 from agentenv.pipelines.run.terminal import View
 
-SAY_EVERY_S = 30.0  # what the loss is, where no gate is measured meanwhile
+REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
 
 logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Draws demonstrations; within a kind each one comes once before any comes again."""
+    """Draws demonstrations; within a kind, without replacement until all have been drawn."""
 
     def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
         self.kinds = sorted(by_kind)
@@ -58,20 +58,20 @@ class Sampler:
 
 
 def why_lower(stages: Sequence[SFTStage]) -> str:
-    """Why exact match on the gate may fall by the last stage: its rows are none of those that went
-    on until the gate was passed. Empty where it should not fall."""
+    """A note that the last stage may lower the match on the gate, since it trains on other rows
+    than the gated stages. Empty if the match should not fall."""
     gated = [stage.rows for stage in stages if stage.until_gate]
     if not gated or stages[-1].rows in gated:
         return ""
     return (
-        f"; this stage trains on other rows than the gate measures ({gated[-1]}), so that the "
-        "match may be low"
+        f"; this stage trains on other rows than the gate measures ({gated[-1]}), so the match may "
+        "be low"
     )
 
 
 class ColdStart:
-    """The cold start as a phase of a training run, with an optimizer of its own; that of
-    reinforcement learning begins anew after it, with the weights published."""
+    """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
+    optimizer of reinforcement learning starts fresh, and the weights are published."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ColdStart:
         checkpoint: Path | None,
         alarms: Alarms,
     ) -> None:
-        """`checkpoint`: within the cold start, to resume from."""
+        """`checkpoint`: one during the cold start, to resume from."""
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
@@ -96,27 +96,27 @@ class ColdStart:
         self.recorder = recorder
         self.demonstrations, self.gate = parts.demonstrations
         self.step = 0
-        self._place = ""  # the stage, as a person reads it
+        self._place = ""  # a description of the stage
         self._num_measured = 0
         self._losses: list[float] = []  # since the last measurement
-        self._course: list[float] = []  # of the stage
+        self._course: list[float] = []  # losses of the stage
         self._alarms = alarms
         self._checkpoint = checkpoint
         self._done = state.imitating = state.imitating or Imitating()
-        self._until = self._done.step  # steps done are repeated without the learner
+        self._until = self._done.step  # earlier steps are replayed without the learner
         self._saver = Saver(
-            replace(config.checkpoint, every=0),  # which counts updates
+            replace(config.checkpoint, every=0),  # `every` counts updates
             checkpoints,
             parts.learner,
             view,
             step=lambda: self._done.step,
             snapshot=state.resumable,
             turn=lambda: parts.learner.turn(),
-            of=COLD_START,
+            phase=COLD_START,
         )
 
     async def run_all(self) -> None:
-        """All stages, then the weights into the engine; saved, whatever ends it before."""
+        """Run all stages and publish the weights; an early end saves a checkpoint."""
         try:
             await self._run_all()
         except BaseException:
@@ -131,7 +131,7 @@ class ColdStart:
         num_steps = sum(stage.num_steps for stage in config.stages)
         self.view.begin("cold start", num_steps, then="an evaluation, then RL")
         self._time = asyncio.get_running_loop().time
-        self._said_s = self._time()
+        self._reported_s = self._time()
         samplers = {
             stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
             for stage in config.stages
@@ -148,15 +148,15 @@ class ColdStart:
             note = why_lower(config.stages)
             exact = await self._measure(note)
             is_open = not (note or (config.stages[-1].until_gate and passed[-1]))
-            self._alarms.look_at_imitation(self._course, exact, is_last=is_open)
+            self._alarms.check_imitation(self._course, exact, is_last=is_open)
             if not all(passed):
                 logger.warning("the cold start ended without passing its gate: %s", exact)
             await uncancelled(self._end())
             await self.parts.publish()
-        self.parts.demonstrations = None  # nobody needs them any more
+        self.parts.demonstrations = None  # free their memory
 
     async def _stage(self, stage: SFTStage, sampler: Sampler) -> bool:
-        """Whether its gate, if it has one, was passed."""
+        """Run a stage; returns whether its gate, if it has one, was passed."""
         first, last = stage.lr_scale
         self._course = []
         for number in range(stage.num_steps):
@@ -170,12 +170,12 @@ class ColdStart:
                     await uncancelled(self._imitate(sequences, scale))
                 if self._saver.is_due():
                     await self._saver.save()
-                if self._time() - self._said_s > SAY_EVERY_S:
-                    self._say(f"loss {self._course[-1]:.3f}")
+                if self._time() - self._reported_s > REPORT_EVERY_S:
+                    self._report(f"loss {self._course[-1]:.3f}")
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
                 sampler.reweigh(exact, KIND_BOOST)
-                self._alarms.look_at_imitation(self._course, exact, is_last=False)
+                self._alarms.check_imitation(self._course, exact, is_last=False)
                 if min(exact.values()) >= self.config.gate_threshold:
                     return True
         return not stage.until_gate
@@ -190,18 +190,18 @@ class ColdStart:
             self.state.line = self.state.incarnation
 
     async def _end(self) -> None:
-        """From here on checkpoints are of updates."""
+        """End the cold start: later checkpoints count updates."""
         async with self._saver.moving():
             await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
             self.state.imitating = None
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self.view.say(f"cold start step {self.step}, {self._place}: {what}")
-        self._said_s = self._time()
+        self._reported_s = self._time()
 
     async def _measure(self, note: str = "") -> dict[str, float]:
-        """By kind, the share of gate sequences of which every trained token is the likeliest. The
-        line that says it ends with the `note`."""
+        """By kind, the share of gate sequences whose trained tokens are all the most likely. The
+        `note` ends the reported line."""
         self._num_measured += 1
         if self._num_measured <= len(self._done.measured):
             return self._done.measured[self._num_measured - 1]
@@ -212,7 +212,7 @@ class ColdStart:
         loss = sum(self._losses) / max(1, len(self._losses))
         self._losses = []
         kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
-        self._say(f"loss {loss:.3f}, exact match on the gate {kinds}{note}")
+        self._report(f"loss {loss:.3f}, exact match on the gate {kinds}{note}")
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})

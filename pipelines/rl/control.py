@@ -1,7 +1,7 @@
 """Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
-Control subscribes to a run and is not in its path. All requests but checkpoints and
-evaluations are answered at once from the state of actors, queue and workers.
+Control subscribes to a run and does not affect it otherwise. It replies to all requests but
+checkpoints and evaluations at once, from the state of actors, queue and workers.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from agentenv.pipelines.run.watchdog import by_what, expected_s
 from agentenv.recovery import STEP, TURN
 from agentenv.rollout import BranchNow, Rollout
 
-PIECE = 200  # rollouts that are inspected before yielding to others
-MAX_TEXT = 2000  # characters of a turn that are shown
+PIECE = 200  # rollouts inspected between two yields to the event loop
+MAX_TEXT = 2000  # characters shown of a turn
 CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
 
@@ -81,12 +81,12 @@ def advice_on(what: str) -> str:
 
 
 def clock_text(seconds_ago: float) -> str:
-    """The time of day so many seconds ago."""
+    """The local time of day `seconds_ago`."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
 
 
 def controlled(training: Training) -> AbstractAsyncContextManager[None]:
-    """Answers requests about the run inside; a subscriber of `Training`."""
+    """Inside, answer requests about the run; a subscriber of `Training`."""
     control = Control(training)
     return listening(training.run.path, control.answer, training.view.warn)
 
@@ -99,7 +99,7 @@ class Control:
         self._since = time.strftime("%Y-%m-%d %H:%M:%S")
 
     async def answer(self, request: Request) -> Reply:
-        """Raises AgentEnvError for a request that cannot be fulfilled."""
+        """The reply to a request. Raises AgentEnvError if it cannot be fulfilled."""
         match request:
             case AskStatus():
                 return self._status()
@@ -122,7 +122,7 @@ class Control:
     def _feeder(self) -> Feeder:
         return self.training.feeder
 
-    # looking
+    # Requests that only read.
 
     def _status(self) -> Status:
         """Phase, step, queue, engine and waits of the run."""
@@ -147,7 +147,7 @@ class Control:
                 "capacity": queue.capacity,
             },
             loop=training.lag.figures(),
-            longest_wait=training.view.behind(),
+            longest_wait=training.view.longest_wait(),
         )
         counters = state.counters
         found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)
@@ -167,7 +167,7 @@ class Control:
         return TreeRow(index, one.task.id, state, age_s)
 
     def _actors(self) -> list[Actor]:
-        """The actors of this process; of two that share their rollouts one."""
+        """The actors of this process, one per table of rollouts."""
         parts = self.training.parts
         found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
         if parts.overlapping is not None:
@@ -175,7 +175,7 @@ class Control:
         return list(found.values())
 
     async def _waits(self) -> Waits:
-        """The waits of rollouts, the longest first, and what holds up the run as a whole."""
+        """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
         if training.phase == "set-up":
             return Waits([], [f"training has not started: {training.view.activity or 'set-up'}"])
@@ -228,14 +228,14 @@ class Control:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
-    async def _why(self, asked: AskWhy) -> Why:
+    async def _why(self, request: AskWhy) -> Why:
         """The waits of a tree and of each of its branches."""
-        assert asked.tree is not None
-        index, training = asked.tree, self.training
+        assert request.tree is not None
+        index, training = request.tree, self.training
         one = self._inflight(index)
         rollout = training.parts.actor.growing(index)
         row = self._row(index, one, is_growing=rollout is not None)
-        row.question = one.task.question if asked.text else None
+        row.question = one.task.question if request.text else None
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
         if training.workers is not None and not one.has_ended:
@@ -258,9 +258,9 @@ class Control:
                     failures[failure_kind_of(node)] += 1
                 elif node.end is not None:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
-            worked_s, of_s = rollout.clock(), rollout.limits.seconds_of_tree
-            lines.append(f"used {worked_s:.1f} s of {of_s:g} s (limits.max_tree_seconds)")
-            if asked.text:
+            worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
+            lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
+            if request.text:
                 await self._add_texts(branches, rollout)
         lines += self._lines_of(index, one)
         return Why(row, branches, dict(ends), dict(failures), lines)
@@ -272,7 +272,7 @@ class Control:
         return [*lines, f"{before} (start order)"]
 
     async def _add_texts(self, branches: list[BranchRow], rollout: Rollout) -> None:
-        """The last turn of each branch, and its observation."""
+        """Add the last turn and observation of each branch to its row."""
         to_text = decoder(self.training.parts.tokenizer)
         cursors = {one.name: one.pending or one.cursor for one in rollout.branches}
 
@@ -285,10 +285,10 @@ class Control:
 
         await in_thread(texts)
 
-    # acting
+    # Requests that act.
 
     def _inflight(self, index: int) -> InflightRollout:
-        """Raises ConfigError for a tree that has no slot."""
+        """The in-flight tree. Raises ConfigError if it has no slot."""
         if self.training.phase == "set-up":
             raise ConfigError(f"training has not started: {AT_START_HINT}")
         inflight = self._feeder.inflight
@@ -299,7 +299,7 @@ class Control:
         return inflight[index]
 
     def _cancel_all(self, trees: list[int]) -> Done:
-        """Cancel all of the trees, or none if one cannot be cancelled."""
+        """Cancel all trees, or none if one of them cannot be cancelled."""
         if not trees:
             raise ConfigError("no tree given")
         for index in trees:
@@ -366,7 +366,7 @@ class Control:
         return self._done("checkpoint", [line], {"path": path, "step": step})
 
     async def _evaluate(self, sets: list[str]) -> Done:
-        """Evaluate these sets between two updates, all of them if none is named."""
+        """Evaluate these sets between two updates; without names, all sets."""
         self._check_steps("an evaluation")
         training = self.training
         known = list(training.config.eval.sets)
@@ -376,8 +376,8 @@ class Control:
         if not known:
             raise ConfigError("the configuration has no evaluation set, [eval.sets.NAME]")
         chosen = sets or known
-        when, found = await training.actions.run(lambda: training.evaluator.asked(chosen))
-        lines, facts = [f"written to {training.run.path}/eval/{when}"], {}
+        when, found = await training.actions.run(lambda: training.evaluator.evaluate_now(chosen))
+        lines, facts = [f"results in {training.run.path}/eval/{when}"], {}
         for name, result in found.items():
             overall = result.overall
             lines.append(report_line(result, when))
@@ -393,7 +393,7 @@ class Control:
         return self._done("evaluate", lines, {"when": when, "sets": facts})
 
     def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
-        """The reply to a command, which terminal and run.log show too."""
+        """The reply to a command; terminal and run.log show it too."""
         for line in lines:
             self.training.view.say(f"agentenv ctl {command}: {line}")
         return Done(lines, facts or {})

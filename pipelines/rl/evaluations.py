@@ -1,9 +1,9 @@
 """Evaluations of a training run: between phases, after steps, or concurrent with training.
 
-RUN/eval/step-000040/           a whole evaluation, for `evaluate report`, `compare`, `regrade`
-RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
+RUN/eval/step-000040/           a complete evaluation, for `evaluate report`, `compare`, `regrade`
+RUN/eval/step-000040.partial/   an evaluation that is in progress, or was interrupted
 
-They are asked and stored as `agentenv evaluate` does it.
+They use the sampling and storage of `agentenv evaluate`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
-MAX_FAILED = 0.2  # of the trajectories of an evaluation in one of these
-Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
+MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
+Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
 
 
 @dataclass(eq=False)
 class Evaluator:
-    """Evaluates the policy of a run: at once, while no weights are published, or beside the
-    training, on an engine of its own, which has the weights of one step until the evaluation of
-    that step is done. Evaluations that overlap the training run one at a time."""
+    """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
+    that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
+    one at a time."""
 
     config: TrainConfig
     run: RunDirectory
@@ -68,45 +68,45 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         folder, view = self.run.path, self.recorder.view
-        self._beside: asyncio.Task[None] | None = None
+        self._overlapping: asyncio.Task[None] | None = None
         self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
         self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
 
     def due(self, step: int) -> list[str]:
-        """The sets that are evaluated after this step."""
+        """The sets to evaluate after this step."""
         sets = self.config.eval.sets
         return [name for name, one in sets.items() if one.every and step % one.every == 0]
 
     async def around(self, phase: str) -> None:
-        """Evaluate the sets that are reported before and after the phase, and keep their reports
-        under its name."""
+        """Evaluate the sets of the report before or after a phase, and store their reports under
+        the name of the phase."""
         names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
         self.state.reports[phase] = await self.evaluate(names, phase)
 
     async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
-        """Evaluate these sets; `when`: around this phase. No weights are published meanwhile, so
-        one policy version is seen."""
-        if not names:  # one beside the training may go on
+        """Evaluate these sets. `when`: the phase; empty: after a step. No weights are published
+        meanwhile, so that all rows have one policy version."""
+        if not names:  # keep `state.evaluating`, which may be an overlapping evaluation
             return {}
         self.state.evaluating = what = self._now(names, when)
         with self.clock.phase("eval"):
-            found = await self._or_gap(self._evaluate(self.parts.eval_actor, what), what)
+            found = await self._in_time(self._evaluate(self.parts.eval_actor, what), what)
         self.state.evaluating = None
         return found
 
     async def after_step(self, names: list[str]) -> None:
-        """Evaluate these sets after a step; the best checkpoint is kept by them."""
+        """Evaluate these sets after a step, and update the best checkpoint."""
         step = self.state.step
         if names and self.parts.overlapping is not None:
-            await self._begin_beside_training(names)
+            await self._begin_overlapping(names)
             return
         for report in (await self.evaluate(names)).values():
             await self.saver.consider_best(step, report)
 
-    async def asked(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
-        """Evaluate these sets on a person's request; also the name of the folder, which is not that
-        of an evaluation that is due. Stored answers are used again."""
-        await self.finish()  # one beside the training
+    async def evaluate_now(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
+        """Evaluate these sets at a user's request, and reuse stored trajectories. Also returns the
+        name of the folder, which differs from that of a scheduled evaluation."""
+        await self.finish()  # of an overlapping evaluation
         for number in count(1):
             when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
             what = self._now(names, when)
@@ -115,22 +115,22 @@ class Evaluator:
         return when, await self.evaluate(names, when)
 
     def _is_free(self, what: Evaluating) -> bool:
-        """Whether nothing else is stored where it goes."""
+        """Whether its folder is free, or contains this evaluation."""
         return not (self._folder / what.phase).exists() or self._evaluations.is_done(what)
 
     async def resume(self, due: list[str]) -> None:
-        """Take up the evaluation after a step that an interruption cut off, or that of the sets
-        `due` after the last step, which it came before."""
+        """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
+        after the last step, if the interruption came before it."""
         what = self.state.evaluating or self._now(due)
         if what.when or not what.sets:
             return
-        beside = self.parts.overlapping
+        actor = self.parts.overlapping
         if not self._has_sets(what):
             self._warn_of_gap(what, "eval.sets no longer has them")
         elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
-        elif beside is not None and await in_thread(self._weights_of(what).is_dir):
-            return self._begin(beside, what)
+        elif actor is not None and await in_thread(self._weights_of(what).is_dir):
+            return self._begin(actor, what)
         elif what.step == self.state.step:
             return await self.after_step(what.sets)
         else:
@@ -138,20 +138,20 @@ class Evaluator:
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
-        """Keep the best checkpoint, should the interruption have come before that."""
+        """Update the best checkpoint, in case the interruption came before that."""
         if not self.config.checkpoint.best_metric:
             return
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
-            own = [row for row in rows if row.dataset == name]
-            await self.saver.consider_best(what.step, brief_report(name, own))
+            of_set = [row for row in rows if row.dataset == name]
+            await self.saver.consider_best(what.step, brief_report(name, of_set))
 
     def _has_sets(self, what: Evaluating) -> bool:
-        """Whether the configuration still knows of all that is evaluated."""
+        """Whether the configuration still has all sets of the evaluation."""
         return self.config.eval.sets.keys() >= set(what.sets)
 
     def is_recorded(self, phase: str) -> bool:
-        """Whether its rows of metrics are all there, and stay so when the run goes on."""
+        """Whether the metrics of this evaluation are complete, and will not be written again."""
         if phase in PHASES:
             return phase in self.state.reports
         pending = self.state.evaluating
@@ -160,15 +160,15 @@ class Evaluator:
         return not (self._folder / f"{phase}{PARTIAL}").is_dir()
 
     async def finish(self) -> None:
-        """Wait for the evaluation that goes on beside the training."""
-        if self._beside is not None:
-            await self._beside
-            self._beside = None
+        """Wait for the overlapping evaluation, if there is one."""
+        if self._overlapping is not None:
+            await self._overlapping
+            self._overlapping = None
 
     def cancel(self) -> None:
-        """Stop the evaluation beside the training; in the state it is still due."""
-        if self._beside is not None:
-            self._beside.cancel()
+        """Stop the overlapping evaluation; the state records that it is still due."""
+        if self._overlapping is not None:
+            self._overlapping.cancel()
 
     # inner workings
 
@@ -176,7 +176,7 @@ class Evaluator:
         state, version = self.state, self.parts.learner.policy_version
         return Evaluating(state.step, version, names, state.line, when)
 
-    async def _begin_beside_training(self, names: list[str]) -> None:
+    async def _begin_overlapping(self, names: list[str]) -> None:
         actor, learner = self.parts.overlapping, self.parts.learner
         assert actor is not None
         with self.clock.phase("eval"):
@@ -186,17 +186,17 @@ class Evaluator:
             await learner.export(self._weights_of(what))
         self.state.evaluating = what
         if self.config.checkpoint.best_metric.partition("/")[0] in names:
-            await self.saver.save()  # of these weights, should they be the best
+            await self.saver.save()  # these weights may become the best checkpoint
         self._begin(actor, what)
 
     def _begin(self, actor: Actor, what: Evaluating) -> None:
-        self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
+        self._overlapping = asyncio.create_task(self._evaluate_overlapping(actor, what))
 
-    async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        """To its end, or to a gap in the curve: the training does not depend on it. A failure of
-        every trajectory is raised, since those of the training meet it too."""
+    async def _evaluate_overlapping(self, actor: Actor, what: Evaluating) -> None:
+        """Evaluate; a failure only leaves a gap in the curve, and training continues. If every
+        trajectory failed, raise: training has the same problem."""
         try:
-            found = await self._or_gap(self._with_weights(actor, what), what)
+            found = await self._in_time(self._with_weights(actor, what), what)
             for report in found.values():
                 await self.saver.consider_best(what.step, report)
         except* (AgentEnvError, OSError) as errors:
@@ -209,11 +209,12 @@ class Evaluator:
         await in_thread(self._forget_weights)
 
     def _weights_of(self, what: Evaluating) -> Path:
-        """Where they are; a checkpoint may know of others than the last that were written."""
+        """The folder of its weights; the state of a checkpoint may name older weights than the
+        latest."""
         return self._weights / f"{what.phase}-{what.incarnation}"
 
     def _forget_weights(self) -> None:
-        """Whole or not at all, as far as a later process sees."""
+        """Remove the weights, atomically for a later process."""
         removed = self._weights.with_name(self._weights.name + REMOVED)
         shutil.rmtree(removed, ignore_errors=True)
         with suppress(FileNotFoundError):
@@ -225,10 +226,10 @@ class Evaluator:
             await actor.engine.load_weights(self._weights_of(what), what.policy_version)
         return await self._evaluate(actor, what)
 
-    async def _or_gap(
+    async def _in_time(
         self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
     ) -> dict[str, BriefReport]:
-        """The result, or nothing where it takes longer than `eval.timeout_s`."""
+        """The result, or an empty one, with a warning, after `eval.timeout_s`."""
         limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
@@ -264,9 +265,9 @@ def first_of(error: BaseException) -> BaseException:
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
-    """Stop when every trajectory of an evaluation failed, since its figures would be those of
-    nothing, and `is_before` training when MAX_FAILED of them did: training would meet the same, and
-    learn from the rest. Raises `broken`."""
+    """Raises the error of `broken` if every trajectory of an evaluation failed, or with `is_before`
+    (training) if MAX_FAILED of them did: training would have the same problem, and learn from a
+    biased rest."""
     errors = [row.error or "" for row in rows if row.end == FAILED]
     errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
     if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
@@ -282,8 +283,7 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
 
 @dataclass(eq=False)
 class Evaluations:
-    """Begins the evaluations of the run in the folder `run`, and shows their progress in
-    `view`."""
+    """Runs the evaluations of the run in the folder `run`, and shows their progress in `view`."""
 
     config: TrainConfig
     run: Path
@@ -292,23 +292,23 @@ class Evaluations:
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
-        """What asks a set of the evaluation in RUN/eval/WHEN, which is whole when the context ends
-        well. An evaluation of the same weights that was cut off is taken up; one of others in its
-        place is removed."""
+        """Inside, the yielded function evaluates a set. RUN/eval/WHEN is complete when the context
+        exits without an error. An interrupted evaluation of the same weights is resumed; that of
+        other weights is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
         folder = self.run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)
-        opened: list[Store] = []  # also by a thread whose waiter was cancelled
+        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
 
-        def take_up() -> None:
-            if is_of(folder, saved):  # it was done, and its figures are not kept yet
+        def open_store() -> None:
+            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
                 shutil.rmtree(unfinished, ignore_errors=True)
                 folder.rename(unfinished)
-            opened.append(_take_up(unfinished, saved))
+            opened.append(_reopen(unfinished, saved))
 
         try:
-            await uncancelled(in_thread(take_up))
+            await uncancelled(in_thread(open_store))
             yield partial(self._ask, opened[0], config)
         finally:
             for store in opened:
@@ -316,7 +316,7 @@ class Evaluations:
         await in_thread(replace_folder, unfinished, folder)
 
     def is_done(self, what: Evaluating) -> bool:
-        """Whether it is there, whole."""
+        """Whether the evaluation is stored and complete."""
         saved = self._saved(what, self._configuration(what.sets))
         return is_of(self.run / EVALUATIONS / what.phase, saved)
 
@@ -332,13 +332,13 @@ class Evaluations:
     async def _ask(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
     ) -> list[EvalRow]:
-        """All rows of a set, in the order of its questions; those that are stored are not asked.
-        The seed is that of the set, as in `agentenv evaluate`: equal seeds, equal samples."""
+        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
+        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
         own = config.sets[name]
         seed = own.sampling.seed if own.sampling is not None else None
         number = config.seed if seed is None else seed
-        asking = copy.copy(actor)
-        asking.seed = f"{number}/eval/{name}"
+        seeded = copy.copy(actor)
+        seeded.seed = f"{number}/eval/{name}"
 
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, number)
@@ -350,10 +350,10 @@ class Evaluations:
         shows = view.is_idle  # else beside the training, whose bar it is
         if shows:
             view.begin(title, len(missing))
-        look = view.advance if shows else Pulse(view, title, len(missing)).look
-        progress = Progress(look, actor.engine)
+        update = view.advance if shows else Pulse(view, title, len(missing)).update
+        progress = Progress(update, actor.engine)
         try:
-            await ask_into(store, missing, {name: asking}, make_row, progress, concurrency=many)
+            await ask_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
         finally:
             progress.close()
             if shows:
@@ -371,14 +371,15 @@ class Evaluations:
 
 
 def is_of(path: Path, saved: Saved) -> bool:
-    """Whether the folder holds this evaluation."""
+    """Whether the folder contains this evaluation."""
     try:
         return bool(identity(load_saved(path)) == json.loads(json.dumps(identity(saved))))
     except DataError:
         return False
 
 
-def _take_up(path: Path, saved: Saved) -> Store:
+def _reopen(path: Path, saved: Saved) -> Store:
+    """The store in `path`; another evaluation in its place is removed."""
     if not is_of(path, saved):
         shutil.rmtree(path, ignore_errors=True)
     return Store(path, saved)

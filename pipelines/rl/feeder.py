@@ -1,9 +1,9 @@
 """The feeder: starts a rollout for each slot of the queue, in the order of the task stream, and
-keeps the table of rollouts in flight.
+keeps the table of in-flight rollouts.
 
-A tree that an earlier process has finished comes from the journal; one that it had begun goes on
-from there; every other one grows in this process or in a rollout worker. Listeners are called as
-trees pass, and change nothing.
+The journal supplies trees that an earlier process finished, and the recorded part of trees that it
+started; all others grow in this process or in a rollout worker. Listeners are notified, and change
+nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from agentenv.types import Task
 
 
 class Listener:
-    """Callbacks of the loop, in the order of a step; this one does nothing."""
+    """Callbacks of the loop, in the order of a step; the base class does nothing."""
 
     def started(
         self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
     ) -> None:
         """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
-        it had a slot, since the learner did not need it sooner. `drawn` is the id of its task if a
-        curriculum chose it, `order` what else was decided of the tree."""
+        it had a slot (just in time for the learner). `drawn`: the id of its task if a curriculum
+        chose it. `order`: all other decisions about the tree."""
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         """The learner takes these trees."""
@@ -52,7 +52,7 @@ class Listener:
         """The weights trained on these trees are live."""
 
     def refused(self, step: int, trees: Sequence[int]) -> None:
-        """The run ends before this step, which should have been on these trees."""
+        """The run ends instead of training this step on these trees."""
 
 
 class JournalListener(Listener):
@@ -76,7 +76,7 @@ class JournalListener(Listener):
         self._journal.append(Refused(step, list(trees)))
 
 
-ROOM_S = 0.2  # between two looks at whether a tree may begin
+ROOM_S = 0.2  # between two checks whether a tree may begin
 
 
 class InflightRollout:
@@ -91,13 +91,13 @@ class InflightRollout:
 
     @property
     def has_ended(self) -> bool:
-        """The tree is whole, and waits for the learner."""
+        """Whether the tree is complete and waits for the learner."""
         return self.growing is not None and self.growing.done()
 
 
 @dataclass(eq=False)
 class Feeder:
-    """Feeds the queue of one run. A pause holds back new trees, new turns, and the learner."""
+    """Feeds the queue of a run. A pause stops new trees, new turns, and updates."""
 
     config: TrainConfig
     state: RunState
@@ -108,18 +108,18 @@ class Feeder:
     listeners: Sequence[Listener]
 
     def __post_init__(self) -> None:
-        self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
+        self.workers: RolloutWorkers | None = None  # None: rollouts grow in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
         self.starts = self._starts()
         self.forecaster = Forecaster(self.state.known) if learns(self.parts.plan) else None
-        self.archive: Path | None = None  # of an earlier process, whose trajectories are kept
-        self.held_back = {"s": 0.0}  # seconds for which trees were
-        self._goes_on = asyncio.Event()  # unless the run is paused
-        self._goes_on.set()
+        self.archive: Path | None = None  # of the run, with trajectories of earlier processes
+        self.held_back = {"s": 0.0}  # seconds for which new trees had to wait
+        self._resumed = asyncio.Event()  # cleared during a pause
+        self._resumed.set()
 
     async def run(self, rollouts: asyncio.TaskGroup) -> None:
-        """Start rollouts as slots allow; without refill no more than the run will train."""
+        """Start rollouts as slots allow; without refill, only as many as the run will train."""
         parts, config = self.parts, self.config
         needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
         if self.starts is not None and self.archive is not None:
@@ -141,7 +141,7 @@ class Feeder:
             one = self.inflight[position] = InflightRollout(task, order)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
-            await asyncio.sleep(0)  # so that not all of them begin in one go
+            await asyncio.sleep(0)  # yield: many slots may be free
         self.queue.finish()
 
     def _curriculum(self) -> Curriculum | None:
@@ -157,8 +157,8 @@ class Feeder:
         return PrefixStarts(config, self.state.starts, seed, self.parts.num_steps)
 
     def _order_of(self, position: int, task: Task, *, is_new: bool) -> Order | None:
-        """What is decided of the tree of this place beside its task, as an earlier process decided
-        if that started it."""
+        """The decisions about the tree at `position` besides its task; those of an earlier process
+        if it started the tree."""
         if not is_new:
             assert self.journal is not None
             return self.journal.order_of(position)
@@ -168,16 +168,16 @@ class Feeder:
         return Order(start, {FORECAST: to_builtins(self.forecaster.forecast(task.id))})
 
     def _start_of(self, position: int, task: Task) -> Start | None:
-        """Where a new tree begins; None: at its question."""
+        """The prefix from which a new tree starts; None: its question."""
         if self.starts is None:
             return None
         step, update = self.state.step, position // self.queue.groups_per_step
-        if self.config.refills:  # later, by those that are replaced
+        if self.config.refills:  # positions run ahead, by the replaced trees
             update = min(update, step + self.config.queue.max_staleness)
         return self.starts.choose(position, update, step, task)
 
     async def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered; figures of what was learned of them."""
+        """Update curriculum, prefix starts and forecasts with delivered trees; returns metrics."""
         figures: dict[str, float] = {}
         if self.curriculum is not None:
             self.curriculum.add(trees)
@@ -191,17 +191,17 @@ class Feeder:
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
+        return not self._resumed.is_set()
 
     def pause(self) -> None:
-        """Begin no tree, no turn and no update until `resume`; evaluations go on."""
-        self._goes_on.clear()
+        """Start no tree, turn or update until `resume`; evaluations continue."""
+        self._resumed.clear()
         self.parts.actor.pause()
         self._report_pause()
 
     def resume(self) -> None:
         """End a pause."""
-        self._goes_on.set()
+        self._resumed.set()
         self.parts.actor.resume()
         self._report_pause()
 
@@ -211,31 +211,31 @@ class Feeder:
 
     async def until_resumed(self) -> None:
         """Wait while the run is paused."""
-        await self._goes_on.wait()
+        await self._resumed.wait()
 
     def num_open_envs(self) -> int:
-        """Trajectories under way, in this process and in workers."""
-        elsewhere = 0 if self.workers is None else self.workers.num_open_envs
-        return self.parts.actor.envs.count + elsewhere
+        """Number of open environments, in this process and in workers."""
+        in_workers = 0 if self.workers is None else self.workers.num_open_envs
+        return self.parts.actor.envs.count + in_workers
 
     def taken(self, trees: list[TrajectoryTree]) -> dict[int, int]:
-        """These trees are trained: how many nodes of each an earlier process grew."""
+        """Remove trained trees from the table; returns the number of nodes of each that an earlier
+        process grew."""
         found = {tree.index: self.inflight.pop(tree.index, None) for tree in trees}
         return {index: 0 if one is None else one.num_known for index, one in found.items()}
 
     async def _until_allowed(self) -> None:
-        """Hold the next tree back while the run is paused, or queue.max_rollouts trees grow."""
-        while self.is_paused or self._grows_enough():  # noqa: ASYNC110 (many things change it)
+        """Delay the next tree while the run is paused, or queue.max_rollouts trees grow."""
+        while self.is_paused or self._is_full():  # noqa: ASYNC110 (many things change it)
             await asyncio.sleep(ROOM_S)
 
-    def _grows_enough(self) -> bool:
+    def _is_full(self) -> bool:
         allowed = self.config.queue.max_rollouts
         return bool(allowed) and self.queue.num_waiting - self.queue.num_ready >= allowed
 
     async def _until_room(self) -> None:
-        """Hold the next tree back while the engine has more than it can do, or more than its caches
-        hold: trees under way end sooner, on prefixes that are still cached. One tree always
-        grows."""
+        """Delay the next tree while the engine or its caches are overloaded: growing trees then end
+        sooner, and find their prefixes in the cache. At least one tree always grows."""
         engine = self.parts.engine
         if not isinstance(engine, EnginePool):
             return
@@ -246,7 +246,7 @@ class Feeder:
                 await asyncio.sleep(ROOM_S)
 
     async def _roll_out(self, one: InflightRollout, position: int) -> TrajectoryTree:
-        """The tree of this place, from the journal, gone on with, or grown."""
+        """The tree at `position`: from the journal, continued from it, or grown anew."""
         recorded, journal = None, self.journal
         await asyncio.sleep(0)
         if journal is not None and journal.knows(position):
@@ -256,13 +256,13 @@ class Feeder:
             tree = recorded.tree
         else:
             tree = await self._grow(one, position, recorded)
-        self.batches.credit(tree)  # now, while others grow: not of a whole step at once
+        self.batches.credit(tree)  # now, while others grow, instead of for a whole step at once
         return tree
 
     async def _grow(
         self, one: InflightRollout, position: int, recorded: Recorded | None
     ) -> TrajectoryTree:
-        """In a worker, or here."""
+        """Grow the tree, in a worker or in this process."""
         parts, journal, order = self.parts, self.journal, one.order
         if self.workers is not None:
             return await self.workers.rollout(

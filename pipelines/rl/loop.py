@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning: `Loop.run` and `Loop.step` are all of it.
+"""The loop of reinforcement learning: `Loop.run` and `Loop.step`.
 
     take       the trees of a step, in start order                  agentenv/queue.py
     credit     parity, credit of each tree, choice of the trained   batching.py
@@ -7,8 +7,8 @@
     release    the slots of the trees, for new rollouts             agentenv/queue.py
     record     figures, score, the row of metrics                   report.py
 
-Rollouts go on meanwhile (feeder.py). Journal and control subscribe: the journal listens to events
-(`Listener`), and an action that a person asks for (control.py) runs between two steps.
+Rollouts continue meanwhile (feeder.py). The journal receives events (`Listener`), and an action
+that a user requests (control.py) runs between two steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Action = Callable[[], Awaitable[Any]]
 
 
 class PendingActions:
-    """Actions that need weights at rest, a checkpoint for instance: one at a time, between two
-    steps, in tasks of the run."""
+    """Actions that need unchanging weights, such as a checkpoint. They run one at a time, between
+    two steps, in tasks of the run."""
 
     def __init__(self) -> None:
-        self.weights_at_rest = asyncio.Lock()  # held by a step, and by an action
+        self.weights_at_rest = asyncio.Lock()  # a step holds it, and an action
         self._group: asyncio.TaskGroup | None = None
         self._begun = asyncio.Event()
         self._over = ""
@@ -56,13 +56,13 @@ class PendingActions:
         self._begun.set()
 
     def close(self, reason: str) -> None:
-        """Refuse actions from now on."""
+        """Reject actions from now on."""
         self._over = reason
         self._begun.set()
 
     async def run(self, action: Action) -> Any:
-        """The result of the action, or the AgentEnvError or OSError that it raises; these do not
-        end the run, a LearnerError and a bug do. Cancelling the wait does not cancel the action."""
+        """The result of the action. Raises its AgentEnvError or OSError, which do not end the run;
+        a LearnerError and a bug do. Cancelling the wait does not cancel the action."""
         await self._begun.wait()
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._group is None or self._over:
@@ -90,7 +90,7 @@ class PendingActions:
 
 
 def is_harmless(error: Exception) -> bool:
-    """Whether the run can go on after an action failed with this error."""
+    """Whether the run can continue after an action failed with this error."""
     first = first_of(error)
     return isinstance(first, AgentEnvError | OSError) and not isinstance(first, LearnerError)
 
@@ -160,8 +160,8 @@ class Loop:
         await self.record(batch)
 
     async def take(self) -> Batch:
-        """The trees of the next step, once there are enough and the run is not paused; answers of
-        the self-critic beside them, if a round of it is due."""
+        """Wait for the trees of the next step, and for the end of a pause. If a round of the
+        self-critic is due, its answers are part of the batch."""
         self.report.begin_step()
         with self.watch.part("wait"):
             keep = (self.batches.keep,) if self.config.refills else ()
@@ -173,7 +173,7 @@ class Loop:
         return batch
 
     async def credit(self, batch: Batch) -> None:
-        """Check that engine and learner agree, and choose the trees to train, with their credit."""
+        """Check the parity of engine and learner, and choose the trees to train, with credit."""
         for listener in self.listeners:
             listener.taken(self.state.step, [tree.index for tree in batch.delivered])
         with self.watch.part("parity"):
@@ -184,8 +184,8 @@ class Loop:
             forget_entropies(batch.delivered)
 
     async def update(self, batch: Batch) -> None:
-        """Train on the batch. The round of the self-critic moves the weights before the update and
-        is published with it, so that it counts as no policy version of its own."""
+        """Train on the batch. A round of the self-critic changes the weights before the update and
+        is published with it, so that it has no separate policy version."""
         state = self.state
         if self.critic is not None and batch.answers is not None:
             batch.metrics |= await self.critic.learn(state.step, batch.answers)
@@ -193,7 +193,7 @@ class Loop:
             batch.metrics |= await self._train(batch)
         try:
             batch.metrics |= await self.report.measure(batch)
-        except Exception as error:  # the learner is well, and is saved first
+        except Exception as error:  # raised later: the learner is intact, and is saved first
             batch.problem = error
         batch.metrics |= await self.feeder.learned(batch.delivered)
         state.position += len(batch.delivered)
@@ -214,7 +214,7 @@ class Loop:
         }
 
     async def publish(self, batch: Batch) -> None:
-        """New weights into the engine, if there are any, and the trees into the archive."""
+        """Publish new weights, if any, to the engine, and archive the trees."""
         header = StepHeader(
             step=self.state.step,
             policy_version=batch.policy_version,
@@ -228,11 +228,11 @@ class Loop:
             if batch.trained or batch.metrics.get("self_critic/num_steps"):
                 with self.watch.part("publish"):
                     await self.parts.publish()
-        finally:  # from now on a checkpoint may be of these weights, and needs their trees
+        finally:  # a checkpoint of these weights needs the trees that trained them
             await self.recorder.keep_trees(header, batch)
 
     def release(self, batch: Batch) -> None:
-        """Give the slots of the batch back. Raises what went wrong in measuring it."""
+        """Release the slots of the batch. Raises the error of measuring it, if there was one."""
         if batch.problem is not None:
             raise batch.problem
         trained = [tree.index for tree, _ in batch.trained]
@@ -242,14 +242,14 @@ class Loop:
         self.state.counters.check(in_flight=self.queue.num_waiting)
 
     async def record(self, batch: Batch) -> None:
-        """Write the figures and the trajectories of the step."""
+        """Write the metrics and the trajectories of the step."""
         if batch.answers is not None:
             name = f"self-critic-{self.state.step - 1:06d}"
             await self.recorder.write_trajectories(name, batch.answers)
         await self.report.record(batch, self.feeder.taken(batch.delivered))
 
     async def evaluate_and_save(self) -> None:
-        """The evaluations and the checkpoint that are due after this step."""
+        """Run the evaluations and the checkpoint that are due after this step."""
         with self.watch.part("evaluate_and_save"):
             await self.evaluator.after_step(self.evaluator.due(self.state.step))
             if self.saver.is_due():

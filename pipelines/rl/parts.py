@@ -37,7 +37,7 @@ from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
-from agentenv.pipelines.rl.placement import far_servers, open_ray, ray_ranks
+from agentenv.pipelines.rl.placement import node_servers, open_ray, ray_ranks
 from agentenv.pipelines.rl.publishing import (
     Colocation,
     Handover,
@@ -55,8 +55,8 @@ from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
     TRAINING,
-    AskingAssembly,
     Questions,
+    RolloutAssembly,
     SetConfig,
     actor_seed,
     load_set,
@@ -82,9 +82,8 @@ LEARNER_READY = "learner-ready"
 
 @dataclass
 class Parts:
-    """The parts that the loop works with. `overlapping` is the actor of evaluations beside the
-    training, on an engine of its own; `demonstrations` are those of a cold start that is still to
-    come, and those that measure it."""
+    """The parts of the loop. `overlapping`: the actor of evaluations that overlap training, with a
+    separate engine. `demonstrations`: of a pending cold start, for training and for its gate."""
 
     tokenizer: Any
     tasks: Sequence[Task]
@@ -99,14 +98,14 @@ class Parts:
     publisher: Publisher
     overlapping: Actor | None
     demonstrations: tuple[Demonstrations, Demonstrations] | None
-    vocab_size: int = 0  # of the plan
-    model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
+    vocab_size: int = 0  # for the plan
+    model: Path = Path()  # with weights, and the tokenizer of rollout workers
     urls: dict[str, str] = field(default_factory=dict)  # of roles
     ray: RayPlacement | None = None
     handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
-        """New weights into the engine while rollouts are running, and a probe of them begun."""
+        """Publish new weights to the engine while rollouts run, and start a parity probe."""
         await self.publisher.publish()
         self.probe.start()
 
@@ -123,10 +122,10 @@ async def build_parts(
     stack: AsyncExitStack,
     say: Say,
 ) -> Parts:
-    """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
-    user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
+    """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
+    from it and no set-up runs. Raises ConfigError or DataError for bad input."""
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
-    if not assembly.is_wide:  # memory that a model may need
+    if not assembly.is_wide:  # free shared memory, which the model may need
         await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
     await in_thread(remove_left, run.path, WEIGHTS_PREFIX)
     cluster = config.cluster
@@ -134,17 +133,17 @@ async def build_parts(
         await refuse(assembly, "configuration")
         ray = assembly.ray = await open_ray(config, cluster, run.path, stack, say)
         if cluster.engines:
-            assembly.engine_servers = far_servers(cluster, ray, run.path, stack, say)
+            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, say)
         if cluster.learner:
             assembly.remote_ranks = ray_ranks(cluster, ray)
-    if checkpoint is None:  # else it has been found in order before
+    if checkpoint is None:  # else the checks have passed before
         await refuse(assembly, "files")
     async with assembly.starting():
         await refuse(assembly, first="model" if checkpoint is None else "configuration")
         return await assembly.parts()
 
 
-class TrainingAssembly(AskingAssembly[TrainConfig]):
+class TrainingAssembly(RolloutAssembly[TrainConfig]):
     """Builds the parts of one training run."""
 
     is_whole = True
@@ -182,8 +181,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def model(self) -> Path:
-        """Where the weights begin; of a checkpoint what stays when that is pruned, since servers
-        that start again, and each publish, read from it."""
+        """The directory of the initial weights. A checkpoint is linked into the run's folder, since
+        restarted servers and each publish read it after the checkpoint may have been removed."""
         if self.checkpoint is None:
             return await self.own_model(self.config.model.path)
         folder = self.folder / "resumed"
@@ -211,13 +210,13 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """The GPUs of the learner's ranks; the engine's servers get others."""
         config = self.config
         if isinstance(config.cluster, RayCluster) and config.cluster.learner:
-            return []  # theirs are their nodes'
+            return []  # Ray assigns the GPUs of its nodes
         gpus = learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
         return gpus or (gpus_of_ranks() if config.learner.launch == "local" else [])
 
     @once
     async def urls(self) -> dict[str, str]:
-        """Engine and learner have their GPUs before the servers of roles take theirs."""
+        """The URLs of roles. Engine and learner reserve their GPUs before the servers of roles."""
         await self.gpus()
         return await super().urls()
 
@@ -239,8 +238,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def demonstrations(self) -> tuple[Demonstrations, Demonstrations] | None:
-        """Of the cold start: those to imitate, and those that measure; None: it is done, or there
-        is none."""
+        """Demonstrations of the cold start, for training and for its gate; None if there is no cold
+        start, or it is done."""
         sft = self.config.sft
         resumed = self.checkpoint
         if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
@@ -249,19 +248,19 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         messages, info = (await self.episodes())[TRAINED]
         tools = list(info.get("tools", ()))
         system = next((one.content for one in messages if one.role == "system"), "")
-        learned, gate = [
+        trained, gate = [
             await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
             for path in (sft.data, sft.gate)
         ]
-        check_stages(sft, learned)
-        return learned, gate
+        check_stages(sft, trained)
+        return trained, gate
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Slow parts start while other work goes on inside: all of a run that was found in order
-        before, else the ranks of the learner, which import for seconds."""
+        """Start slow parts while the body runs: learner and engine of a resumed run, whose checks
+        have passed before; else the learner's ranks, whose imports take seconds."""
         work: Coroutine[Any, Any, object]
-        if self.checkpoint is not None and not self.config.roles:  # whose servers come first
+        if self.checkpoint is not None and not self.config.roles:  # servers of roles come first
             work = self.learner_and_engine()
         elif self.checkpoint is not None or self.config.learner.launch == "local":
             work = self.ranks()
@@ -272,13 +271,13 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         try:
             yield
         finally:
-            starting.add_done_callback(heed)  # `parts` has raised it, unless another came before
+            starting.add_done_callback(heed)  # `parts` raises its error, unless another came first
             starting.cancel()
             await asyncio.wait([starting])
 
     @once
     async def ranks(self) -> RankGroup:
-        """Those of the learner, with nothing in them yet. They leave no log that nobody needs."""
+        """The learner's ranks, still empty. Their logs are removed unless the learner is built."""
         log = self.folder / LEARNER_LOG
         is_new = not log.exists()
 
@@ -297,7 +296,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             group = await start_ranks(
                 self.config.learner, log, await self.gpus(), self.remote_ranks
             )
-        except asyncio.CancelledError:  # the run is refused
+        except asyncio.CancelledError:  # a check failed
             forget_logs()
             raise
         self.stack.push_async_callback(close)
@@ -305,7 +304,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def learner(self) -> DeepSpeedLearner:
-        """The learner, started, at the policy version of the checkpoint; asleep where it shares its
+        """The learner, started, at the policy version of the checkpoint; asleep if it shares its
         GPUs with the engine."""
         config, gpus = self.config, await self.gpus()
         learner = await DeepSpeedLearner.start(
@@ -320,7 +319,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.starts_servers:  # which come up meanwhile
+        if config.engine.starts_servers:  # they start meanwhile
             await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
@@ -354,8 +353,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def gate(self) -> Path | None:
-        """The file by which the learner opens its GPUs to servers that start beside it; None: they
-        share none, or the servers cannot wait."""
+        """A file whose creation lets servers on the learner's GPUs allocate memory; None if they
+        share no GPUs, or the servers cannot wait."""
         config = self.config
         waits = config.engine.starts_servers and config.engine.can_map
         if config.resources.colocated and waits and self.engine_servers is self.servers:
@@ -363,22 +362,22 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         return None
 
     async def _ready_learner(self) -> DeepSpeedLearner:
-        """The learner, which from now on holds the memory of its GPUs that it keeps."""
+        """The learner, after it has allocated its permanent GPU memory."""
         learner, gate = await self.learner(), await self.gate()
         if gate is not None:
             await in_thread(gate.touch)
         return learner
 
     async def learner_and_engine(self) -> tuple[DeepSpeedLearner, Engine]:
-        """Started side by side, or one after the other where an engine that cannot wait for the
-        learner is on its GPUs."""
+        """Start learner and engine concurrently, or in sequence if they share GPUs and the engine
+        cannot wait for the learner."""
         if self.config.resources.colocated and await self.gate() is None:
             return await self.learner(), await self.engine()
         first = asyncio.create_task(self._ready_learner())
         second = asyncio.create_task(self.engine())
         try:
             return await asyncio.gather(first, second)
-        finally:  # where one fails, the other ends too
+        finally:  # if one fails, the other ends too
             for task in (first, second):
                 task.cancel()
             await asyncio.wait((first, second))
@@ -427,12 +426,12 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     async def weights(self) -> Path:
         """A folder through which weights pass from learner to engine."""
         place = (await self.passage()).folder
-        return await uncancelled(in_thread(self.stack.enter_context, _made(place)))
+        return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
 
     @once
     async def passage(self) -> Passage:
-        """A folder that all machines with an engine or the learner see; else shared memory, where
-        that has room. Raises ConfigError where nothing has."""
+        """A folder that all machines with an engine or the learner see; on one machine, shared
+        memory if it has enough space. Raises ConfigError without enough space."""
         config, model = self.config, await self.model()
         chosen = config.resources.weights_dir
         return await in_thread(
@@ -472,7 +471,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         )
 
     async def _overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
-        """The actor of evaluations beside the training, if they have an engine: like `actor`,
+        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
         with equal seeds."""
         config = self.config
         if config.eval.engine is None:
@@ -494,8 +493,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
 
 @contextmanager
-def _made(place: Path) -> Iterator[Path]:
-    """A folder for new weights in `place`, which is made."""
+def _weights_folder(place: Path) -> Iterator[Path]:
+    """A folder for new weights in `place`, which is created if missing."""
     with ExitStack() as stack:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -507,11 +506,11 @@ def _made(place: Path) -> Iterator[Path]:
 
 
 def adapter_rank(config: TrainConfig) -> int:
-    """Rank of the LoRA adapters that the engine gets as new weights; 0: it gets whole models."""
+    """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
     lora = config.learner.lora if config.engine.new_weights == "adapter" else None
     return 0 if lora is None else lora.r
 
 
 def eval_key(name: str) -> str:
-    """The key of an evaluation set, which is the set's name among all sets of a run."""
+    """The configuration key of an evaluation set, its name among all sets of a run."""
     return f"eval.sets.{name}"

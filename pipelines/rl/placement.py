@@ -36,11 +36,11 @@ from agentenv.worker_group import WorkerSpec
 if TYPE_CHECKING:
     from agentenv.pipelines.rl.parts import Parts
 
-OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
+OBJECT_STORE_BYTES = 80 << 20  # the minimum that Ray accepts; agentenv does not use it
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
-    """The bundles that must fit for the run to begin, with the keys that ask for them."""
+    """The bundles that must fit for the run to start, each with the key that requires it."""
     launched = config.engine.launched
     if cluster.learner:
         for _ in range(config.learner.num_ranks):
@@ -55,7 +55,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
 async def open_ray(
     config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, say: Say
 ) -> RayPlacement:
-    """The connection to Ray. Raises ConfigError for what does not fit there."""
+    """Connect to Ray. Raises ConfigError if the bundles do not fit."""
     setup = RaySetup(
         cluster.address,
         OBJECT_STORE_BYTES,
@@ -69,10 +69,10 @@ async def open_ray(
     return found
 
 
-def far_servers(
+def node_servers(
     cluster: RayCluster, placement: RayPlacement, folder: Path, stack: AsyncExitStack, say: Say
 ) -> ClusterServers:
-    """The starter of the engine's servers on nodes."""
+    """The starter of engine servers on the nodes of Ray."""
 
     def spec(config: LaunchConfig) -> WorkerSpec:
         return WorkerSpec(
@@ -95,9 +95,9 @@ def far_servers(
 
 
 def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
-    """Placement of the learner's ranks."""
-    own = {name: os.environ[name] for name in cluster.env if name in os.environ}
-    return RemoteRanks(placement, cluster.python, own, cluster.of_rank())
+    """Placement of the learner's ranks on Ray."""
+    env = {name: os.environ[name] for name in cluster.env if name in os.environ}
+    return RemoteRanks(placement, cluster.python, env, cluster.of_rank())
 
 
 async def start_workers(
@@ -111,8 +111,8 @@ async def start_workers(
     settings: str,
     incarnation: int,
 ) -> RolloutWorkers | None:
-    """The rollout workers, started; `stack` ends them. None where rollouts grow in this process.
-    `folder` is the run's."""
+    """Start the rollout workers; `stack` stops them. None if rollouts grow in this process.
+    `folder`: that of the run."""
     cluster = config.cluster
     if not isinstance(cluster, SpreadCluster):
         return None
@@ -146,7 +146,7 @@ async def start_workers(
 def worker_setup(
     config: TrainConfig, parts: Parts, folder: Path, settings: str, incarnation: int
 ) -> Setup:
-    """The message with which a worker begins."""
+    """The first message to a worker."""
     return Setup(
         config=to_plain(config),
         folder=str(folder.absolute()),

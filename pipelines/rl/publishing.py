@@ -32,15 +32,15 @@ from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 120.0  # in which a server answers a prompt of a probe; else it is left out
+PROBE_S = 120.0  # deadline of a server for a prompt of a probe; a late one is left out
 
 
-CLOSE = 0.01  # nats at every token, below which the engine's log-probs serve as the learner's
+CLOSE = 0.01  # maximum gap per token, nats, for the engine's log-probs to replace the learner's
 
 
 class Gap(Struct, frozen=True):
-    """|engine log-prob - learner log-prob| over the tokens of one probe, nats; `worst` is the
-    server that has the largest mean, which is `worst_mean`; empty without servers."""
+    """|engine log-prob - learner log-prob| over the tokens of one probe, nats. `worst`: the server
+    with the largest mean, `worst_mean`; empty without servers."""
 
     num_tokens: int
     mean: float
@@ -50,8 +50,8 @@ class Gap(Struct, frozen=True):
 
 
 class ParityGap(Struct):
-    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes; `at_start`
-    is the mean under version 0, where both hold the same file, if it was measured."""
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes.
+    `at_start`: the mean at version 0, when both have loaded the same file; None: not measured."""
 
     num_tokens: int = 0
     sum: float = 0.0
@@ -70,8 +70,8 @@ class ParityGap(Struct):
 
 @dataclass(eq=False)
 class ParityProbe:
-    """After a publish the engine, each server of a pool, samples a few tokens after fixed
-    prompts; before its next step the learner, still at that version, scores the same tokens."""
+    """After a publish, the engine (each server of a pool) samples a few tokens for fixed prompts.
+    Before its next step the learner, still at that version, scores the same tokens."""
 
     engine: Engine
     learner: DeepSpeedLearner
@@ -88,7 +88,7 @@ class ParityProbe:
         )
 
     async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
-        """By the name of the server; none that gave no answer in time."""
+        """Completions by the name of the server; late servers are omitted."""
         sampling = SamplingParams(self.num_tokens, seed=number)
         if isinstance(self.engine, EnginePool):
             return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
@@ -99,12 +99,12 @@ class ParityProbe:
             return {}
 
     async def sampled(self) -> None:
-        """Wait until the engine has sampled what `start` asked for."""
+        """Wait until the sampling of `start` has ended."""
         if self._sampling is not None:
             await asyncio.wait([self._sampling])
 
     async def finish(self) -> Gap | None:
-        """Let the learner score what was sampled since start(); None if nothing was."""
+        """Let the learner score the samples of `start`; None if there are none."""
         if self._sampling is None:
             return None
         found, self._sampling = await self._sampling, None
@@ -113,7 +113,7 @@ class ParityProbe:
             for prompt, answers in zip(self.prompts, found, strict=True)
             for name, completion in answers.items()
         ]
-        if not sampled:  # no server was there
+        if not sampled:  # no server answered
             return None
         sequences = [
             encode_sequence(
@@ -136,14 +136,14 @@ class ParityProbe:
         return Gap(len(gaps), mean, largest, worst, worst_mean)
 
     async def close(self) -> None:
-        """Stop sampling, if it is still going on."""
+        """Stop the sampling, if it is still running."""
         if self._sampling is not None:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
 
 
 class ParityCheck:
-    """Judges the gaps that the probe of one run finds. `total` sums them up."""
+    """Checks the gaps that the probe measures against the limits; `total` sums them up."""
 
     def __init__(
         self, config: TrainConfig, probe: ParityProbe, learner: DeepSpeedLearner, total: ParityGap
@@ -157,8 +157,8 @@ class ParityCheck:
         self.agreement: Agreement = "exact" if self.is_exact else "unknown"
 
     async def check(self) -> Metrics:
-        """The gap that the probe found since the last call, as metrics. Warns if it is wider than
-        `train.max_logprob_gap`; raises LearnerError if engine and learner compute two models."""
+        """The gap of the last probe, as metrics. Warns if it exceeds `train.max_logprob_gap`;
+        raises LearnerError above `train.stop_logprob_gap`."""
         gap = await self.probe.finish()
         if gap is None:
             return {}
@@ -195,9 +195,9 @@ def gap_limits(
 ) -> tuple[float, float]:
     """Mean gaps between engine and learner, nats, above which a run warns and above which it ends.
 
-    bfloat16 is apart from itself in float32 by 0.033 to 0.044 nats on average, and by up to 0.25,
-    at 0.44 to 0.6 billion weights (tests/gpu/RESULTS.md); other models by more, so that the gap
-    under version 0, `at_start`, counts where it is known.
+    bfloat16 differs from float32 by 0.033 to 0.044 nats on average, and by up to 0.25, at 0.44 to
+    0.6 billion weights (tests/gpu/RESULTS.md). Other models differ more, so the limits also scale
+    with the gap at version 0, `at_start`, if it is known.
     """
     warn, stop = (0.01, 0.1) if in_float32 else (0.1, 0.3)
     if at_start is not None:
@@ -207,7 +207,7 @@ def gap_limits(
 
 
 def computes_in_float32(config: TrainConfig) -> bool:
-    """Whether learner and engine do, as far as the configuration says."""
+    """Whether learner and engine compute in float32, according to the configuration."""
     engine = config.engine.local_model or config.engine.launched
     learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
     dtypes = {learner.dtype, "model" if engine is None else engine.dtype}
@@ -215,20 +215,20 @@ def computes_in_float32(config: TrainConfig) -> bool:
 
 
 def is_exact(config: TrainConfig) -> bool:
-    """Whether the engine's figures are the learner's up to rounding in float32: both round to
-    bfloat16 in places of their own."""
+    """Whether the engine's log-probs equal the learner's up to rounding in float32. In bfloat16
+    they do not: engine and learner round at different places."""
     if config.engine.local_model is None:
         return config.engine.is_exact
     return config.engine.is_exact and computes_in_float32(config)
 
 
 class Handover:
-    """Seconds in which engine and learner pass weights and GPUs to each other, by part:
+    """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
 
-    sleep    engine or learner gives its memory back
-    wake     the learner takes its memory, or the engine with the weights it had
+    sleep    engine or learner frees its GPU memory
+    wake     the learner, or the engine with unchanged weights, allocates its GPU memory
     publish  the learner writes, shares or sends its weights
-    load     the engine puts them in place; one that slept wakes up, and the learner may fall asleep
+    load     the engine loads them; a sleeping engine wakes up, and the learner may fall asleep
              meanwhile
     """
 
@@ -247,7 +247,7 @@ class Handover:
             self._seconds[name_s] = self._seconds.get(name_s, 0.0) + clock() - began_s
 
     def take(self) -> Metrics:
-        """The parts since the last call, and their sum."""
+        """Seconds by part since the last call, and their sum, as metrics."""
         found, self._seconds = self._seconds, {}
         total = {"handover/total_s": sum(found.values())}
         return dict.fromkeys(self.METRICS, 0.0) | found | total
@@ -255,14 +255,13 @@ class Handover:
 
 class Colocation:
     """Ownership of GPUs that engine and learner share. Every command to the learner acquires the
-    GPUs; `learner.turn`, which is `turn` here, keeps them for several commands.
+    GPUs; `learner.turn`, replaced by `turn` here, keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
 
-    Rollouts that are under way wait with their tokens while the learner trains, and their
-    deadlines with them; so do rollouts that start meanwhile. Before the engine sleeps it samples
-    to its end what the parity `probe` has asked for.
+    While the learner trains, running and new rollouts wait, with their tokens, and their clocks
+    stop. Before it sleeps, the engine completes the samples of the parity `probe`.
     """
 
     def __init__(
@@ -281,23 +280,23 @@ class Colocation:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """The learner has the GPUs inside, whether or not it had them already."""
+        """Inside, the learner owns the GPUs; reentrant."""
         self._depth += 1
-        gone = False
+        is_lost = False
         try:
             await self._to_learner()
             yield
         except LearnerError:
-            gone = True  # there may be nobody left to sleep, and the reason must not be hidden
+            is_lost = True  # the ranks may be gone, and a second error would hide the first
             raise
         finally:
             self._depth -= 1
-            if not (self._depth or gone):
-                await uncancelled(self._to_engine())  # half of it would leave both asleep
+            if not (self._depth or is_lost):
+                await uncancelled(self._to_engine())  # a partial hand-over leaves both asleep
 
     async def release(self, *, is_counted: bool = True) -> None:
-        """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
-        `load_weights`, or wakes up meanwhile, which counts then."""
+        """Within a turn: put the learner to sleep before `load_weights` wakes the engine up, or
+        while it does (`is_counted` false: the time counts as load)."""
         async with self._moving:
             with self._handover.part("sleep") if is_counted else nullcontext():
                 await self._learner.sleep()
@@ -308,7 +307,7 @@ class Colocation:
             if self.owner == "engine":
                 await self._probe.sampled()
                 with suppress(EngineDeadError), self._handover.part("sleep"):
-                    await self._engine.sleep()  # without a GPU any more: the learner is saved
+                    await self._engine.sleep()  # of a dead engine: the learner can still save
                 with self._handover.part("wake"):
                     await self._learner.wake()
                 self.owner = "learner"
@@ -319,12 +318,13 @@ class Colocation:
                 with self._handover.part("sleep"):
                     await self._learner.sleep()
                 with suppress(EngineDeadError), self._handover.part("wake"):
-                    await self._engine.wake()  # dead: the next request reports it
+                    await self._engine.wake()  # if it is dead, the next request reports it
                 self.owner = "engine"
 
 
 def sleeping_engine(engine: Engine) -> SleepingEngine:
-    """The engine as one that can sleep. Raises ConfigError if it, or one of its servers, cannot."""
+    """The engine, typed as a SleepingEngine. Raises ConfigError if it, or one of its servers,
+    cannot sleep."""
     if not isinstance(engine, SleepingEngine):
         raise ConfigError(
             "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
@@ -336,16 +336,16 @@ def sleeping_engine(engine: Engine) -> SleepingEngine:
 
 
 class Publisher(Protocol):
-    """Brings the learner's weights into the engine while rollouts are running."""
+    """Transfers the learner's weights to the engine while rollouts run."""
 
     async def publish(self) -> None:
-        """The weights become the next policy version; an engine that sleeps wakes up with them."""
+        """Publish the weights as the next policy version; a sleeping engine wakes up with them."""
         ...
 
 
 @dataclass(eq=False)
 class DirectoryPublisher:
-    """The learner writes a whole model into `folder`, the engine loads it from there."""
+    """The learner writes the whole model to `folder`, and the engine loads it."""
 
     engine: Engine
     learner: DeepSpeedLearner
@@ -369,7 +369,7 @@ class DirectoryPublisher:
 
 
 class AdapterPublisher(DirectoryPublisher):
-    """The learner writes its LoRA adapter alone; the engine has the model below it."""
+    """The learner writes only its LoRA adapter; the engine has the base model."""
 
     async def _write(self, path: Path) -> Path:
         return await self.learner.publish_adapter(path)
@@ -377,8 +377,8 @@ class AdapterPublisher(DirectoryPublisher):
 
 @dataclass(eq=False)
 class BroadcastPublisher:
-    """The ranks of the learner send the weights to the servers of a pool, past the disk; servers
-    that cannot receive read a folder that the sender writes for them."""
+    """The ranks of the learner send the weights to the servers of a pool, without the disk. The
+    sender writes a folder for servers that cannot receive."""
 
     engine: EnginePool
     sender: LearnerSender
@@ -392,13 +392,14 @@ class BroadcastPublisher:
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
 
 
-MAX_FAILURES = 2  # updates in a row; each costs the requests that run
+MAX_FAILURES = 2  # consecutive updates; each failure loses the running requests
 
 
 @dataclass(eq=False)
 class MemoryPublisher:
-    """Servers read the weights from memory that the learner shares. Where it has none for a copy,
-    they go through a directory; from then on where servers cannot read it again and again."""
+    """Servers read the weights from memory that the learner shares. Without memory for a copy, an
+    update uses a directory; after MAX_FAILURES consecutive failures of servers, all later updates
+    do."""
 
     engine: EnginePool
     sender: MemorySender
@@ -421,14 +422,14 @@ class MemoryPublisher:
                         "this update sends weights through a directory: %s", error, extra=SHOWN
                     )
                     written = await learner.publish(folder / f"v{before + 1}")
-            beside = written is None and self.sender.weights.has_room
-            if self.colocation is not None and not beside:
+            overlaps = written is None and self.sender.weights.has_room
+            if self.colocation is not None and not overlaps:
                 await self.colocation.release()
             with self.handover.part("load"):
                 if written is not None:
                     await self.engine.load_weights(written, before + 1)
-                elif self.colocation is not None and beside:
-                    await self._take_beside(before + 1, self.colocation)
+                elif self.colocation is not None and overlaps:
+                    await self._take_overlapping(before + 1, self.colocation)
                 else:
                     await self.engine.take_weights(self.sender, before + 1)
         if written is None and self.sender.num_failures == MAX_FAILURES:
@@ -439,9 +440,9 @@ class MemoryPublisher:
             )
         await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
 
-    async def _take_beside(self, version: int, colocation: Colocation) -> None:
-        """Let servers wake up and read the weights while the learner falls asleep; the memory of
-        their caches they take afterwards."""
+    async def _take_overlapping(self, version: int, colocation: Colocation) -> None:
+        """Let servers wake up and read the weights while the learner falls asleep; they allocate
+        their caches afterwards."""
         asleep = asyncio.create_task(colocation.release(is_counted=False))
         self.sender.falling_asleep = asleep
         try:
@@ -459,7 +460,7 @@ def make_publisher(
     colocation: Colocation | None,
     handover: Handover,
 ) -> Publisher:
-    """Transport of new weights to the engine, by its configuration."""
+    """The publisher for the transport that the engine's configuration names."""
     if config.engine.new_weights == "adapter":
         return AdapterPublisher(engine, learner, folder, colocation, handover)
     if config.engine.new_weights == "directory":

@@ -35,7 +35,7 @@ from agentenv.worker_pool import JobError, WorkerPool
 
 
 def kept_tree(settled: Settled) -> KeptTree:
-    """A tree for the archive."""
+    """The archive's record of a tree."""
     tree, credit, fate, why = settled
     figures = None
     if credit is not None:
@@ -44,18 +44,18 @@ def kept_tree(settled: Settled) -> KeptTree:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all below it, ended ones included."""
+    """CPU time of this process and all its descendants, including ended ones."""
     total = 0.0
-    for pid in _family(os.getpid()):
+    for pid in _with_descendants(os.getpid()):
         with suppress(psutil.NoSuchProcess):
             times = psutil.Process(pid).cpu_times()
             total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
-def _family(pid: int) -> list[int]:
-    """The process and all below it. Where the kernel lists the children of a process, the others of
-    the machine, which may be thousands, are not searched."""
+def _with_descendants(pid: int) -> list[int]:
+    """The process and all its descendants. If the kernel lists the children of a process, this
+    avoids a search through all processes of the machine."""
     folder = Path(f"/proc/{pid}/task")
     try:
         texts = [(thread / "children").read_text() for thread in folder.iterdir()]
@@ -63,14 +63,15 @@ def _family(pid: int) -> list[int]:
         if pid != os.getpid():  # it has ended
             return [pid]
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    return [pid, *(one for text in texts for child in text.split() for one in _family(int(child)))]
+    children = [int(child) for text in texts for child in text.split()]
+    return [pid, *(one for child in children for one in _with_descendants(child))]
 
 
 @contextmanager
 def adding(
     seconds: dict[str, float], name: str, clock: Callable[[], float] | None = None
 ) -> Iterator[None]:
-    """Adds to seconds[name] what passes on the clock inside, by default on the event loop's."""
+    """Inside, add the elapsed seconds of `clock`, by default the event loop's, to seconds[name]."""
     clock = clock or asyncio.get_running_loop().time
     start = clock()
     try:
@@ -80,23 +81,23 @@ def adding(
 
 
 class Stopwatch:
-    """Wall seconds of named parts since they were taken last."""
+    """Wall seconds of named parts since the last `take`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """To be entered around a part."""
+        """Enter this around a part."""
         return adding(self._seconds, name)
 
     def take(self) -> dict[str, float]:
-        """The seconds as metrics, time/NAME_s; the parts begin anew."""
+        """The seconds as metrics, time/NAME_s; resets all parts."""
         taken, self._seconds = self._seconds, {}
         return {f"time/{name}_s": seconds for name, seconds in taken.items()}
 
 
 class PhaseClock:
-    """Adds up seconds by phase; a phase may be entered many times, also from a resumed run."""
+    """Sums seconds by phase; a phase may be entered many times, also by a resumed run."""
 
     def __init__(self, wall_s: dict[str, float], cpu_s: dict[str, float]) -> None:
         self.wall_s = wall_s
@@ -108,8 +109,8 @@ class PhaseClock:
             yield
 
 
-MANY_TOKENS = 200_000  # of a step, whose texts take a tenth of a second
-WRITE_S = 3600.0  # of CPU time, at most, for the trajectories of a step
+MANY_TOKENS = 200_000  # of a step; decoding them takes a tenth of a second
+WRITE_S = 3600.0  # deadline for the trajectories of a step
 EVALUATIONS = "eval"  # folder of a run
 
 logger = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Recorder:
-    """Writes what happens in a run: rows of metrics, trajectories, evaluations, and the report at
-    the end. `report_set` is the evaluation set that the report is about, the first."""
+    """Writes the records of a run: rows of metrics, trajectories, evaluations, and the final
+    report. `report_set`: the evaluation set of the report, the first one."""
 
     config: TrainConfig
     run: RunDirectory
@@ -134,15 +135,15 @@ class Recorder:
         self.report_set = next(iter(self.config.eval.sets), "")
 
     async def log(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl, and of the monitors."""
+        """Write a row to metrics.jsonl and the monitors."""
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
 
     async def record_evaluation(
         self, result: BriefReport, rows: list[EvalRow], step: int, when: str
     ) -> None:
-        """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
-        the set that is reported, for samples.txt."""
+        """Record an evaluation of one set after `step`: metrics, a line on the terminal, samples
+        for monitors and, of the reported set, for samples.txt."""
         name = f"eval-{result.name}-{when}"
         done = [row for row in rows if row.end != "failed"]
         if shown := done[: self.run.monitors.num_wanted(name)]:
@@ -163,8 +164,9 @@ class Recorder:
         engine: dict[str, Any],
         failures: Sequence[str] = (),
     ) -> None:
-        """Summary, table, curves; the wall time of phases is complete by now. `engine`: its
-        statistics since this process started; `failures`: the causes of failed rollouts."""
+        """Write summary, table and plots; call this after the last phase, for complete wall times.
+        `engine`: its statistics since this process started; `failures`: the causes of failed
+        rollouts."""
         config, state = self.config, self.state
         summary = report.summarize(
             state,
@@ -199,17 +201,18 @@ class Recorder:
         last = self.run.checkpoints.path(state.step).name
         written = ["summary.json", *pictures, "entropy.csv", "samples.txt", "metrics.jsonl"]
         written += [LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
-        there = [name for name in written if (self.run.path / name).exists()]
-        self.view.say(f"written to {self.run.path}: {', '.join(there)}, checkpoints/{last}")
+        existing = [name for name in written if (self.run.path / name).exists()]
+        self.view.say(f"results in {self.run.path}: {', '.join(existing)}, checkpoints/{last}")
 
     def draw(self) -> list[str]:
-        """The pictures of the run so far; returns their names."""
+        """Draw the plots of the run so far; returns their names."""
         folder = self.run.path
         write_entropy(self.state.entropy, folder, folder.name)
         return [*write_plots(folder / "metrics.jsonl", folder, folder.name), "entropy.png"]
 
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
-        """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
+        """Write each trajectory as a readable row, up to the size limit of the run, and pass a
+        sample to the monitors."""
         log, monitors = self.config.log, self.run.monitors
         wanted, is_full = monitors.num_wanted(name), self._num_bytes > MAX_TRAJECTORY_BYTES
         path = None
@@ -231,7 +234,7 @@ class Recorder:
     async def _write_rows(
         self, trees: list[TrajectoryTree], path: Path | None, wanted: int
     ) -> tuple[int, list[Row]]:
-        """In a process of its own if it takes long, else in a thread."""
+        """Write the rows, in a separate process if it takes long, else in a thread."""
         file = Path(str(getattr(self.tokenizer, "name_or_path", ""))) / "tokenizer.json"
         has_many = sum(tree.num_tokens for tree in trees) > MANY_TOKENS
         if has_many and await in_thread(file.is_file):
@@ -251,17 +254,17 @@ class Recorder:
         return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)
 
     async def write_later(self, name: str, trees: list[TrajectoryTree]) -> None:
-        """`write_trajectories` while other work goes on, once the write before has ended."""
+        """Start `write_trajectories` in the background, after the previous one has ended."""
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
     async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
-        """The trees of a step, for the archive, while other work goes on."""
+        """Archive the trees of a step, in the background."""
         trees = map(kept_tree, batch.settled)
         await self.archive.write_behind(header, trees)
 
     async def close(self) -> None:
-        """Wait until writes have ended, well or not."""
+        """Wait for the end of all writes; their errors are ignored."""
         await self.archive.close()
         if self._writing is not None:
             await asyncio.wait({self._writing})
@@ -269,7 +272,7 @@ class Recorder:
             self._writer.close()
 
     async def written(self) -> None:
-        """Wait until everything is written. Raises what failed."""
+        """Wait until everything is written. Raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await uncancelled(writing)

@@ -44,7 +44,7 @@ WINDOW = 20  # tokens of the entropy line
 
 
 def entropy_line(profile: EntropyProfile) -> str:
-    """The means of the first tokens, for terminal and log."""
+    """A line with mean entropies of the first tokens, for terminal and log; empty without data."""
     means = {name: curve.window(WINDOW) for name, curve in profile.curves().items()}
     if math.isnan(means["start"]) or math.isnan(means["after_result"]):
         return ""
@@ -62,7 +62,7 @@ Lines = list[tuple[str, str]]
 
 @dataclass(eq=False)
 class LiveFigures:
-    """Keeps the figures below the progress bar fresh, also during a long step."""
+    """Refreshes the figures below the progress bar, also during a long step."""
 
     view: View
     state: RunState
@@ -74,13 +74,13 @@ class LiveFigures:
         self._throughput = Throughput()
 
     async def run(self) -> None:
-        """Refresh until cancelled; returns at once where nobody looks."""
+        """Refresh until cancelled; returns at once without a terminal."""
         while self.view.is_live:
             self.view.figures(self.lines())
             await look_again(INTERVAL_S)
 
     def lines(self) -> Lines:
-        """A title and figures a line."""
+        """Lines of (title, figures)."""
         row, stats, counters = self.row, self.engine.stats(), self.state.counters
         rate = self._throughput.rate(stats)
         lines = [
@@ -101,7 +101,7 @@ class LiveFigures:
 
 
 def step_lines(row: Row) -> Lines:
-    """Figures of one row of metrics."""
+    """Lines of (title, figures) for a row of metrics."""
     lines = [
         (
             "step",
@@ -138,8 +138,8 @@ TITLES = {
 
 
 def phase_title(when: str, *, cold_start: bool) -> str:
-    """The title of a phase, or of a step ("step-000040"); without a cold start the
-    phases before and after it are one."""
+    """The title of a phase, or of a step ("step-000040"). Without a cold start, the phases before
+    and after it share a title."""
     if when not in PHASES:
         what, _, number = when.rpartition("-")
         return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
@@ -150,7 +150,7 @@ NUM_SAMPLES = 4
 
 
 def step_line(row: dict[str, Any], num_steps: int) -> str:
-    """One line a step for terminal and log."""
+    """The line of a step, for terminal and log."""
     return (
         f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} success "
         f"{_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} trained "
@@ -164,7 +164,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 
 
 def brief_line(row: dict[str, Any], num_steps: int) -> str:
-    """The same for a terminal of 80 columns, below which a bar has more figures."""
+    """A shorter `step_line` for a terminal of 80 columns, which shows more below the bar."""
     return (
         f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} "
         f"success {_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} "
@@ -173,24 +173,24 @@ def brief_line(row: dict[str, Any], num_steps: int) -> str:
 
 
 def _of_step(row: Row, name: str, digits: int) -> str:
-    """A figure of the groups that began at their questions; a step may have none."""
+    """A figure of groups that started from their questions; "-" if the step has none."""
     return f"{row[name]:.{digits}f}" if name in row else "-"
 
 
 def _share(failed: float) -> str:
-    """The share that failed, after a success, which leaves those out."""
+    """The share of failed trajectories, to follow a success, which excludes them."""
     return f" ({_percent(failed)} failed)" if failed else ""
 
 
 def _percent(share: float) -> str:
-    """Whole, but neither 0% of a few nor 100% of nearly all."""
+    """A whole percentage, but neither 0% for a few nor 100% for nearly all."""
     if 0 < share < 0.005:
         return "<1%"
     return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def failures(row: dict[str, Any]) -> str:
-    """Trajectories of a step that failed, by kind, for the end of its line; empty without any."""
+    """Failed trajectories of a step by kind, for the end of its line; empty if there are none."""
     place = "failed/by_kind/"
     kinds = [
         f"{num:.0f} {name[len(place) :]}" for name, num in row.items() if name.startswith(place)
@@ -199,7 +199,7 @@ def failures(row: dict[str, Any]) -> str:
 
 
 def report_line(report: BriefReport, when: str) -> str:
-    """One line an evaluation."""
+    """The line of an evaluation, for terminal and log."""
     low, high = report.overall.interval
     scores = [
         f"{kind} -" if score.success is None else f"{kind} {score.success:.2f}"
@@ -225,8 +225,8 @@ def _mean(value: float | None, digits: int) -> str:
 
 
 def report_metrics(report: BriefReport) -> dict[str, Any]:
-    """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/... Where all trajectories
-    failed there are their counts alone: nothing was measured."""
+    """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/... If all trajectories
+    failed, it has only their counts."""
     row: dict[str, Any] = {"policy_version": report.policy_versions[1]}
     places = {f"eval/{report.name}": report.overall}
     places |= {f"eval/{report.name}/{kind}": score for kind, score in report.by_kind.items()}
@@ -250,9 +250,9 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
 
 
 def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
-    """Success by kind, where there are several, and by phase with 95 % intervals."""
-    there = PHASES if cold_start else ("before_sft", "after_rl")
-    phases = [phase for phase in there if name in state.reports.get(phase, {})]
+    """Success by phase, with 95 % intervals, and by kind if there are several."""
+    shown = PHASES if cold_start else ("before_sft", "after_rl")
+    phases = [phase for phase in shown if name in state.reports.get(phase, {})]
     counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
     count = "-".join(map(str, sorted(counts)))
     reports = [state.reports[phase][name] for phase in phases]
@@ -261,9 +261,9 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
     rows = [[kind, *(_cell(report.by_kind[kind]) for report in reports)] for kind in kinds]
     rows += [["all", *(_cell(report.overall) for report in reports)]]
     if any(report.overall.num_failed for report in reports):
-        of = ((one.overall.num_failed, one.overall.num_trajectories) for one in reports)
+        counted = ((one.overall.num_failed, one.overall.num_trajectories) for one in reports)
         rows += [
-            ["failed", *(f"{failed} of {failed + done}" for failed, done in of)],
+            ["failed", *(f"{failed} of {failed + done}" for failed, done in counted)],
             ["all, failed as wrong",
              *(f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)],
         ]  # fmt: skip
@@ -280,7 +280,7 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 
 def _cell(score: BriefFigures) -> str:
-    share = _share(score.failed_share).replace(" ", "\n", 1)  # below, where 80 columns end
+    share = _share(score.failed_share).replace(" ", "\n", 1)  # a new line, for 80 columns
     if score.success is None:
         return f"-{share}"
     low, high = score.interval
@@ -299,8 +299,8 @@ def summarize(
     engine: dict[str, Any],
     failures: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The content of summary.json; `failures` are the causes, each with its count, of the rollouts
-    of this process."""
+    """The content of summary.json. `failures`: causes of failed rollouts of this process, each
+    with its count."""
     reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
 
     def by_phase(figure: str) -> dict[str, Any]:
@@ -362,8 +362,8 @@ def summarize(
 
 
 def run_rate(state: RunState, more_s: float = 0.0) -> float:
-    """Sampled tokens of all steps for each second of the RL phase, which a last step with little
-    left to sample does not show. `more_s` are seconds that the phase has not counted yet."""
+    """Sampled tokens per second over the whole RL phase; a last step alone samples fewer. `more_s`:
+    seconds of the phase that its clock has not counted yet."""
     seconds = state.wall_s.get("rl", 0.0) + more_s
     return state.totals.sampled_tokens / seconds if seconds else 0.0
 
@@ -374,7 +374,7 @@ def _phases(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bool) -> None:
-    """A few complete trajectories as readable text, one of each kind of question."""
+    """Write a few complete trajectories as readable text, one of each kind of question."""
     firsts = {row.kind: row for row in reversed(rows)}
     chosen = [row for row in rows if firsts[row.kind] is row][:NUM_SAMPLES]
     texts = [f"{'=' * 30} {title} {'=' * 30}"]
@@ -402,11 +402,11 @@ class StepReport:
         self._scored_s = self._began_s = asyncio.get_running_loop().time()
 
     def begin_step(self) -> None:
-        """The next step begins to wait for its trees."""
+        """Start the clock of the next step, which waits for its trees."""
         self._began_s = asyncio.get_running_loop().time()
 
     async def measure(self, batch: Batch) -> Metrics:
-        """Figures of the trees of a step, some of which the state sums up."""
+        """Metrics of the trees of a step; also adds to the totals of the state."""
         state, trees, version = self.state, batch.delivered, batch.policy_version
         metrics = await in_thread(rollout_metrics, trees, version)
         counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
@@ -417,8 +417,8 @@ class StepReport:
         return metrics
 
     async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
-        """The score of the step, its row of metrics and its trajectories. `num_known`: nodes that
-        an earlier process grew, by the tree's index."""
+        """Write the score of the step, its row of metrics and its trajectories. `num_known`: by the
+        tree's index, the number of nodes that an earlier process grew."""
         began_s, self._scored_s = self._scored_s, asyncio.get_running_loop().time()
         batch.metrics |= await in_thread(
             step_score,
@@ -430,9 +430,9 @@ class StepReport:
             num_known=num_known,
         )
         hits = self.parts.actor.prefixes.take()
-        self.alarms.look_at_hits(hits)
-        self.alarms.look_at_tools(batch.metrics, batch.delivered)
-        self.alarms.look_at_update(batch.metrics)
+        self.alarms.check_hits(hits)
+        self.alarms.check_tools(batch.metrics, batch.delivered)
+        self.alarms.check_update(batch.metrics)
         row = self._row(batch.metrics, hits)
         await self.recorder.log(row)
         self.live.row = row
@@ -470,7 +470,7 @@ class StepReport:
         }
 
     def _env_figures(self) -> Metrics:
-        """The counts of environments since the start, in this process and in workers."""
+        """Counts of environments since the start, in this process and in workers."""
         total = Counter(shared_stats())
         num_cut = getattr(self.parts.actor.renderer, "num_cut", 0)
         workers = self.feeder.workers

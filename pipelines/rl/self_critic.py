@@ -1,12 +1,12 @@
 """The self-critic stage of Tool-Star (arXiv 2505.16410): the reward ranks the policy's own answers.
 
-    sample   several answers each to some training questions, with the current policy and its tools
-    pair     an answer with reward >= threshold is chosen, one with less rejected; questions of one
-             kind only give no pair
-    train    DPO on the pairs (learners/dpo.py); the policy before the round is the reference, its
+    sample   several answers to each of some training questions, with the current policy and tools
+    pair     an answer with reward >= threshold is chosen, any other rejected; a question with
+             only chosen or only rejected answers gives no pair
+    train    DPO on the pairs (learners/dpo.py); the policy before the round is the reference; its
              log-probs are computed once, so no second model is kept
 
-The paper prints neither how many answers nor which pairs; nothing is released. The numbers are
+The paper does not state the numbers of answers and pairs, and has no released code. Here they are
 keys of [self_critic].
 """
 
@@ -33,13 +33,13 @@ from agentenv.pipelines.supervised.run import preference_figures, with_reference
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
-PAIRS_PER_QUESTION = 4  # random pairs of a chosen and a rejected answer, at most
+PAIRS_PER_QUESTION = 4  # maximum number of random pairs of a chosen and a rejected answer
 
 
 @dataclass(eq=False)
 class SelfCritic:
-    """Rounds of one run. `actor` rolls out training questions, `optimizer` is that of the updates
-    between the rounds."""
+    """The self-critic rounds of a run. `actor` answers training questions; `optimizer`: that of the
+    updates between the rounds."""
 
     config: SelfCriticConfig
     tasks: Sequence[Task]
@@ -54,8 +54,8 @@ class SelfCritic:
         return step > 0 and step % self.config.every == 0
 
     async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
-        """Pair and train; the weights that result are not published. `number` keys all that is
-        random. Metrics begin with self_critic/; without a pair nothing is trained."""
+        """Form pairs and train on them, without publishing the weights. `number` seeds the round.
+        Metrics begin with self_critic/; without pairs, no step is trained."""
         rows = [
             row
             for tree in trees
@@ -75,7 +75,7 @@ class SelfCritic:
         return {f"self_critic/{name}": value for name, value in metrics.items()}
 
     async def sample(self, number: int) -> list[TrajectoryTree]:
-        """Independent answers, as of an evaluation, with the sampling of training."""
+        """Independent answers, as in an evaluation, with the sampling parameters of training."""
         rng = Random(f"{self.seed}/questions/{number}")
         count = min(self.config.num_questions, len(self.tasks))
         chosen = [self.tasks[place] for place in rng.sample(range(len(self.tasks)), count)]
@@ -84,7 +84,7 @@ class SelfCritic:
         return await evaluate(actor, chosen, num_samples=self.config.num_samples)
 
     async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:
-        """All epochs with an optimizer that begins anew; that of the updates goes on after it."""
+        """Train all epochs with a fresh optimizer, then restore the optimizer of the updates."""
         config = self.config
         encoded = [encode_pair(*row.answers()) for row in rows]
         pairs = await with_reference_scores(self.learner, encoded)
@@ -102,7 +102,7 @@ class SelfCritic:
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
 
     def _write(self, number: int, rows: Sequence[PairRow]) -> None:
-        """Keep the pairs of a round, in a form that agentenv dpo reads."""
+        """Store the pairs of a round, in the format of `agentenv dpo`."""
         folder = self.run.path / "pairs"
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]
@@ -110,7 +110,7 @@ class SelfCritic:
 
 
 def round_line(metrics: Metrics) -> str:
-    """A round in one line, for terminal and log."""
+    """A line about a round, for terminal and log."""
     figures = {name.removeprefix("self_critic/"): value for name, value in metrics.items()}
     text = (
         f"{figures['num_mixed']:.0f} of "
@@ -118,7 +118,7 @@ def round_line(metrics: Metrics) -> str:
         f"questions gave {figures['num_pairs']:.0f} pairs"
     )
     if not figures["num_steps"]:
-        return f"{text}; nothing is trained"
+        return f"{text}; no training step"
     return (
         f"{text}; after {figures['num_steps']:.0f} steps of DPO loss {figures['loss']:.3f}, "
         f"accuracy {figures['accuracy']:.2f}, margin {figures['margin']:.3f}"

@@ -1,4 +1,4 @@
-"""The state of a run besides the learner's, including evaluation results, and saving of both."""
+"""The state of a run besides the learner's, including evaluation results, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Totals(Struct):
-    """Sums over all trees that were delivered to the learner."""
+    """Sums over all trees delivered to the learner."""
 
     tool_calls: int = 0
     forks: int = 0
@@ -41,11 +41,11 @@ class Totals(Struct):
     staleness_max: int = 0
     staleness_sum: int = 0
     num_trees: int = 0
-    num_trajectories: int = 0  # that did not fail
+    num_trajectories: int = 0  # without failed ones
     num_failed: int = 0
 
     def add(self, step: Metrics) -> None:
-        """Add the figures of a step's trees, which `agentenv.metrics.rollout_metrics` made."""
+        """Add the metrics of a step's trees, see `agentenv.metrics.rollout_metrics`."""
         num_trees = int(step["rollout/trees"])
         self.tool_calls += int(step["rollout/tool_calls"])
         self.forks += int(step["rollout/forks"])
@@ -58,14 +58,13 @@ class Totals(Struct):
 
     @property
     def failed_share(self) -> float:
-        """Of all trajectories that ended."""
+        """Share of failed trajectories."""
         return self.num_failed / max(1, self.num_failed + self.num_trajectories)
 
 
 class Evaluating(Struct, frozen=True):
-    """An evaluation of these sets that goes on, of the weights of this step that the process of
-    this number made. Those of one that overlaps the training are in the run's folder until the
-    evaluation is done."""
+    """A pending evaluation of `sets`, of the weights of `step` from the process `incarnation`. The
+    run's folder keeps the weights of an overlapping evaluation until it is done."""
 
     step: int
     policy_version: int
@@ -80,20 +79,20 @@ class Evaluating(Struct, frozen=True):
 
 
 class Imitating(Struct):
-    """How far a cold start is: optimizer steps, and what was measured so far, each exact match by
-    kind. Demonstrations are drawn again in the same order, which both determine."""
+    """The progress of a cold start: optimizer steps, and the measurements (exact match by kind).
+    Both determine the order of demonstrations, which a resumed run draws again."""
 
     step: int = 0
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-# Brief figures of evaluations; the report of a stored evaluation has all figures.
+# Brief figures of evaluations; the report of a stored evaluation has all of them.
 
 
 class BriefFigures(Struct, frozen=True):
-    """Figures of one group of questions. `success` is the share of trajectories whose answer is
-    right, with its 95 % interval over questions; failed trajectories are counted apart, never as
-    wrong. Where all of them failed nothing was measured: the means are None."""
+    """Figures of one group of questions. `success`: the share of trajectories with a correct
+    answer, with its 95 % interval over questions. Failed trajectories are counted separately, never
+    as wrong; if all failed, the means are None."""
 
     num_trajectories: int
     num_failed: int
@@ -105,18 +104,18 @@ class BriefFigures(Struct, frozen=True):
 
     @property
     def failed_share(self) -> float:
-        """Of all trajectories that were asked."""
+        """Share of failed trajectories."""
         return self.num_failed / max(1, self.num_failed + self.num_trajectories)
 
     @property
     def success_if_failed_wrong(self) -> float:
-        """The least success that the failed ones allow."""
+        """The success if failed trajectories counted as wrong."""
         return (self.success or 0.0) * (1 - self.failed_share)
 
 
 class BriefReport(Struct, frozen=True):
-    """The result of one evaluation: over all questions and by their kind. `policy_versions` are
-    the oldest and newest that sampled."""
+    """The result of one evaluation: over all questions and by their kind. `policy_versions`: the
+    oldest and newest that sampled."""
 
     name: str
     policy_versions: tuple[int, int]
@@ -137,11 +136,11 @@ def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
 
 
 def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
-    """Of the share of right trajectories; those of one question are not independent."""
+    """95 % interval of the share of correct trajectories, clustered by question."""
     by_question: dict[str, list[bool]] = {}
     for row in done:
         by_question.setdefault(row.task, []).append(row.success)
-    counts = [len(own) for own in by_question.values()]
+    counts = [len(successes) for successes in by_question.values()]
     low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
     return float(low), float(high)
 
@@ -161,12 +160,14 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
 
 
 class RunState(Struct):
-    """`step` updates are done; `position` trees were delivered, in start order; `incarnation` is
-    the number of the process among all that were started for the run, and `line` of the one that
-    made the weights; 0: they are those that the run began with. Reports are kept by phase
-    (before_sft, after_sft, after_rl); `entropy` is of all delivered trees; `evaluating` is an
-    evaluation that is not done, and `imitating` a cold start; `working_tools` are those of which
-    most calls of a step succeeded."""
+    """The state of a run.
+
+    `step`: number of finished updates. `position`: number of delivered trees, in start order.
+    `incarnation`: number of this process among all processes of the run; `line`: that of the
+    process which trained the weights (0: the initial weights). `reports`: by phase (before_sft,
+    after_sft, after_rl) and set. `entropy`: over all delivered trees. `evaluating`: a pending
+    evaluation; `imitating`: a pending cold start. `working_tools`: tools of which most calls of a
+    step succeeded."""
 
     step: int = 0
     position: int = 0
@@ -188,8 +189,7 @@ class RunState(Struct):
     cpu_s: dict[str, float] = field(default_factory=dict)
 
     def resumable(self) -> RunState:
-        """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
-        offers them again."""
+        """The state for a checkpoint, without in-flight trees: a resumed run starts them again."""
         counters = self.counters
         return replace(self, counters=replace(counters, offered=counters.num_delivered))
 
@@ -208,7 +208,7 @@ class RunSaver(Saver):
         journal: Journal | None = None,
         archive: Archive | None = None,
     ) -> None:
-        """`kept`: steps whose checkpoints stay."""
+        """`kept`: steps whose checkpoints are never removed."""
         super().__init__(
             config,
             checkpoints,
@@ -217,7 +217,7 @@ class RunSaver(Saver):
             step=lambda: state.step,
             snapshot=state.resumable,
             needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
-            turn=lambda: learner.turn(),  # which colocation replaces
+            turn=lambda: learner.turn(),  # looked up late: colocation replaces it
         )
         self.state = state
         self.best_metric = config.best_metric
@@ -231,8 +231,8 @@ class RunSaver(Saver):
             self.state.line = self.state.incarnation
 
     async def _before(self) -> None:
-        """The trees of its step are in the archive, since they could not be written afterwards, and
-        the journal has the frames that took them."""
+        """Complete archive and journal first: after the checkpoint, the trees of its step could not
+        be written again."""
         if self.journal is not None and not self.journal.is_broken:
             with suppress(ConfigError):  # raised by `_release`, after the weights are safe
                 await self.journal.commit()
@@ -240,11 +240,11 @@ class RunSaver(Saver):
             await asyncio.shield(self.archive.written())  # whose disk may hang
 
     async def save(self, *, at_end: bool = False) -> None:
-        """Also lets go of what no checkpoint wants of the journal."""
+        """As Saver.save; also removes the part of the journal that no checkpoint needs."""
         if not at_end:
             await super().save()
             return await self._release()
-        # Weights and state come first, whatever becomes of the rest.
+        # Weights and state come first; the rest may fail.
         writing = None
         if self.archive is not None:
             writing = asyncio.create_task(self.archive.written())
@@ -252,23 +252,23 @@ class RunSaver(Saver):
             await super().save(at_end=True)
         finally:
             if writing is not None:
-                await self._at_last("the trees of the last step", writing)
-        await self._at_last("the journal", self._release())
+                await self._try_finish("the trees of the last step", writing)
+        await self._try_finish("the journal", self._release())
 
     async def _release(self) -> None:
-        """Of what no checkpoint wants of the journal."""
+        """Remove the part of the journal that no checkpoint needs."""
         if self.journal is not None and not self.journal.is_broken:
             await self.journal.rotate(await in_thread(self._oldest))
 
     def _oldest(self) -> int:
-        """The place of the first tree that a checkpoint which is kept may want."""
+        """The position of the first tree that a remaining checkpoint may need."""
         newest = self.checkpoints.finished()[-self.config.keep_last :]
         return min((load_state(path, RunState).position for path in newest), default=0)
 
-    async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
-        """Wait for `finish_s` at most, and only log a failure."""
+    async def _try_finish(self, what: str, writing: Awaitable[None]) -> None:
+        """Wait at most `finish_s`, and only log a failure."""
         try:
-            shielded = asyncio.shield(writing)  # which a disk that hangs keeps from its end
+            shielded = asyncio.shield(writing)  # a disk that hangs blocks its cancellation
             await within(self.config.finish_s, f"writing {what}", shielded)
         except Exception as error:
             is_ours = isinstance(error, AgentEnvError | OSError)
@@ -276,7 +276,8 @@ class RunSaver(Saver):
             logger.warning("%s could not be written: %s", what, error, exc_info=trace)
 
     async def consider_best(self, step: int, report: BriefReport) -> None:
-        """Keep the checkpoint of the best value of checkpoint.best_metric."""
+        """Make the checkpoint of `step` the best one if `report` has the best value so far of
+        checkpoint.best_metric."""
         name, _, figure = self.best_metric.partition("/")
         if report.name != name:
             return
@@ -287,19 +288,19 @@ class RunSaver(Saver):
         if step == self.state.step and not await in_thread(self._has, step):
             try:
                 await self.save()
-            except asyncio.CancelledError as error:  # it is saved all the same
+            except asyncio.CancelledError as error:  # the checkpoint is saved nevertheless
                 cancelled = error
         await uncancelled(self._keep_best(step, value))
         if cancelled is not None:
             raise cancelled
 
     def _best_step(self) -> int | None:
-        """Of the best checkpoint, which an earlier process may have kept."""
+        """The step of the best checkpoint, which may be of an earlier process."""
         best = self.checkpoints.best()
         return None if best is None else load_state(best, RunState).step
 
     async def _keep_best(self, step: int, value: float) -> None:
-        """Only a checkpoint that exists is remembered; see Evaluator.resume."""
+        """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
         if await in_thread(self._has, step):
             await in_thread(self.checkpoints.keep_best, step)
         elif await in_thread(self._best_step) != step:

@@ -1,14 +1,14 @@
-"""One training run from set-up to report.
+"""A training run from set-up to report.
 
-setup        make or check model, data and environment; nothing is trained yet
+setup        create or check model, data and environment
 cold start   imitate demonstrations, if [sft] is configured
-RL           feeder --slot--> rollouts --trees--> learner    all at the same time: actors go
-                ^                                    |       on while the learner trains and
+RL           feeder --slot--> rollouts --trees--> learner    concurrently: rollouts continue
+                ^                                    |       while the learner trains and
                 +---- release <--- engine <--- publish       weights are replaced (loop.py)
-evaluation   before, after the cold start, every so many steps, and at the end
-checkpoint   after the cold start, every so many steps or minutes, and whatever ends the run
+evaluation   before and after the cold start, at intervals of steps, and at the end
+checkpoint   after the cold start, at intervals of steps or minutes, and at any end of the run
 
-`SelfCriticRun` has rounds of the self-critic in place of RL.
+`SelfCriticRun` has rounds of the self-critic instead of RL.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ from agentenv.types import TIMES
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
-    """The statistics of the engine, for the summary; of one without servers its counters."""
+    """The statistics of the engine for the summary: per server, or the counters of an engine
+    without servers."""
     if isinstance(engine, EnginePool):
         return engine.account()
     return dict(engine.stats())
 
 
-STARTS = "prefix_starts"  # of [data]; a tree says where it began
+STARTS = "prefix_starts"  # a key of [data]; each tree records its start
 
 
 def rollout_settings(config: TrainConfig) -> str:
-    """A hash of all settings that trees depend on but weights and limits of time: a tree begun
+    """A hash of all settings that affect trees, except weights and time limits: a tree started
     under other settings is not resumed."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
@@ -83,7 +84,7 @@ Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
 
 
 class Training:
-    """The phases of one run, and the objects that they share."""
+    """The phases of a run, and the objects that they share."""
 
     parts: Parts
     recorder: Recorder
@@ -92,7 +93,7 @@ class Training:
     feeder: Feeder
     report: StepReport
     parity: ParityCheck
-    feeder_class: type[Feeder] = Feeder  # of a simulated run others
+    feeder_class: type[Feeder] = Feeder  # simulated runs replace these
     report_class: type[StepReport] = StepReport
 
     def __init__(
@@ -105,9 +106,9 @@ class Training:
         build: Build = build_parts,
         subscribers: Sequence[Subscriber] = (),
     ) -> None:
-        """`resume`: latest, best or a checkpoint's path; empty starts anew. `build` makes the parts
-        that the loop works with. Each subscriber is entered before the set-up and left at the end
-        of the run."""
+        """`resume`: latest, best or a checkpoint's path; empty: a new run. `build` creates the
+        parts of the loop. Each subscriber is entered before the set-up and exited at the end of the
+        run."""
         self.config = config
         self.run = run
         self.view = view
@@ -137,7 +138,7 @@ class Training:
         self.workers: RolloutWorkers | None = None
 
     async def run_all(self) -> None:
-        """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
+        """The whole run. A cancellation stops it cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
             for subscriber in self.subscribers:
                 await stack.enter_async_context(subscriber(self))
@@ -151,8 +152,10 @@ class Training:
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
             if self.workers is not None:
-                self.view.behind = partial(self._longest_waits, self.view.behind, self.workers)
-            stack.callback(self.actions.close, "the run is at its end")
+                self.view.longest_wait = partial(
+                    self._longest_waits, self.view.longest_wait, self.workers
+                )
+            stack.callback(self.actions.close, "the run is ending")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
                     self.phase = "cold start"
@@ -167,8 +170,8 @@ class Training:
 
     async def _finish(self) -> None:
         """Write the report, and raise if too many rollouts failed."""
-        self.view.wait_for("writing the report and its pictures")
-        with self.view.doing("the report"):  # drawing takes seconds on a busy machine
+        self.view.wait_for("writing the report and its plots")
+        with self.view.doing("the report"):  # the plots take seconds on a busy machine
             finish = partial(
                 self.recorder.finish,
                 policy_version=self.parts.learner.policy_version,
@@ -210,7 +213,7 @@ class Training:
     # before RL
 
     async def _set_up(self, stack: AsyncExitStack) -> None:
-        """Build the parts, and what evaluates, saves and writes from here on."""
+        """Build the parts, recorder, journal, feeder, saver, evaluator and parity check."""
         config, run, state = self.config, self.run, self.state
         parts = await self._build(config, run, self.checkpoint, stack, self.view.say)
         self.parts = parts
@@ -235,7 +238,7 @@ class Training:
             config, state, parts, self.queue, self.batches, self.journal, self.listeners
         )
         self.feeder.archive = self.recorder.archive.folder
-        kept = [] if config.sft is None else [0]  # for other algorithms to begin with
+        kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
         self.saver = RunSaver(
             config.checkpoint,
             run.checkpoints,
@@ -250,7 +253,7 @@ class Training:
         self.parity = ParityCheck(config, parts.probe, parts.learner, state.parity)
 
     async def _start_workers(self, stack: AsyncExitStack) -> None:
-        """The rollout workers, unless rollouts grow in this process."""
+        """Start the rollout workers, unless rollouts grow in this process."""
         self.workers = await start_workers(
             self.config,
             self.parts,
@@ -263,20 +266,20 @@ class Training:
         )
 
     async def _announce(self) -> None:
-        """The run has begun, or goes on: from here on its folder stays. Say what it will do."""
+        """Mark the folder as a run, or resume it, and report the plan of the run."""
         config, parts = self.config, self.parts
         is_recorded = self.evaluator.is_recorded
         if self.checkpoint is None:
-            self.run.forget_metrics_after(0, is_recorded, 0)  # of a start that was ended early
+            self.run.forget_metrics_after(0, is_recorded, 0)  # rows of an interrupted start
             self.run.begin(config)
         else:
             imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            goes_back = self.run.resume_from(
+            has_newer = self.run.resume_from(
                 config, self.state.step, self.view.say, is_recorded, done
             )
-            if goes_back and self.journal is not None:
+            if has_newer and self.journal is not None:
                 await self.journal.rotate(sys.maxsize)  # trees of abandoned weights
         self.view.say(
             f"{config.algorithm_name} on {config.env.id}: {len(parts.tasks)} training questions, "
@@ -286,9 +289,9 @@ class Training:
             self.view.warn(dropped)
 
     async def _begin(self) -> None:
-        """The cold start, if there is one, from where a checkpoint has it, and evaluations."""
+        """Run or resume the cold start, if there is one, and the evaluations around it."""
         state = self.state
-        if self.checkpoint is None:  # engine and learner hold the same file
+        if self.checkpoint is None:  # engine and learner have loaded the same file
             self.parts.probe.start()
         if "before_sft" not in state.reports:
             await self.evaluator.around("before_sft")
@@ -308,7 +311,7 @@ class Training:
                 try:
                     await cold_start.run_all()
                 except BaseException:
-                    if state.imitating is None:  # it was done
+                    if state.imitating is None:  # it had ended
                         await self.saver.finish()
                     raise
         await self.saver.save()
@@ -319,7 +322,7 @@ class Training:
         await self.saver.amend()
 
     async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
-        """The evaluation; if it is interrupted, the checkpoint notes that it resumes."""
+        """Await the evaluation; if it is interrupted, save a checkpoint that resumes it."""
         try:
             await evaluation
         except BaseException:
@@ -329,7 +332,7 @@ class Training:
     # RL
 
     async def _run_rl(self) -> None:
-        """Rollouts, updates, evaluations and checkpoints until the last update."""
+        """Run rollouts, updates, evaluations and checkpoints until the last update."""
         self.view.begin("RL", self.parts.num_steps, self.state.step, "evaluation and report")
         loop = self._loop()
         if self.checkpoint is not None:
@@ -348,7 +351,7 @@ class Training:
             await self.evaluator.finish()
             await self.saver.amend()
         except BaseException:
-            with suppress(OSError), self.view.doing("the pictures"):
+            with suppress(OSError), self.view.doing("the plots"):
                 await uncancelled(in_thread(self.recorder.draw))
             raise
         finally:
@@ -356,7 +359,7 @@ class Training:
             self.view.end()
 
     def _loop(self) -> Loop:
-        """The loop, which begins to measure."""
+        """Build the loop; its report starts to measure."""
         parts, state = self.parts, self.state
         watch = Stopwatch()
         self.report = self.report_class(
@@ -384,12 +387,12 @@ class Training:
         )
 
     async def _take_steps(self, loop: Loop, rollouts: asyncio.TaskGroup) -> None:
-        """Steps until the last update, while rollouts grow; those that are left are cancelled."""
+        """Run all steps while rollouts grow, then cancel the remaining rollouts."""
         feeding = rollouts.create_task(self.feeder.run(rollouts))
         showing = rollouts.create_task(loop.report.live.run())
         self.actions.begin(rollouts)
         await loop.run()
-        self.actions.close("the run is at its end")
+        self.actions.close("the run is ending")
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():
@@ -400,7 +403,7 @@ class SelfCriticRun(Training):
     """A run of `agentenv dpo --self-critic`."""
 
     async def run_rounds(self, num_rounds: int) -> None:
-        """This number of rounds, each saved when a checkpoint is due."""
+        """Run `num_rounds` rounds, with checkpoints when due."""
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             self.view.end()
@@ -409,7 +412,7 @@ class SelfCriticRun(Training):
             stack.enter_context(watched(self._actors, self.view))
             stack.enter_context(rolling_out())
             if self.checkpoint is None:
-                self.run.forget_metrics_after(-1)  # of a start that was ended early
+                self.run.forget_metrics_after(-1)  # rows of an interrupted start
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             else:
@@ -427,12 +430,12 @@ class SelfCriticRun(Training):
             await self.saver.save()
             await self._evaluate_all("after_rl")
             self.view.say(
-                f"written to {self.run.path}: pairs/, metrics.jsonl, "
+                f"results in {self.run.path}: pairs/, metrics.jsonl, "
                 f"checkpoints/{self.run.checkpoints.path(self.state.step).name}"
             )
 
     async def _one_round(self, critic: SelfCritic, trees: list[TrajectoryTree]) -> None:
-        """A round of the self-critic on these trees, then the new weights into the engine."""
+        """Train a round of the self-critic on these trees, and publish the new weights."""
         parts, state = self.parts, self.state
         refuse_total_failure(trees)
         async with self.saver.moving():

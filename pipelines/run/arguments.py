@@ -1,8 +1,8 @@
 """The arguments of every command, the keys that all runs have, and exit codes. An argument that is
 not UTF-8 is rejected before anything starts.
 
-Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
-where it first writes one of them down.
+Python reads such bytes as lone surrogates, which logs, JSON and TOML cannot represent: a run would
+fail at the first write that contains one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from agentenv.disk import undecodable
 from agentenv.errors import PACKAGES, ConfigError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
-EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
+EXIT_MISSING = 3  # of a dry run: no error, but something is missing
 LATEST = "latest"  # of --resume: the last checkpoint
 
 PLACES = ("HOME", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
 
 
 def check_places(environment: Mapping[str, str] | None = None) -> None:
-    """Raises ConfigError where the working directory, or a folder that the environment names, is
-    no UTF-8."""
+    """Raises ConfigError if the path of the working directory, or of a folder in an environment
+    variable (PLACES), is not UTF-8."""
     environment = os.environ if environment is None else environment
-    given = {"the working directory": os.getcwd()}
-    given |= {f"the environment variable {name}": environment.get(name, "") for name in PLACES}
-    for name, text in given.items():
+    paths = {"the working directory": os.getcwd()}
+    paths |= {f"the environment variable {name}": environment.get(name, "") for name in PLACES}
+    for name, text in paths.items():
         if shown := undecodable(text):
             raise ConfigError(
                 f"{name}: {shown!r} is not valid UTF-8; rename the folder, or choose another"
@@ -41,7 +41,7 @@ def check_places(environment: Mapping[str, str] | None = None) -> None:
 
 
 def check_arguments(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for one that is not UTF-8."""
+    """Raises ConfigError for an argument that is not UTF-8."""
     for text in arguments:
         if shown := undecodable(text):
             raise ConfigError(
@@ -53,8 +53,8 @@ COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agente
 
 
 def import_from_working_directory() -> None:
-    """Let the user's modules be found where the command is run, as with `python -m`; the folder
-    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
+    """Import the user's modules from the working directory, as `python -m` does, instead of from
+    the folder of the launchers, which would shadow the user's names."""
     if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
         del sys.path[0]
     if os.getcwd() not in sys.path:
@@ -62,7 +62,7 @@ def import_from_working_directory() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that ends the command with exit code 2 for arguments that are no UTF-8."""
+    """A parser that also rejects arguments that are not UTF-8, with exit code 2."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         try:

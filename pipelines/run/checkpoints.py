@@ -1,9 +1,9 @@
 """The checkpoints of a run: listing, schedule, consistency of state and weights, and the last
 checkpoint at any end of the run.
 
-    async with saver.moving(): ...   weights and state go on to the next step together
-    await saver.save()               to its end, however often it is cancelled
-    await saver.finish()             the last one, before the run ends; says what comes of it
+    async with saver.moving(): ...   advance weights and state to the next step together
+    await saver.save()               completes despite cancellations
+    await saver.finish()             the last checkpoint before the run ends; reports the outcome
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ if TYPE_CHECKING:
 
 STATE_FILE = "state.json"
 BEST = "best"
-CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
+CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
 REMOVED, SET_ASIDE = ".removed", "set-aside"
-STEP, COLD_START = "step", "sft"  # what a checkpoint is of
+STEP, COLD_START = "step", "sft"  # phase of a checkpoint
 
 
 class Checkpoints:
-    """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
+    """The checkpoints of a run: written under a temporary name, renamed when complete, rotated.
 
-    step-000020           whole; but for what its state says of evaluations, never changed
-    step-000020.partial   being written, or cut off by a crash; never read
+    step-000020           complete; only its state's record of evaluations may still change
+    step-000020.partial   in progress, or left by a crash; never read
     best                  the best by `checkpoint.best_metric`; its weights are hard links
-    sft-000250            in the midst of the cold start, after so many of its steps
-    set-aside/            newer checkpoints than the one that a run was resumed from
+    sft-000250            during the cold start, after 250 of its steps
+    set-aside/            checkpoints newer than the one from which the run was resumed
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, step: int, of: str = STEP) -> Path:
-        """`of`: the updates, or the cold start before them."""
-        return self.folder / f"{of}-{step:06d}"
+    def path(self, step: int, phase: str = STEP) -> Path:
+        """The path of a checkpoint. `phase`: STEP (updates), or COLD_START."""
+        return self.folder / f"{phase}-{step:06d}"
 
     def finished(self) -> list[Path]:
         """Complete checkpoints of steps, oldest first."""
-        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # those of the cold start come first
+        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # "sft-" sorts before "step-"
         return [path for path in found if (path / STATE_FILE).is_file()]
 
-    def _is_there(self, path: Path) -> bool:
+    def _exists(self, path: Path) -> bool:
         return path in self.finished()
 
     def begin(self, path: Path) -> Path:
-        """An empty folder to write the checkpoint `path` into."""
+        """An empty folder in which to write the checkpoint `path`."""
         partial = path.with_name(path.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
         return partial
 
     def complete(self, partial: Path) -> Path:
-        """Give what was written its name; from then on it is there, also after a power failure."""
+        """Rename a written checkpoint to its final name, durably."""
         path = partial.with_name(partial.name.removesuffix(PARTIAL))
         replace_folder(partial, path)
         return path
@@ -94,9 +94,9 @@ class Checkpoints:
         keep_last: int,
         needed: Collection[int] = (),
     ) -> None:
-        """The checkpoint `path`, unless it is there: model, learner and `state`, whole or not at
-        all; then the old ones are removed as `prune` says."""
-        if await in_thread(self._is_there, path):
+        """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
+        Then remove old checkpoints, see `prune`."""
+        if await in_thread(self._exists, path):
             return
         partial = await in_thread(self.begin, path)
         try:
@@ -104,15 +104,15 @@ class Checkpoints:
             await learner.save(partial / "trainer")
             await in_thread(save_state, partial, state)
             await in_thread(self.complete, partial)
-        except BaseException:  # the disk may be full, and what else is to be written needs space
+        except BaseException:  # the disk may be full, and other files need the space
             with suppress(StallError):
                 await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
             raise
         await in_thread(self.prune, keep_last, needed)
 
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
-        """Remove all but the newest and the steps that are needed, and what a crash has left
-        behind."""
+        """Remove all checkpoints but the `keep_last` newest and the `needed` steps, and the
+        leftovers of crashes."""
         for path in self.finished()[:-keep_last]:
             if path not in map(self.path, needed):
                 path.rename(path.with_name(path.name + REMOVED))
@@ -121,7 +121,7 @@ class Checkpoints:
                 shutil.rmtree(left)
 
     def keep_best(self, step: int) -> None:
-        """Make checkpoints/best the checkpoint of `step`; at every moment there is a whole one."""
+        """Make checkpoints/best the checkpoint of `step`; a complete one exists at all times."""
         partial = self.folder / f"{BEST}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -132,14 +132,16 @@ class Checkpoints:
             raise
 
     def best(self) -> Path | None:
-        """checkpoints/best, or what it was before if a crash cut its renaming in two."""
+        """checkpoints/best, or its predecessor if a crash interrupted the rename; None if there is
+        neither."""
         for name in (BEST, BEST + OLD):
             if (self.folder / name / STATE_FILE).is_file():
                 return self.folder / name
         return None
 
     def to_resume(self, wanted: str) -> Path | None:
-        """latest, best, or a path; None if there is none yet and the latest was wanted."""
+        """The checkpoint to resume from: `wanted` is "latest", "best", or a path. None for "latest"
+        without a checkpoint. Raises ConfigError."""
         if wanted == LATEST:
             return next(iter(self.finished()[::-1]), None)
         if wanted == BEST:
@@ -156,7 +158,7 @@ class Checkpoints:
         return path
 
     def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move newer checkpoints away from a run that resumes from an older one."""
+        """Move the checkpoints after `oldest` to set-aside/; returns their new paths."""
         moved = []
         for path in reversed(self.finished()):
             if path.name > oldest.name:
@@ -172,17 +174,16 @@ class Checkpoints:
 
 
 def link_model(checkpoint: Path, folder: Path) -> Path:
-    """The model of a checkpoint, without the learner's state, in `folder`: it stays there when the
-    checkpoint is pruned. Weights are hard links, which cost no space before."""
+    """Link the model of a checkpoint, without the learner's state, into `folder`, where it survives
+    the removal of the checkpoint. Weights are hard links and need no extra space until then."""
     shutil.rmtree(folder, ignore_errors=True)
-    left_out = shutil.ignore_patterns("trainer", STATE_FILE)
-    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
+    ignored = shutil.ignore_patterns("trainer", STATE_FILE)
+    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=ignored))
 
 
 def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """A checkpoint or model directory itself, or the last or best one of a run.
-
-    Raises DataError if there is none.
+    """`path` itself if it is a checkpoint or model directory; of a run, its last or best
+    checkpoint. Raises DataError if the run has none.
     """
     if not (path / "checkpoints").is_dir():
         return path
@@ -198,8 +199,8 @@ WEIGHTS = (".safetensors", ".bin")
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Weights, which nothing writes in place, as hard links where the file system has them; a copy
-    of any other file. Symbolic links are followed: a link to a link may lead nowhere."""
+    """Hard-link weights, which nothing modifies in place, if the file system can; copy other files.
+    Symbolic links are resolved: a hard link to a relative one would be broken."""
     if source.endswith(WEIGHTS):
         with suppress(OSError):  # another file system, or one without links
             return os.link(os.path.realpath(source), target)
@@ -207,7 +208,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:
-    """The state beside a checkpoint."""
+    """The state of a checkpoint. Raises DataError."""
     path = checkpoint / STATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -216,19 +217,19 @@ def load_state(checkpoint: Path, kind: type[Any]) -> Any:
 
 
 def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
-    """Write the state last and durably: its presence says that the checkpoint is complete."""
+    """Write the state last and durably: its file marks a checkpoint as complete."""
     write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)
 
 
 logger = logging.getLogger(__name__)
 
-LAST_S = 30.0  # until a save ends whose learner was ended
-LOOK_S = 10.0  # to see which checkpoints there are, on a disk that may hang
+LAST_S = 30.0  # for a save to end after its learner was stopped
+LOOK_S = 10.0  # to list the checkpoints on a disk that may hang
 
 
 class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints, in Hugging Face format with the learner's state beside; one is written whenever
-    a run ends, too."""
+    """Checkpoints in Hugging Face format, with the learner's state. A run also writes one when it
+    ends."""
 
     every: Annotated[
         int,
@@ -250,9 +251,9 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of one run. `snapshot` gives what is remembered beside the learner's
-    own state at this moment, `step` its number, and `needed` steps that are kept however old;
-    `turn` is entered around all commands of a checkpoint. `of`: see Checkpoints.path."""
+    """Writes the checkpoints of one run. `step` returns the current step, `snapshot` the state of
+    the run besides the learner's, and `needed` the steps to keep however old. `turn` is entered
+    around all commands to the learner. `phase`: see Checkpoints.path."""
 
     config: SavingConfig
     checkpoints: Checkpoints
@@ -262,24 +263,24 @@ class Saver:
     snapshot: Callable[[], msgspec.Struct]
     needed: Callable[[], Collection[int]] = tuple
     turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-    of: str = "step"
+    phase: str = STEP
 
     def __post_init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
-        self._is_whole = True  # weights and state belong together
+        self._is_consistent = True  # weights and state are of the same step
         self._last = _now()
-        self._is_abandoned = False  # a save that hung
-        self._found: list[Path] | None = None  # checkpoints that are there, when a save has failed
-        self._closing: asyncio.Future[None] | None = None  # of a learner that is given up
+        self._is_abandoned = False  # a save hung
+        self._found: list[Path] | None = None  # existing checkpoints, after a save has failed
+        self._closing: asyncio.Future[None] | None = None  # of an abandoned learner
 
     @asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """Weights and state go on together inside. Nothing is saved meanwhile; nor afterwards, if
-        it fails in between."""
+        """Advance weights and state together inside. No checkpoint is written meanwhile, nor
+        afterwards if the body fails."""
         async with self._one_at_a_time:
-            self._is_whole = False
+            self._is_consistent = False
             yield
-            self._is_whole = True
+            self._is_consistent = True
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due after this step."""
@@ -290,9 +291,9 @@ class Saver:
     async def save(self, *, at_end: bool = False) -> None:
         """Save the checkpoint of this step if missing; completes despite cancellations.
 
-        From the first of them on, or from the beginning `at_end`, it may take `finish_s`; then the
-        learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
-        left to itself.
+        It may take `finish_s` from the first cancellation on, or with `at_end` from the start; then
+        the learner is stopped, which ends the save with a LearnerError. A save that hangs even then
+        (a disk) is abandoned.
         """
         task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
@@ -318,12 +319,12 @@ class Saver:
             raise cancelled
 
     async def finish(self) -> None:
-        """Save before the run ends, whatever ends it, if there is anything to save and anybody to
-        save it. Raises nothing but a cancellation, so that what ends the run stays its reason."""
+        """Save before the run ends, if possible. Raises only a cancellation, so that the reason of
+        the run's end stays."""
         await uncancelled(self._finish())
 
     async def _finish(self) -> None:
-        reason = await self._save_at_last()
+        reason = await self._save_last()
         if not reason:
             return
         found: list[Path] | None = None  # unknown
@@ -333,9 +334,9 @@ class Saver:
         self._found = found
         self._fail(reason)
 
-    async def _save_at_last(self) -> str:
-        """Save before the run ends; why that was not possible, empty if it was."""
-        if not self._is_whole:
+    async def _save_last(self) -> str:
+        """Save before the run ends; returns the reason of a failure, else an empty string."""
+        if not self._is_consistent:
             return "the run ended in the middle of a step"
         if self._is_abandoned:
             return "its disk hangs"
@@ -354,14 +355,14 @@ class Saver:
             return f"{place}: {why}"
         except AgentEnvError as error:
             return str(error).splitlines()[0]
-        except Exception as error:  # what ends the run stays its reason
+        except Exception as error:  # must not replace the reason of the run's end
             logger.error("a bug while writing the last checkpoint", exc_info=error)
             return f"{type(error).__name__}: {error}"
         return ""
 
     async def amend(self) -> None:
-        """Bring what the checkpoint of this step, if there is one, remembers up to date: the
-        weights are the same, and an evaluation of them is done."""
+        """Update the state in the checkpoint of this step, if it exists, after an evaluation of the
+        same weights."""
 
         async with self._one_at_a_time:
             if await in_thread(self._exists):
@@ -370,11 +371,11 @@ class Saver:
     # inner workings
 
     async def _before(self) -> None:
-        """What has to be on the disk before a checkpoint is, unless it is the last one."""
+        """Write files that a checkpoint depends on; not called for the last checkpoint."""
 
     async def _save(self, *, at_end: bool) -> None:
         async with self._one_at_a_time:
-            if not self._is_whole:
+            if not self._is_consistent:
                 raise LearnerError("the weights are those of an incomplete step and are not saved")
             async with self.turn():
                 if not at_end:
@@ -390,10 +391,10 @@ class Saver:
 
     def _has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
-        return self.checkpoints.path(step, self.of) in self.checkpoints.finished()
+        return self.checkpoints.path(step, self.phase) in self.checkpoints.finished()
 
     def _path(self) -> Path:
-        return self.checkpoints.path(self.step(), self.of)
+        return self.checkpoints.path(self.step(), self.phase)
 
     def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()

@@ -3,12 +3,12 @@
     agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
 
-The socket is in a folder that only its owner can enter (mode 0700), has mode 0600, and each end
-asks the system for the user of the other. A killed process leaves its socket, which the next one
-replaces.
+The socket is in a folder that only its owner can enter (mode 0700), and has mode 0600. Each end
+asks the system for the user of the other. A killed process leaves its socket, which the next
+process replaces.
 
-One request a connection. Its size and the seconds in which it has to arrive are limited, so that no
-client holds up the run.
+A connection carries one request. Its size and its time to arrive are limited, so that no client
+can delay the run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FOLDER, SOCKET = "ctl", "socket"
 MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
 MAX_CLIENTS = 16  # at a time
 READ_S, WRITE_S = 5.0, 5.0
-ANSWER_S = 10.0  # for what is answered at once
-LONG_S = 4 * 3600.0  # for what has to be done first: a checkpoint, an evaluation
+ANSWER_S = 10.0  # for an immediate reply
+LONG_S = 4 * 3600.0  # for a reply after a checkpoint or an evaluation
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -50,7 +50,8 @@ class AskStatus(Struct, tag="status", forbid_unknown_fields=True):
 
 
 class AskWhy(Struct, tag="why", forbid_unknown_fields=True):
-    """The waits of all rollouts, or one tree in detail; with `text` its question and last turns."""
+    """The waits of all rollouts, or of one tree in detail; `text` adds its question and last
+    turns."""
 
     tree: int | None = None
     text: bool = False
@@ -63,7 +64,7 @@ class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
 
 
 class Pause(Struct, tag="pause", forbid_unknown_fields=True):
-    """No tree, no turn and no update begins."""
+    """Start no further tree, turn or update."""
 
 
 class Resume(Struct, tag="resume", forbid_unknown_fields=True):
@@ -71,11 +72,11 @@ class Resume(Struct, tag="resume", forbid_unknown_fields=True):
 
 
 class Checkpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
-    """Write a checkpoint between two updates; answered when it is written."""
+    """Write a checkpoint between two updates; the reply comes afterwards."""
 
 
 class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
-    """Evaluate these sets (none: all) between two updates; answered with the figures."""
+    """Evaluate these sets (none: all) between two updates; the reply has the figures."""
 
     sets: list[str] = []
 
@@ -88,14 +89,14 @@ SLOW = (Checkpoint, Evaluate)
 
 
 class Refused(Struct, tag="refused"):
-    """The request is refused, with the reason."""
+    """The request was rejected, with the reason."""
 
     why: str
 
 
 class Status(Struct, tag="status"):
-    """`phase`: set-up, cold start, RL, end. `doing`: the work that an interruption waits for.
-    `trees`: how many trees ended how."""
+    """The status of a run. `phase`: set-up, cold start, RL, end. `doing`: the work that an
+    interruption waits for. `trees`: number of trees by outcome."""
 
     run: str
     pid: int
@@ -118,7 +119,7 @@ class Status(Struct, tag="status"):
 
 
 class TreeRow(Struct):
-    """A tree in flight. `state`: begins, grows, ended (it waits for the learner)."""
+    """An in-flight tree. `state`: begins, grows, ended (it waits for the learner)."""
 
     tree: int
     task: str
@@ -129,7 +130,8 @@ class TreeRow(Struct):
 
 
 class Wait(Struct):
-    """A wait of several branches. `is_long`: longer than expected. `advice`: its likely cause."""
+    """A wait that several branches share. `is_long`: longer than expected. `advice`: likely
+    cause."""
 
     what: str
     num_branches: int
@@ -143,14 +145,14 @@ class Wait(Struct):
 
 
 class Waits(Struct, tag="waits"):
-    """The waits of all rollouts, the longest first; `lines`: what else holds up the run."""
+    """The waits of all rollouts, the longest first; `lines`: other delays of the run."""
 
     waits: list[Wait]
     lines: list[str]
 
 
 class BranchRow(Struct):
-    """A live branch of a tree. `limit_s`: its limit of seconds worked."""
+    """A live branch of a tree. `limit_s`: limit of `worked_s`, the seconds without waits."""
 
     branch: str
     what: str
@@ -166,8 +168,8 @@ class BranchRow(Struct):
 
 
 class Why(Struct, tag="why"):
-    """One tree. `ends` counts its ended branches by their end, `failures` the failed and replaced
-    ones by kind."""
+    """One tree. `ends`: number of ended branches by outcome; `failures`: number of failed and
+    replaced branches by kind."""
 
     row: TreeRow
     branches: list[BranchRow]
@@ -177,7 +179,7 @@ class Why(Struct, tag="why"):
 
 
 class Done(Struct, tag="done"):
-    """The result: lines for people, and facts."""
+    """The result: lines of text, and the same facts as data."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
@@ -199,7 +201,7 @@ def _user_of(connection: Any) -> int:
 
 @contextmanager
 def short_path(run: Path) -> Iterator[str]:
-    """The path of the run's socket, short enough for the system however long that of the run is."""
+    """A path of the run's socket below the system's length limit, however long the run's path."""
     folder = os.open(run / FOLDER, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{SOCKET}"
@@ -208,7 +210,7 @@ def short_path(run: Path) -> Iterator[str]:
 
 
 def _listener(run: Path) -> socket.socket:
-    """A socket in a folder that nobody else can enter, in place of that of a killed process."""
+    """A listening socket in a folder that only the owner can enter; replaces a leftover one."""
     shutil.rmtree(run / FOLDER, ignore_errors=True)
     (run / FOLDER).mkdir(mode=0o700)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -222,13 +224,13 @@ def _listener(run: Path) -> socket.socket:
     return listener
 
 
-# The end in the training process.
+# Server: in the training process.
 
 
 @asynccontextmanager
 async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> AsyncIterator[None]:
-    """Answer requests inside. A run whose file system takes no sockets goes on without control,
-    with a warning by `warn`."""
+    """Inside, answer requests. On a file system without sockets, the run continues without control,
+    after a warning."""
     server = None
     try:
         listener = await in_thread(_listener, run)
@@ -245,21 +247,21 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
 
 
 class ControlServer:
-    """Answers connections, MAX_CLIENTS at a time."""
+    """Serves at most MAX_CLIENTS connections at a time."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._num_clients = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection; none of its failures reaches the run."""
+        """Serve one connection; its failures do not affect the run."""
         self._num_clients += 1
         try:
             reply = await self._reply(reader, writer)
             writer.write(msgspec.json.encode(reply) + b"\n")
             async with asyncio.timeout(WRITE_S):
                 await writer.drain()
-        except (OSError, TimeoutError):  # it is gone, or does not read
+        except (OSError, TimeoutError):  # the client is gone, or does not read
             pass
         finally:
             self._num_clients -= 1
@@ -268,7 +270,7 @@ class ControlServer:
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply:
         user = _user_of(writer.get_extra_info("socket"))
         if user != os.geteuid():
-            return Refused(f"this run is user {os.geteuid()}'s, and not user {user}'s")
+            return Refused(f"this run belongs to user {os.geteuid()}, not to user {user}")
         if self._num_clients > MAX_CLIENTS:
             return Refused(f"{MAX_CLIENTS} other requests are in progress; retry later")
         try:
@@ -290,16 +292,16 @@ class ControlServer:
             return Refused(str(error))
 
 
-# The other end.
+# Client: in `agentenv ctl`.
 
 
 class UnreachableError(AgentEnvError):
-    """No process answers for this run; the text says why."""
+    """No process answers for this run; the message has the reason."""
 
 
 def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
-    """The reply of the process that trains in `run`. Raises UnreachableError, and ConfigError for a
-    refusal; `timeout_s` defaults to the limit of the request."""
+    """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
+    request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:
         timeout_s = LONG_S if isinstance(request, SLOW) else ANSWER_S + READ_S
     path = run / FOLDER / SOCKET
@@ -311,7 +313,7 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
             user = _user_of(connection)
             if user != os.geteuid():
                 raise UnreachableError(f"{path} belongs to user {user}, not to you")
-            with suppress(BrokenPipeError):  # it has its answer ready
+            with suppress(BrokenPipeError):  # the reply is already here
                 connection.sendall(msgspec.json.encode(request) + b"\n")
             data = _received(connection)
         except TimeoutError as error:
@@ -320,7 +322,7 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
                 f"{run / 'run.log'} reports after a while, or the run is ending"
             ) from error
         except PermissionError as error:
-            raise UnreachableError(f"{path} is not yours: {error.strerror}") from error
+            raise UnreachableError(f"{path} belongs to another user: {error.strerror}") from error
         except OSError as error:
             raise UnreachableError(
                 f"no process listens at {path}: {error.strerror or error}"
@@ -329,7 +331,7 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
         reply: Reply = decode(data, Reply)
     except ForeignError as error:
         raise UnreachableError(
-            f"the run's answer cannot be decoded ({error}); the run has ended, or is of another "
+            f"the run's answer cannot be decoded ({error}); the run has ended, or has another "
             "version"
         ) from error
     if isinstance(reply, Refused):

@@ -1,9 +1,9 @@
 """Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
 or a custom one.
 
-A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
-table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
-them, and redacts secrets in the rows."""
+A monitor is a class with the three methods of `Monitor`; `make_monitors` creates those of the table
+[monitor]. `Monitors` runs them in a separate thread, so that the run never waits for them, and
+redacts secrets in the rows."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ COLD_START_STEP = "sft/step"
 
 
 class Monitor(Protocol):
-    """Follows a run. All calls come in order from one thread, never from the event loop, and may
-    take their time; the first one begins it. The first exception is logged as a warning and ends
-    the monitor: the run does not depend on it."""
+    """Receives the records of a run. All calls come in order from one thread, never from the event
+    loop, and may block; the first call starts the monitor. The first exception is logged as a
+    warning and ends the monitor; the run continues."""
 
     def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        """The figures of one row of metrics.jsonl."""
+        """Log the numbers of one row of metrics.jsonl."""
         ...
 
     def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        """A sample of trajectories, as rows of training or of an evaluation."""
+        """Log a sample of trajectories, as rows of training or of an evaluation."""
         ...
 
     def finish(self, exit_code: int) -> None:
-        """Flush; called once, also when nothing was logged."""
+        """Flush; called once, even if nothing was logged."""
         ...
 
 
 def axis_of(row: Row) -> Axis:
-    """A cold start counts its own steps, which all lie before step 1 of the run."""
+    """The axis of a row: a cold start counts its own steps, all before step 1 of the run."""
     if COLD_START_STEP in row:
         return Axis(COLD_START_STEP, int(row[COLD_START_STEP]))
     return Axis("step", int(row.get("step", 0)))
 
 
 def figures(row: Row) -> dict[str, float]:
-    """The numbers of a row, without the ones that count steps."""
+    """The numbers of a row, except the step counters."""
     return {
         key: float(value)
         for key, value in row.items()
@@ -71,10 +71,10 @@ def figures(row: Row) -> dict[str, float]:
 
 
 class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base of the keys of a monitor from elsewhere, an entry of [[monitor.own]]."""
+    """Base of the keys of a custom monitor, an entry of [[monitor.own]]."""
 
     def build(self, run: Path, settings: dict[str, Any]) -> Monitor:
-        """The monitor of the run in this folder; `settings` is the run's configuration."""
+        """The monitor of the run in the folder `run`; `settings`: the run's configuration."""
         raise NotImplementedError
 
 
@@ -128,7 +128,7 @@ def _is_installed(package: str) -> bool:
 
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same for a run with rollouts, of which it shows samples."""
+    """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
 
     num_trajectories: Annotated[
         int,
@@ -140,9 +140,9 @@ class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unkn
 
 
 class TensorBoardMonitor:
-    """RUN/tensorboard: scalars by step, sample trajectories as text. A resumed run writes on in
-    the same folder; the reader purges what an earlier part logged from the first step on that is
-    repeated. The cold start counts its own steps and has a folder of its own below."""
+    """RUN/tensorboard: scalars by step, sample trajectories as text. A resumed run writes to the
+    same folder; the reader discards earlier records from its first repeated step on. The cold
+    start counts its own steps, in a subfolder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -179,8 +179,8 @@ logger = logging.getLogger(__name__)
 
 
 def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) -> dict[str, Monitor]:
-    """The monitors that the configuration asks for, by the name used in warnings.
-    `settings` is the whole configuration of the run."""
+    """The configured monitors, by the name used in warnings. `settings`: the whole configuration of
+    the run."""
     found: dict[str, Monitor] = {}
     if config.tensorboard:
         found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
@@ -196,7 +196,7 @@ def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) ->
 
 
 class Monitors:
-    """Hands the rows of a run to its monitors, in order, in a thread that nothing waits for."""
+    """Passes the rows of a run to its monitors, in order, in a separate thread."""
 
     def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
         self._config = config
@@ -208,14 +208,14 @@ class Monitors:
         self._working = make_monitors(config, run, self._redactor.tree(settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
-        """Add a monitor; warnings use `name`."""
+        """Add a monitor; `name` identifies it in warnings."""
         self._working[name] = monitor
 
     def log(self, row: Row) -> None:
-        """Hand a row of metrics.jsonl to every monitor."""
+        """Pass a row of metrics.jsonl to every monitor."""
         self._axis = axis_of(row)
         for name, monitor in self._working.items():
-            self._hand(name, partial(monitor.log, figures(row), self._axis))
+            self._enqueue(name, partial(monitor.log, figures(row), self._axis))
 
     def num_wanted(self, name: str) -> int:
         """Number of trajectories of "step-N" or "eval-SET-WHEN" to show."""
@@ -227,18 +227,18 @@ class Monitors:
         return config.num_trajectories if is_due else 0
 
     def trajectories(self, name: str, rows: Sequence[Row]) -> None:
-        """Hand a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
+        """Pass a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
         title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
         for shown, monitor in self._working.items():
-            self._hand(shown, partial(self._show, monitor, title, rows, self._axis))
+            self._enqueue(shown, partial(self._show, monitor, title, rows, self._axis))
 
     def _show(self, monitor: Monitor, title: str, rows: Sequence[Row], axis: Axis) -> None:
         monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
 
     def finish(self, exit_code: int) -> None:
-        """Flush, and wait for it a minute at most."""
+        """Flush, and wait at most FINISH_TIMEOUT_S for it."""
         for name, monitor in self._working.items():
-            self._hand(name, partial(monitor.finish, exit_code))
+            self._enqueue(name, partial(monitor.finish, exit_code))
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -252,11 +252,11 @@ class Monitors:
             )
             logger.warning(text, FINISH_TIMEOUT_S)
 
-    def _hand(self, name: str, call: Callable[[], None]) -> None:
+    def _enqueue(self, name: str, call: Callable[[], None]) -> None:
         if self._full():
             self._dropped += 1
             return
-        if self._thread is None:  # a daemon: one that hangs does not keep the process alive
+        if self._thread is None:  # a daemon: a hanging monitor does not keep the process alive
             self._thread = threading.Thread(target=self._run, name="monitors", daemon=True)
             self._thread.start()
         self._calls.put_nowait(partial(self._guarded, name, call))
@@ -273,7 +273,7 @@ class Monitors:
             return
         try:
             call()
-        except Exception as error:  # whatever a third party raises; the run goes on without it
+        except Exception as error:  # of third-party code; the run continues without the monitor
             self._working = {key: one for key, one in self._working.items() if key != name}
             text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
             logger.warning(text, name, type(error).__name__, error)

@@ -1,15 +1,15 @@
 """Any OpenTelemetry receiver as a monitor, for metrics and spans over OTLP.
 
-    invoke_agent    one trajectory: question's kind, reward, how it ended
-    +-- turn        one turn of it
+    invoke_agent    a trajectory: kind of question, reward, outcome
+    +-- turn        a turn of the trajectory
         +-- chat          the tokens that the policy sampled
-        +-- execute_tool  each tool that it called then
+        +-- execute_tool  a tool call of the turn
 
-Spans follow OpenTelemetry's conventions for generative AI; other names begin with `agentenv.`. A
-row of metrics.jsonl becomes a gauge of each figure, such as agentenv.reward.mean. Texts are sent
-only where `content` asks for them. Rows do not say when each turn began: the spans of a trajectory
-end when it was handed over, tools have their true length, and turns share the rest by the
-characters that they wrote (`agentenv.times`).
+Spans follow OpenTelemetry's conventions for generative AI; other names begin with `agentenv.`. Each
+number in a row of metrics.jsonl becomes a gauge, such as agentenv.reward.mean. Texts are sent only
+with `content`. Rows do not contain the start times of turns: the spans of a trajectory end when the
+monitor receives it, tool spans have their true length, and turns share the rest in proportion to
+their characters (`agentenv.times`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 EXPORT_S = 10.0  # of one request, its retries included
-MAX_KEPT = 1000  # rows and samples that wait for the receiver
+MAX_KEPT = 1000  # rows and samples queued for the receiver
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # between attempts, doubled each time
 NANO = 1_000_000_000
 
@@ -49,7 +49,7 @@ def service_name() -> str:
 
 
 class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenTelemetry, by OTLP over HTTP. Keys of the receiver come from the environment
+    """OpenTelemetry, by OTLP over HTTP. The receiver's credentials come from the environment
     (OTEL_EXPORTER_OTLP_HEADERS), never from a file."""
 
     endpoint: Annotated[
@@ -86,13 +86,13 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def address(self) -> str:
-        """That of the key or of the environment, without a slash at its end."""
+        """The receiver's address, from the key or the environment, without a trailing slash."""
         return (self.endpoint or os.environ.get(ENDPOINT, "")).rstrip("/")
 
 
 class OtelMonitor:
-    """Sends each row and each sample of trajectories at once; while the receiver takes none, the
-    latest ones wait."""
+    """Sends each row and each sample of trajectories at once; during an outage of the receiver, it
+    keeps the latest."""
 
     def __init__(self, config: OtelConfig, run: Path, settings: dict[str, Any]) -> None:
         algorithm = settings.get("algorithm", {})
@@ -129,8 +129,8 @@ class OtelMonitor:
 
 
 class _Exporter:
-    """The pieces of the SDK. They send when asked to, so that a failure is seen here: what was not
-    taken waits, the oldest first, and is sent again with later rows."""
+    """The parts of the SDK, exporting synchronously, so that failures are visible here: failed
+    exports are queued, and retried with later rows, the oldest first."""
 
     def __init__(self, address: str, resource: dict[str, str]) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -151,10 +151,10 @@ class _Exporter:
         self._metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics", timeout=EXPORT_S)
         self._spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces", timeout=EXPORT_S)
         self._reader, self._ended = InMemoryMetricReader(), InMemorySpanExporter()
-        made = Resource.create(resource)
-        self._meters = MeterProvider([self._reader], resource=made, shutdown_on_exit=False)
+        described = Resource.create(resource)
+        self._meters = MeterProvider([self._reader], resource=described, shutdown_on_exit=False)
         self._meter = self._meters.get_meter("agentenv")
-        self._tracers = TracerProvider(resource=made, shutdown_on_exit=False)
+        self._tracers = TracerProvider(resource=described, shutdown_on_exit=False)
         self._tracers.add_span_processor(SimpleSpanProcessor(self._ended))
         self.tracer = self._tracers.get_tracer("agentenv")
         self.gauge: Callable[[str], Any] = cache(self._meter.create_gauge)
@@ -176,12 +176,12 @@ class _Exporter:
             self._flush()
 
     def _flush(self) -> None:
-        """Send all that waits; where that fails, warn once, and pause before the next attempt."""
+        """Send the queue; after a failure, warn once, and pause before the next attempt."""
         while self._waiting:
             if self._waiting[0]().name != "SUCCESS":
                 if not self._is_out:
                     text = (
-                        "OpenTelemetry: %s takes no metrics and spans (%s); it is tried again, at "
+                        "OpenTelemetry: %s does not accept metrics and spans (%s); retrying, at "
                         "most every %g s, with the last %d rows; metrics.jsonl has all"
                     )
                     values = (self.address, self._reasons.last, MAX_PAUSE_S, MAX_KEPT)
@@ -192,7 +192,7 @@ class _Exporter:
                 return
             self._waiting.popleft()
         if self._is_out:
-            text = "OpenTelemetry: %s takes metrics and spans again; %d rows were lost"
+            text = "OpenTelemetry: %s accepts metrics and spans again; %d rows were lost"
             logger.warning(text, self.address, self._num_lost, extra=SHOWN)
             self._is_out, self._num_lost, self._pause_s = False, 0, FIRST_PAUSE_S
 
@@ -204,25 +204,25 @@ class _Exporter:
 
 
 class _Reasons(logging.Handler):
-    """The last message of a package's loggers, which reaches no other handler meanwhile."""
+    """Keeps the last message of a package's loggers, and hides them from other handlers."""
 
     last = "no reason given"
 
     def listen(self, name: str) -> None:
-        self._heard = logging.getLogger(name)
-        self._heard.addHandler(self)
-        self._heard.propagate = False
+        self._logger = logging.getLogger(name)
+        self._logger.addHandler(self)
+        self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         self.last = record.getMessage()
 
     def stop(self) -> None:
-        self._heard.removeHandler(self)
-        self._heard.propagate = True
+        self._logger.removeHandler(self)
+        self._logger.propagate = True
 
 
 class _Rollout:
-    """The spans of one trajectory, from its row."""
+    """The spans of a trajectory, from its row."""
 
     def __init__(self, tracer: Any, config: OtelConfig, run: str, row: Row) -> None:
         self._tracer, self._config, self._run, self._row = tracer, config, run, row
@@ -274,7 +274,7 @@ class _Rollout:
         return {key: value for key, value in found.items() if value is not None}
 
     def _turn(self, root: Any, turn: Turn, texts: Sequence[str], at: int, sampling_s: float) -> int:
-        """The spans of a turn from `at` (ns); its end."""
+        """Emit the spans of a turn that starts at `at` (ns); returns its end (ns)."""
         span = self._begin(turn.key, {"agentenv.calls": len(turn.calls)}, root, at)
         chat = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self._run}
         chat["gen_ai.provider.name"] = "agentenv"
@@ -309,12 +309,12 @@ class _Rollout:
         return tool
 
     def _begin(
-        self, name: str, attributes: dict[str, Any], above: Any, at: int, *, client: bool = False
+        self, name: str, attributes: dict[str, Any], parent: Any, at: int, *, client: bool = False
     ) -> Any:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        context = Context() if above is None else set_span_in_context(above, Context())
+        context = Context() if parent is None else set_span_in_context(parent, Context())
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         return self._tracer.start_span(
             name, context=context, kind=kind, attributes=attributes, start_time=at
@@ -331,5 +331,6 @@ def _seconds(call: dict[str, Any]) -> float:
 
 
 def _metric_name(key: str) -> str:
-    """reward/mean as reward.mean, without characters that instruments may not have."""
+    """The name of an instrument: "reward/mean" becomes "reward.mean"; invalid characters become
+    underscores."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", key.replace("/", "."))

@@ -1,8 +1,8 @@
-"""Pictures of runs and evaluations: panels with one look, drawn without a display; the learning
-curve, figures by update, and entropy by position in a turn.
+"""Plots of runs and evaluations, drawn without a display: the learning curve, metrics by update,
+and entropy by position in a turn.
 
-ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the first tokens
-after a tool result; entropy.csv and entropy.png show whether the user's own policy has one.
+ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rely on a rise of entropy in the first tokens
+after a tool result; entropy.csv and entropy.png show whether the trained policy has one.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ CHARS_PER_INCH = 19.0  # of a small font
 
 
 def png(figure: Any, dpi: int = 110) -> bytes:
-    """The figure as a PNG file; axes with labels and without a legend get one below them, where it
-    covers neither curve nor label."""
+    """The figure as a PNG file. Axes with labels but no legend get a legend below them, where it
+    covers neither curves nor labels."""
     legends = []
     for axes in figure.axes:
         _, labels = axes.get_legend_handles_labels()
         if labels and axes.get_legend() is None:
             width = figure.get_size_inches()[0] * axes.get_position().width
-            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # and its line
+            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # 6: the line
             ncols = max(1, min(fitting, len(labels)))
             legend = axes.legend(
                 fontsize="small", loc="upper center", ncols=ncols, frameon=False
             )  # fmt: skip
             legends.append((axes, legend))
-    for _ in range(2):  # a legend takes room from its axes, whose height its place is given in
+    for _ in range(2):  # a legend shrinks its axes, and its position is in units of their height
         for axes, legend in legends:
             height = figure.get_size_inches()[1] * axes.get_position().height
             below = (0.45 if axes.get_xlabel() else 0.25) / height
@@ -69,13 +69,12 @@ def png(figure: Any, dpi: int = 110) -> bytes:
 
 
 COLUMNS = ("curve", "position", "entropy", "turns")
-SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise and are only in the table
+SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise, and only in the table
 
 
 def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
-    """entropy.csv and entropy.png: mean entropy (nats) by token position from the start of a turn,
-    of first turns and of turns after a tool result, by tool; beside it how many turns each point
-    is the mean of."""
+    """Write entropy.csv and entropy.png: mean entropy (nats) and number of turns by token position
+    in a turn, for first turns and for turns after a tool result, by tool."""
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, COLUMNS)
     table.writeheader()
@@ -85,7 +84,7 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
 
 
 def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
-    # Wide and pale below its tools, of which there may be but one.
+    # Wide and pale, below the curves of the tools: with one tool, they coincide.
     styles: dict[str, dict[str, Any]] = {
         "start": {"color": "black", "linestyle": "--"},
         "after_result": {"color": "black", "linewidth": 4, "alpha": 0.3},
@@ -129,11 +128,11 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
-    """curve.png and training.png in `folder`; returns their names, none without a row."""
+    """Write curve.png and training.png to `folder`; returns their names, none without rows."""
     if not metrics.is_file():
         return []
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
     write_whole(folder / "curve.png", png(learning_curve(rows, name)))
     if not _steps(rows):
         return ["curve.png"]
@@ -141,12 +140,12 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
     return ["curve.png", "training.png"]
 
 
-LEAST_HEIGHT = 0.05  # of a curve's axis, which begins at 0
+MIN_HEIGHT = 0.05  # of the y-axis, which begins at 0
 
 
 def learning_curve(rows: Sequence[Row], name: str) -> Any:
-    """A figure of training reward and success by step, and of the evaluations; scaled to them, with
-    0 in view."""
+    """A figure of training reward and success by step, and of evaluation success. The y-axes fit
+    the values and include 0."""
     steps = _steps(rows)
     figure, (left, right) = panels(1, 2, (11, 5), name)
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
@@ -167,20 +166,20 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
         axes.margins(x=0.04)
-        low, high = min(0.0, axes.dataLim.y0), max(LEAST_HEIGHT, axes.dataLim.y1)
+        low, high = min(0.0, axes.dataLim.y0), max(MIN_HEIGHT, axes.dataLim.y1)
         margin = 0.04 * (high - low)
         axes.set_ylim(low - margin, high + margin)
     return figure
 
 
-APART = 0.015  # of the axis, between markers of one update, but less where updates are near
-BEFORE = 0.1  # of it, between what was measured before a cold start and after
+APART = 0.015  # of the x-axis, between markers of one update; less between close updates
+BEFORE = 0.1  # of the x-axis, between the evaluations before and after a cold start
 
 
 def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
-    """Success of sets and of kinds of their questions, beside each other, so that no marker covers
-    another; of a set with its interval and, where some failed, their share and the success if they
-    were wrong."""
+    """Plot the success of sets and of kinds of their questions, with markers next to each other
+    instead of overlapping. A set also has its interval and, if trajectories failed, their share and
+    the success with failures counted as wrong."""
     keys = _eval_keys(rows)
     steps = [row["step"] for row in rows if any(key in row for key, _ in keys)]
     span = max([1, *steps]) - min([0, *steps])
@@ -208,10 +207,10 @@ def _evaluation(
 ) -> None:
     place = key.removesuffix("/success")
     label, is_set = place.removeprefix("eval/"), key.count("/") == 2
-    # Rows without the key are of evaluations whose trajectories all failed.
+    # In an evaluation without the key, all trajectories failed.
     measured = list({at(row): row for row in rows if key in row}.values())
-    latest = {row["step"]: row for row in measured}  # what came before a cold start stands apart
-    joined = list(latest.values()) if len(latest) > 2 else []  # nobody looked between two points
+    latest = {row["step"]: row for row in measured}  # without the one before a cold start
+    joined = list(latest.values()) if len(latest) > 2 else []  # no line between only two points
     if is_set and measured:
         ends = [f"{row[key]:.2f}" for row in (measured[0], measured[-1])]
         label += f": {ends[0]}" if len(measured) == 1 else f": {ends[0]} to {ends[1]}"
@@ -245,7 +244,7 @@ def _evaluation(
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Success keys with marker and line: whole sets solid; kinds of questions dotted, where a set
+    """Success keys with marker and line: solid for sets; dotted for kinds of questions, if a set
     has several."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
     places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
@@ -258,16 +257,15 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def training_figures(rows: Sequence[Row], name: str) -> Any:
-    """A figure of all beside the reward, by step: trees, lengths, tools, learner, seconds. Figures
-    that are 0 throughout have no curve and are named below; a panel without a curve is left
-    out."""
+    """A figure of all other metrics by step: trees, lengths, tools, learner, seconds. Metrics that
+    are always 0 have no curve and are listed below; a panel without curves is omitted."""
     steps = _steps(rows)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     drawn, zero = [], []
     for title, keys in (*PANELS, ("tool calls per step", calls)):
-        there = [key for key in keys if any(key in row for row in steps)]
-        nonzero = [key for key in there if any(row.get(key) for row in steps)]
-        zero += [key for key in there if key not in nonzero]
+        present = [key for key in keys if any(key in row for row in steps)]
+        nonzero = [key for key in present if any(row.get(key) for row in steps)]
+        zero += [key for key in present if key not in nonzero]
         drawn += [(title, nonzero)] * bool(nonzero)
     num_rows = -(-(len(drawn) + 1) // COLUMNS_OF_PANELS)
     size = (13.0, 0.7 + 3.4 * num_rows)
@@ -288,22 +286,23 @@ ZERO_CHARS = 150  # of a line below the panels
 
 
 def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
-    """Of curves that coincide somewhere, the first ones are wide and pale, so that all are seen."""
+    """Plot the curves of one panel. Of curves with common points, the earlier are wide and pale, so
+    that all are visible."""
     curves = {key: [(row["step"], row[key]) for row in steps if key in row] for key in keys}
     for number, (key, points) in enumerate(curves.items()):
         label = key.removeprefix("tool/")
         dotted = ":" if key.endswith("/errors") else "-"
         marker = "." if len(points) < 3 else ""
         later = [point for other in keys[number + 1 :] for point in curves[other]]
-        is_met = not set(points).isdisjoint(later)
-        look = {"linewidth": 4.0, "alpha": 0.4} if is_met else {"linewidth": 1.5}
-        axes.plot(*zip(*points, strict=True), dotted + marker, label=label, **look)
+        overlaps = not set(points).isdisjoint(later)
+        style = {"linewidth": 4.0, "alpha": 0.4} if overlaps else {"linewidth": 1.5}
+        axes.plot(*zip(*points, strict=True), dotted + marker, label=label, **style)
     axes.set_title(title, fontsize="medium")
     axes.locator_params(axis="x", integer=True)
 
 
 def _seconds(axes: Any, steps: Sequence[Row]) -> None:
-    """Wall seconds of a step, stacked by what the learner did."""
+    """Plot the wall time (s) of a step, stacked by the learner's activity."""
     parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
     parts = [key for key in parts if not key.endswith("tokens_per_s")]
     values = [[row.get(key, 0.0) for row in steps] for key in parts]

@@ -1,12 +1,11 @@
-"""One stored trajectory: as a row (of training, or `EvalRow` of an evaluation), as text for people,
-as the input of a grader, and as a conversation for other formats.
+"""A stored trajectory: as a row (of training, or `EvalRow` of an evaluation), as readable text, as
+the input of a grader, and as a conversation for other formats.
 
-Question     a task with its prompt, and everything that was tried on it
-+-- Branch   a trajectory from where it leaves another one: a fork; or from the prompt
+Question     a task with its prompt and all its trajectories
++-- Branch   a trajectory from its fork, or from the prompt
     +-- Turn the policy's text, its tool calls, and the observation after them
 
-Everything that is reported, compared or graded again is computed from rows; nothing else has to be
-kept.
+Reports, comparisons and regrading need only rows.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Wanted(NamedTuple):
-    """One trajectory to ask for: sample number `sample` of a task, in the set `dataset`."""
+    """A trajectory to sample: sample number `sample` of a task in the set `dataset`."""
 
     dataset: str
     task: Task
@@ -46,29 +45,30 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The key of its row."""
+        """The key of the trajectory's row."""
         return self.dataset, self.task.id, self.sample
 
 
 class EvalRow(Struct, kw_only=True):
-    """One trajectory, a line with all keys. `dataset`, `task` and `sample` (from 0) name it within
-    an evaluation.
+    """A trajectory of an evaluation: a line with all keys, identified by `dataset`, `task` and
+    `sample` (from 0).
 
-    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first; where an
-    end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}; a user's
-    message after a turn is {"env": ..., "role": "user"}. A failed
-    one (end "failed") has an `error` and no scores: it is counted by kind, never as wrong.
-    `scores` holds every metric that was computed, each in [0, 1]: em, f1, contains, math, judge;
-    `success` and `reward` are those of the environment's grader, `reason` is its explanation.
-    `same_as` is the lowest number among the samples of the question that give the same wrong
-    answer. Scores and `same_as` are filled in by the first report.
+    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first. The text of
+    an end-of-sequence token that ended a turn is separate: {"policy": ..., "eos": ...}. A user's
+    message after a turn is {"env": ..., "role": "user"}.
+
+    A failed trajectory (end "failed") has an `error` and no scores: it counts by kind of failure,
+    never as wrong. `scores` contains the computed metrics, each in [0, 1]: em, f1, contains, math,
+    judge. `success`, `reward` and `reason` (an explanation) come from the environment's grader.
+    `same_as` is the lowest sample number of the question with the same wrong answer. The first
+    report computes scores and `same_as`.
     """
 
     dataset: str
     task: str
     sample: int
     kind: str = "all"
-    env_id: str = ""  # of the task; regrading asks this environment for its grader
+    env_id: str = ""  # of the task; regrading uses the grader of this environment
     question: str = ""
     answers: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)  # of the dataset: level, category, ...
@@ -77,7 +77,7 @@ class EvalRow(Struct, kw_only=True):
     prediction: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments, ok, error
     num_turns: int = 0
-    num_retries: int = 0  # after failures, with the same seeds
+    num_retries: int = 0  # after failures; with the same seeds
     prompt_tokens: int = 0
     action_tokens: int = 0  # sampled by the policy
     tool_tokens: int = 0  # of tool results
@@ -92,31 +92,31 @@ class EvalRow(Struct, kw_only=True):
     scores: dict[str, float] = field(default_factory=dict)
     same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
-    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer took again
-    policy_versions: list[int] = field(default_factory=list)  # oldest and newest that sampled
+    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
+    policy_versions: list[int] = field(default_factory=list)  # oldest and newest policy
 
     @property
     def key(self) -> Key:
-        """The name of the trajectory within its evaluation."""
+        """The identity of the trajectory within its evaluation."""
         return self.dataset, self.task, self.sample
 
     @property
     def failure_kind(self) -> str:
-        """The class of the error of one that failed, e.g. "EnvError"."""
+        """Of a failed trajectory: the class of its error, e.g. "EnvError"."""
         return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
-# From a stored trajectory back to the input of its grader: the policy's own messages and calls.
+# The input of a grader, recovered from a stored trajectory: the policy's messages and calls.
 
 _CALL_TAG = re.compile(rf"</(?!(?:{'|'.join(TAGS)})>)(\w+)>\Z")
 
 
 def written(row: EvalRow) -> list[Message]:
-    """The policy's messages in order, as the renderer parsed them: without end-of-sequence tokens;
-    where the text before a turn ends with an open <think>, the message starts with it.
+    """The policy's messages in order, as the renderer parsed them: without end-of-sequence tokens,
+    and starting with <think> if the text before the turn ends with an open <think>.
 
-    A turn that the env answered, or that ends with a tool's tag, has a call; of several in one turn
-    only one stands there, by name only: graders read the text.
+    A turn that the env answered, or that ends with a tool's tag, has one call, with only its name,
+    even if it made several: graders read the text.
     """
     messages: list[Message] = []
     before = ""
@@ -139,13 +139,13 @@ def written(row: EvalRow) -> list[Message]:
 
 
 def observed(node: Node, decode: Decode) -> dict[str, str]:
-    """The segment of an observation."""
+    """The segment of the node's observation."""
     segment = {"env": decode(node.observation_ids)}
     return {**segment, "role": "user"} if node.is_of_user else segment
 
 
 def is_result(segment: dict[str, str]) -> bool:
-    """Whether a segment answers calls: it is of the environment and not of a user."""
+    """Whether a segment is the result of calls: from the environment, and not a user's message."""
     return "env" in segment and segment.get("role") != "user"
 
 
@@ -155,7 +155,7 @@ def calls_that_ran(row: EvalRow) -> Counter[str]:
 
 
 def prediction(messages: list[Message]) -> str:
-    """The answer that the graders read: of the last message, tagged, boxed, or plain."""
+    """The final answer, as graders read it: from the last message, tagged, boxed, or plain."""
     return final_answer(messages[-1].content) if messages else ""
 
 
@@ -166,9 +166,9 @@ def whole_text(row: EvalRow) -> str:
 
 
 class TrajectoryWriter:
-    """Writes the trajectories of a step in a process of its own: the text of all tokens takes a
-    good part of a second there, in which no rollout would go on. A handler of
-    `agentenv.worker_pool.WorkerPool`; `tokenizer` is the path of its file."""
+    """Writes the trajectories of a step in a separate process: decoding all tokens takes a large
+    part of a second, which would block the rollouts. A handler of
+    `agentenv.worker_pool.WorkerPool`; `tokenizer` is the path of the tokenizer's file."""
 
     def __init__(self, tokenizer: str) -> None:
         from tokenizers import Tokenizer
@@ -176,7 +176,7 @@ class TrajectoryWriter:
         self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        """See `write_rows`, whose arguments a job holds; the trees as frames, the rows as JSON."""
+        """`write_rows` with the arguments in `job`; trees are frames, rows are JSON."""
         trees = map(of_frame, job["trees"])
         path = Path(job["path"]) if job["path"] else None
         num_chars, shown = write_rows(trees, self._decode, path, job["wanted"])
@@ -186,8 +186,8 @@ class TrajectoryWriter:
 def write_rows(
     trees: Iterable[TrajectoryTree], decode: Decode, path: Path | None, wanted: int
 ) -> tuple[int, list[Row]]:
-    """Write each trajectory as a line of JSON, if there is a path; the characters that were
-    written, and as many rows as wanted, the first."""
+    """Write each trajectory as a line of JSON, if `path` is given. Returns the number of characters
+    written, and the first `wanted` rows."""
     every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
     if path is None:
         return 0, list(islice(every, wanted))
@@ -207,20 +207,20 @@ def write_rows(
 
 
 def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
-    """The trajectories of a tree, each as readable JSON: text by segment with who wrote it, calls,
-    reward parts. What they share is decoded once."""
+    """The trajectories of a tree, each as readable JSON: text by segment with its author, calls,
+    reward parts. Shared nodes are decoded once."""
     texts: dict[int, list[Row]] = {}  # by node
     for trajectory in tree.trajectories():
         for node in trajectory.path:
             if node.index not in texts:
-                said = [{"policy": decode(node.action_ids)}] if node.action_ids else []
+                action = [{"policy": decode(node.action_ids)}] if node.action_ids else []
                 answer = [observed(node, decode)] if node.observation_ids else []
-                texts[node.index] = [*said, *answer]
+                texts[node.index] = [*action, *answer]
         yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
 
 
 def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
-    """A trajectory as a line of the file that people read."""
+    """A trajectory as a row of trajectories/STEP.jsonl."""
     leaf = trajectory.leaf
     return {
         "task": tree.task.id,
@@ -248,8 +248,8 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
 
 
 def readable(row: Row) -> str:
-    """A row, of training or of an evaluation, as text: the question, the verdict, and each text
-    with its author; without the prompt."""
+    """A row of training or of an evaluation as text: the question, the result, and each text with
+    its author; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
     lines = [
         f"--- {row['kind']}: {row['question']}",
@@ -265,7 +265,7 @@ def readable(row: Row) -> str:
 
 
 def _fork_parent(trajectory: Trajectory) -> Row | None:
-    """The branch and node this trajectory was forked from; None for a from-scratch one."""
+    """The branch and node from which the trajectory was forked; None for a from-scratch one."""
     leaf = trajectory.leaf
     if "+" not in leaf.branch:
         return None
@@ -274,7 +274,7 @@ def _fork_parent(trajectory: Trajectory) -> Row | None:
 
 
 def _runs(trajectory: Trajectory) -> list[int]:
-    """Run lengths of the loss mask, beginning with the tokens that are not trained."""
+    """Run lengths of the loss mask, alternating, the first for tokens without loss."""
     runs, current = [0], False
     for node in trajectory.path:
         for ids, sampled in ((node.action_ids, True), (node.observation_ids, False)):

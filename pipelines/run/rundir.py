@@ -3,18 +3,18 @@
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
-          inputs/                                rows and model that a Python program gave in memory
+          inputs/                                rows and model passed in memory by a Python program
           journal/                               turns and trees as they happen, for a resume
-          trees/STEP.frames                      every tree of training, with all of its tokens
+          trees/STEP.frames                      every tree of training, with all its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
-          eval/WHEN/                             evaluations, as of `agentenv evaluate`
+          eval/WHEN/                             evaluations, in the format of `agentenv evaluate`
           checkpoints/step-000020/               Hugging Face directory
-          checkpoints/step-000020/trainer/       what a resume needs beside it
+          checkpoints/step-000020/trainer/       the learner's state, for a resume
           checkpoints/best/                      the best by `checkpoint.best_metric`
-          lock                                   who trains in it now
-          ctl/                                   the socket of agentenv ctl, while it lives
-          starts                                 how many processes have begun or gone on with it
-          resumed/                               the model that a resumed run began with
+          lock                                   the process that trains in it now
+          ctl/                                   the socket of agentenv ctl, while the run is alive
+          starts                                 number of processes that started or resumed the run
+          resumed/                               the model that a resumed run started from
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from agentenv.errors import ConfigError
 from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints
 from agentenv.pipelines.run.monitors import MonitorConfig, Monitors
 
-RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # set with an optimizer
+RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go with an optimizer
 
 
-JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it
+JOB_VARIABLE = "AGENTENV_JOB"  # a unique name of the process's job
 
 
 class Holder(Struct, frozen=True):
-    """The process that has a directory, since a time of its clock. Of a job one process at a time
-    is there, which may be started again on another host."""
+    """The process that holds the lock of a run, `since` a local time. A job has one process at a
+    time, and may restart it on another host."""
 
     pid: int
     host: str
@@ -74,14 +74,14 @@ class Holder(Struct, frozen=True):
 
 
 class Lock:
-    """That one process at a time trains in a directory; `close` lets go.
+    """The lock of a run's directory: one process at a time trains in it. `close` releases it.
 
-    The system lets go when the process dies. What is written says who has it, and holds where the
-    file system knows no locks, or does not tell another machine of them.
+    The system releases the lock when the process dies. The file's content names the holder; it
+    alone counts on file systems without locks, or without locks across machines.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if another process has it."""
+        """Raises ConfigError if another process holds the lock."""
         self.path = folder / "lock"
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._release = weakref.finalize(self, os.close, self._file)
@@ -92,7 +92,7 @@ class Lock:
             raise
 
     def _take(self, folder: Path) -> None:
-        """Lock the folder, or raise ConfigError that says who has it."""
+        """Lock the folder. Raises ConfigError with the holder if another process has the lock."""
         is_held, is_known = False, True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +102,7 @@ class Lock:
             is_known = False
         try:
             before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=Holder)
-        except msgspec.DecodeError:  # nobody, or cut off while it was written
+        except msgspec.DecodeError:  # an empty or truncated file
             before = None
         me = Holder.me()
         if before is not None and before.host == me.host and not is_known:
@@ -122,7 +122,7 @@ class Lock:
         os.pwrite(self._file, msgspec.json.encode(me), 0)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the lock; idempotent."""
         if self._release.alive:
             os.ftruncate(self._file, 0)
             self._release()
@@ -132,9 +132,9 @@ LOG_FILE = "run.log"
 STARTS = "starts"
 INPUTS = "inputs"
 JOURNAL = "journal"  # folder of turns and trees
-PROBE = ".writable"  # there for a moment, or left by a kill in it
-CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
-LOGS = ("learner.log", "servers", "workers")  # of what was started
+PROBE = ".writable"  # a temporary file
+CONFIG_FILE = "config.json"  # written after all checks have passed; marks a run
+LOGS = ("learner.log", "servers", "workers")  # of started processes
 OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
@@ -146,7 +146,7 @@ Row = dict[str, Any]
 
 
 class RunDirectory:
-    """Creates or reopens the directory of a run; rows of metrics go to the monitors too."""
+    """Creates or reopens the directory of a run, and passes rows of metrics to the monitors."""
 
     def __init__(
         self,
@@ -156,10 +156,11 @@ class RunDirectory:
         monitor: MonitorConfig | None = None,
         settings: Row | None = None,
     ) -> None:
-        """`settings` is the whole configuration, which the monitors show."""
+        """`settings`: the whole configuration, for the monitors. Raises ConfigError if the
+        directory is in use, holds something else, or cannot be written."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self._made = [one for one in (path, *path.parents) if not one.exists()]
+        self._created = [one for one in (path, *path.parents) if not one.exists()]
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} contains no run to resume; start it without --resume")
         try:
@@ -176,14 +177,14 @@ class RunDirectory:
         self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
 
     def close(self) -> None:
-        """Others may have the directory from now on; idempotent."""
+        """Release the directory for other processes; idempotent."""
         self._lock.close()
 
     def _refuse_used(self) -> None:
-        """Refuse a directory that holds a run or something else."""
+        """Raises ConfigError for a directory with a run or foreign files."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        begun = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights that a killed run has left
-        found -= {name for name in found if name.startswith(begun)}
+        prefixes = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights of a killed run
+        found -= {name for name in found if name.startswith(prefixes)}
         found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
@@ -197,19 +198,20 @@ class RunDirectory:
             )
 
     def _claim(self) -> None:
-        """Clear what a run has left that never began."""
-        self._refuse_used()  # again, now that nobody else changes it
+        """Remove the files of an earlier attempt that never began."""
+        self._refuse_used()  # again: from here on the lock keeps out other processes
         for entry in self.path.iterdir():
             if entry != self._lock.path:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def count_start(self, known: int) -> int:
-        """The number of this start of the run, another one for each process: of two that go on
-        from one checkpoint, which has `known` starts, the weights part. Raises ConfigError."""
+        """The number of this start of the run, unique per process: two processes that resume from
+        the same checkpoint, which counts `known` starts, train different weights. Raises
+        ConfigError."""
         path = self.path / STARTS
         try:
             before = int(path.read_text())
-        except (FileNotFoundError, ValueError):  # of a run that did not count them
+        except (FileNotFoundError, ValueError):  # a run of an earlier version has no count
             before = 0
         number = max(before, known) + 1
         try:
@@ -227,19 +229,19 @@ class RunDirectory:
         return (self.path / CONFIG_FILE).is_file()
 
     def begin(self, config: Struct) -> None:
-        """From here on this is a run: everything was found in order."""
+        """Mark the directory as a run, after all checks have passed."""
         self.write_json(CONFIG_FILE, to_plain(config))
 
     def check_optimizer(self, name: str) -> None:
-        """Raises ConfigError where the run began with another optimizer than this one, whose state
-        its checkpoints hold: no other optimizer can resume from it."""
+        """Raises ConfigError if the run began with another optimizer: no optimizer can resume from
+        the state of another, which the checkpoints contain."""
         path = self.path / CONFIG_FILE
         if not path.is_file():
             return
-        held = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
-        began = held.get("optimizer", name)
+        saved = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
+        began = saved.get("optimizer", name)
         if began != name:
-            rates = {key: held[key] for key in RATES if held.get(key) is not None}
+            rates = {key: saved[key] for key in RATES if saved.get(key) is not None}
             keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
             raise ConfigError(
                 f"{path}: the checkpoints contain the state of learner.optimizer = {began!r}, but "
@@ -255,15 +257,16 @@ class RunDirectory:
         is_reported: Callable[[str], bool] = bool,
         sft_step: int | None = None,
     ) -> bool:
-        """Put aside what the run did after the checkpoint of `step`, and say what has changed since
-        it began. Whether there were newer checkpoints. The last two: see forget_metrics_after."""
+        """Set aside the results of the run after the checkpoint of `step`, and report the keys that
+        have changed since its start. Returns whether there were newer checkpoints. The last two
+        parameters: see forget_metrics_after."""
         self.forget_metrics_after(step, is_reported, sft_step)
-        place, after = f"step {step}", self.checkpoints.path(step)
+        place, checkpoint = f"step {step}", self.checkpoints.path(step)
         if sft_step is not None:
             place = f"step {sft_step} of the cold start"
-            after = self.checkpoints.path(sft_step, COLD_START)
+            checkpoint = self.checkpoints.path(sft_step, COLD_START)
         say(f"resuming {self.path} after {place}")
-        newer = self.checkpoints.set_aside_after(after)
+        newer = self.checkpoints.set_aside_after(checkpoint)
         for path in newer:
             say(f"moved a newer checkpoint to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -273,12 +276,13 @@ class RunDirectory:
         return bool(newer)
 
     def forget_unless_begun(self) -> None:
-        """Remove the folder of a run that was refused, with what its set-up has made, and those
-        above that were made for it, unless a log may say more than the refusal did."""
-        if self.has_begun or any(map(_says_something, self.path.iterdir())):
+        """Remove the folder of a run that failed its checks, including the output of its set-up and
+        the parent folders created for it. A folder with a non-empty log stays: it may explain more
+        than the error did."""
+        if self.has_begun or any(map(_is_written_log, self.path.iterdir())):
             return
-        shutil.rmtree(self.path, ignore_errors=True)  # the reported error is another
-        for folder in self._made:
+        shutil.rmtree(self.path, ignore_errors=True)  # an error here must not hide the first one
+        for folder in self._created:
             if folder == self.path:
                 continue
             if any(folder.iterdir()):
@@ -286,7 +290,7 @@ class RunDirectory:
             folder.rmdir()
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file at once, so that no reader ever sees half of it."""
+        """Write a JSON file atomically."""
         write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def write_metrics(self, row: Row) -> None:
@@ -296,9 +300,9 @@ class RunDirectory:
     def forget_metrics_after(
         self, step: int, is_reported: Callable[[str], bool] = bool, sft_step: int | None = None
     ) -> None:
-        """Drop the rows that a run which goes on will write again: of later steps, of later ones
-        than `sft_step` of the cold start, and of evaluations that are not reported to the end:
-        `is_reported` says so by their phase."""
+        """Remove the rows that a resumed run will write again: rows of steps after `step`, of steps
+        of the cold start after `sft_step`, and of evaluations without a complete report:
+        `is_reported(phase)` is false."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -313,8 +317,8 @@ class RunDirectory:
             write_whole(path, "".join(kept))
 
 
-def _says_something(entry: Path) -> bool:
-    """Whether this is a log, or a folder of logs, of a process that was started and wrote."""
+def _is_written_log(entry: Path) -> bool:
+    """Whether this is a non-empty log, or a folder that contains one."""
     if entry.name not in LOGS and not entry.name.startswith("learner-"):
         return False
     files = entry.rglob("*") if entry.is_dir() else [entry]
@@ -322,7 +326,7 @@ def _says_something(entry: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError unless the directory takes a file and has space for it."""
+    """Raises ConfigError unless a file can be written in the directory."""
     probe = path / PROBE
     try:
         probe.write_bytes(b"\0" * 65536)

@@ -13,8 +13,8 @@ from rich.markup import escape
 
 
 class Table(Struct, kw_only=True):
-    """Texts in columns, those of `left` to the left and the others to the right; `sections` are
-    the numbers of the rows that a line stands above."""
+    """Texts in columns. `left`: indices of left-aligned columns; the others are right-aligned.
+    `sections`: indices of rows with a line above."""
 
     title: str
     columns: list[str]
@@ -25,7 +25,7 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal. Figures are never broken into two lines, texts are."""
+    """The table for the terminal. Texts wrap, figures do not."""
     found = rich.table.Table(
         title=escape(plain(table.title)),
         title_justify="left",
@@ -48,7 +48,7 @@ def as_rich(table: Table) -> rich.table.Table:
 
 
 def bare_table(title: str) -> rich.table.Table:
-    """A table of figures for the terminal, without lines, whose columns are still to come."""
+    """A table of figures for the terminal, without lines and still without columns."""
     return rich.table.Table(
         title=title, title_justify="left", min_width=76, box=None, padding=(0, 2, 0, 0)
     )
@@ -77,7 +77,7 @@ def lines_of(tables: Iterable[Table]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text that is not ours, within one cell or line of Markdown."""
+    """Foreign text, escaped for one cell or line of Markdown."""
     text = html.escape(" ".join(plain(text).split()), quote=False)
     for sign in "\\`*_[]|":
         text = text.replace(sign, f"\\{sign}")
@@ -85,18 +85,18 @@ def markdown(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
+    """The text with control characters replaced, which a terminal would execute."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
 
 
 def short(text: str, max_chars: int) -> str:
-    """Text that is not ours, on one line, its end left out where it is longer."""
+    """Foreign text on one line, truncated to `max_chars`."""
     text = " ".join(plain(text).split())
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def number(value: float | None) -> str:
-    """Three significant digits for a share, none behind the point for what is large."""
+    """Three decimals below 10, one below 1000, none above; "-" for None."""
     if value is None:
         return "-"
     size = abs(value)

@@ -55,10 +55,10 @@ T = TypeVar("T")
 
 
 class LogFile(logging.Handler):
-    """A log file that a thread writes, so that no disk holds up the caller. Lines that a full disk
-    refuses, or a disk that hangs does not take in time, are counted in `num_missing`."""
+    """A log file that a thread writes, so that the caller never waits for the disk. `num_missing`
+    counts the lines that were lost because the disk was full or hung."""
 
-    MAX_LINES = 10_000  # that wait for the disk
+    MAX_LINES = 10_000  # in the queue
     CLOSE_S = 3.0
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class LogFile(logging.Handler):
             self._lines.put_nowait(line)
         except queue.Full:
             self.num_missing += 1
-        except Exception:  # a message that its arguments do not fit
+        except Exception:  # a format string that does not fit its arguments
             self.handleError(record)
 
     def _write(self, file: int) -> None:
@@ -93,16 +93,16 @@ class LogFile(logging.Handler):
                 self.num_missing += 1
 
     def flush(self) -> None:
-        """Returns when all lines are written, or CLOSE_S later."""
+        """Return when all lines are written, or after CLOSE_S."""
         if self._file is None:
             return
-        written, by = threading.Event(), time.monotonic() + self.CLOSE_S
+        written, deadline = threading.Event(), time.monotonic() + self.CLOSE_S
         with suppress(queue.Full):
             self._lines.put(written, timeout=self.CLOSE_S)
-            written.wait(by - time.monotonic())
+            written.wait(deadline - time.monotonic())
 
     def close(self) -> None:
-        """As flush; lines that are not written by then are missing."""
+        """Flush; lines that are still unwritten then count as missing."""
         if self._file is not None:
             self.flush()
             self._file = None
@@ -113,8 +113,8 @@ class LogFile(logging.Handler):
 
 
 class _Errors(logging.Handler):
-    """What the parts log as errors, and as warnings for people (SHOWN), one line each on the
-    terminal; tracebacks are in the log."""
+    """Shows on the terminal the first line of each error, and of each warning marked SHOWN, that
+    another logger emits; tracebacks are in the log file."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -129,14 +129,14 @@ class _Errors(logging.Handler):
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Whether people are to see what a part has logged; what a View has, it has printed."""
+    """Whether the terminal shows a log record. A View already prints its own records."""
     is_error = record.levelno >= logging.ERROR or getattr(record, "shown", False)
     return record.name != "run" and is_error
 
 
 class _Stream:
-    """Standard output or error of the process, whatever it is at the time. Once it may be lost (a
-    full disk, a terminal that is gone), what cannot be written there is dropped."""
+    """Standard output or error, looked up at each write. With `may_be_lost`, output that cannot be
+    written (a full disk, a closed terminal) is dropped."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -169,7 +169,7 @@ class _Stream:
             self.lost = self.lost or error
 
     def release(self) -> None:
-        """Nothing fails any more for what is still to be written, at the end of the process."""
+        """At the end of the process, send the remaining output nowhere, so that it cannot fail."""
         if self.lost is not None:
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -177,42 +177,42 @@ class _Stream:
                 os.close(nowhere)
 
 
-BUSY_S = 3.0  # after which a line says that something takes its time
-PLAIN_S = 10.0  # between two lines of how far a command is, where no bar shows it
+BUSY_S = 3.0  # until the first progress line of a wait
+PLAIN_S = 10.0  # between two progress lines, where the output is no terminal
 
 
 class Pulse:
-    """Says how far something is in plain lines, for a file or a log: at most one in PLAIN_S
-    seconds, and none while other lines come. Where nothing has ended since the last one, it has the
-    longest wait in place of a forecast, which an outage would only raise."""
+    """Progress in plain lines, for a file or a log: at most one line per PLAIN_S seconds, and none
+    while other lines appear. Without progress since the last line, it shows the longest wait
+    instead of an estimate of the remaining time, which is meaningless during an outage."""
 
     def __init__(self, view: View, title: str, total: int, done: int = 0, then: str = "") -> None:
         self._view, self._title, self._total, self._first = view, title, total, done
-        self._said = done  # in the last line
+        self._reported = done  # in the last line
         self._then = f"; next: {then}" if then else ""
-        self._began_s = view.said_s = time.monotonic()
+        self._began_s = view.last_line_s = time.monotonic()
 
-    def look(self, done: int, note: str = "") -> None:
-        """Say it if it is time to; `done` of the total are."""
+    def update(self, done: int, note: str = "") -> None:
+        """Print a line if one is due; `done` of the total have ended."""
         now_s = time.monotonic()
-        if now_s - self._view.said_s < PLAIN_S:
+        if now_s - self._view.last_line_s < PLAIN_S:
             return
         seconds, left = now_s - self._began_s, ""
-        if done == self._said:
-            left = (waits := self._view.behind()) and f"; {waits}"
+        if done == self._reported:
+            left = (waits := self._view.longest_wait()) and f"; {waits}"
         elif self._total > done:
             left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
-        self._said = done
+        self._reported = done
         parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
         self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
 
 
 class View:
-    """Console and log file of a run. Everything said goes to both; where there is a log file, a
-    terminal that is gone, or a full disk behind it, is no reason to end."""
+    """Console and log file of a run; every message goes to both. Once there is a log file, a closed
+    terminal, or a full disk under redirected output, does not end the command."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
-        """A quiet one prints warnings and errors alone."""
+        """`is_quiet`: print only warnings and errors."""
         self._streams = [_Stream("stdout"), _Stream("stderr")]
         out, errors = cast(list[TextIO], self._streams)
         is_notebook = type(sys.stdout).__module__.startswith("ipykernel")  # which has no bars
@@ -220,24 +220,24 @@ class View:
         shown["force_terminal"] = False if is_notebook else None
         self.console = Console(file=out, quiet=is_quiet, **shown)
         self._errors = Console(file=errors, stderr=True, **shown)
-        self._waiting: threading.Event | None = None  # set when it is over
-        self._next: list[RichTable | Text] = []  # what a bar has below it
+        self._waiting: threading.Event | None = None  # set at the end of the wait
+        self._next: list[RichTable | Text] = []  # below the progress bar
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
         self._pulse: Pulse | None = None
-        self.said_s = 0.0  # when a line was said last, of time.monotonic
+        self.last_line_s = 0.0  # time of the last line, of time.monotonic
         self._logger = logging.getLogger("run")
         if not self._logger.handlers:  # else early failures are reported twice
             self._logger.addHandler(logging.NullHandler())
         self._handlers: list[logging.Handler] = []
         self.folder: Path | None = None  # of a run, whose log is there
-        self.activity = ""  # what comes to its end first when the command is interrupted
-        self.behind: Callable[[], str] = str  # says who has waited longest for what
+        self.activity = ""  # work that an interruption waits for
+        self.longest_wait: Callable[[], str] = str  # a description; empty: none
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Inside, an interruption waits until this has finished, and is notified of that."""
+        """Inside, an interruption waits for this activity; the terminal then names it."""
         before, self.activity = self.activity, activity
         try:
             yield
@@ -245,7 +245,7 @@ class View:
             self.activity = before
 
     def log_to(self, path: Path) -> None:
-        """Write what is said, and the warnings of all parts, to `path` as well."""
+        """Also write messages, and the log records of all loggers, to the file `path`."""
         self._handlers = [LogFile(path), _Errors(self._print_error)]
         self.folder = path.parent
         for stream in self._streams:
@@ -255,19 +255,19 @@ class View:
         self._logger.setLevel(logging.INFO)
 
     def say(self, text: str, brief: str = "") -> None:
-        """Print and log a text; on a terminal that it does not fit into, print the `brief` one."""
-        self.said_s = time.monotonic()
+        """Print and log a text; on a terminal that is too narrow for it, print `brief` instead."""
+        self.last_line_s = time.monotonic()
         self._logger.info(text)
         is_narrow = self.console.is_terminal and len(text) > self.console.width
         self.console.print(escape(brief if brief and is_narrow else text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Something is wrong, and the command goes on."""
+        """Print and log a warning."""
         self._logger.warning(text)
         self._print_error(f"[bold yellow]warning:[/] {escape(text)}")
 
     def warn_at_once(self, text: str) -> None:
-        """As `warn`, and the log file has it when this returns, if its disk answers."""
+        """As `warn`, and flush the log file, if its disk responds."""
         self.warn(text)
         for handler in self._handlers:
             handler.flush()
@@ -278,12 +278,12 @@ class View:
         self._print_error(f"[bold red]error:[/] {escape(text)}")
 
     def _print_error(self, text: str) -> None:
-        """On standard error; while a bar moves there, above it."""
+        """Print on standard error; above the progress bar, if there is one."""
         above = self.is_live and self._errors.is_terminal
         (self.console if above else self._errors).print(text, soft_wrap=True)
 
     def suggest(self, commands: Mapping[str, str]) -> None:
-        """The last lines: commands that may come next, each with its use."""
+        """Print the commands to run next, each with its use."""
         width, most = max(map(len, commands)), max(map(len, commands.values()))
         is_wide = width + most + len("    # ") > self.console.width
         self.say("\nnext:")
@@ -302,8 +302,8 @@ class View:
         self.console.print(table)
 
     def wait_for(self, what: str, then: str = "") -> None:
-        """From now on, until `end` or `begin`, it is shown how long `what` takes and what comes
-        `then`; where there is no terminal by a line after BUSY_S seconds, and at intervals."""
+        """Until `end` or `begin`, show the seconds that `what` has taken, and the next phase,
+        `then`. Without a terminal: in a line after BUSY_S seconds, and then every PLAIN_S."""
         self.end()
         after = f"; next: {then}" if then else ""
         if self.console.is_terminal:
@@ -315,18 +315,18 @@ class View:
             return
         self._waiting = over = threading.Event()
 
-        def tell() -> None:
+        def report() -> None:
             began_s, pause_s = time.monotonic(), BUSY_S
             while not over.wait(pause_s):
                 self.say(f"{what}: {time.monotonic() - began_s:.0f} s so far{after}")
                 pause_s = PLAIN_S
 
         with suppress(RuntimeError):  # a simulated machine has no threads
-            start_thread(tell, "waiting")
+            start_thread(report, "waiting")
 
     def begin(self, title: str, total: int, done: int = 0, then: str = "") -> None:
-        """Start a progress bar, and what comes `then` below it; where there is no terminal, lines
-        at intervals say how far it is."""
+        """Start a progress bar, with the next phase, `then`, below it. Without a terminal: progress
+        lines at intervals (Pulse)."""
         self.end()
         if not self.console.is_terminal:
             self._pulse = Pulse(self, title, total, done, then)
@@ -350,10 +350,10 @@ class View:
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, completed=done, note=note)
         elif self._pulse is not None:
-            self._pulse.look(done, note)
+            self._pulse.update(done, note)
 
     def figures(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
+        """Show lines of (title, figures) below the progress bar; only on a terminal."""
         if self._live is None or self._progress is None:
             return
         grid = RichTable.grid(padding=(0, 2))
@@ -369,7 +369,7 @@ class View:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is shown to go on."""
+        """Whether no progress is shown."""
         return self._live is None and self._pulse is None
 
     def end(self) -> None:
@@ -397,26 +397,26 @@ class View:
         self._handlers = []
 
 
-def to_its_end(
+def exit_code_of(
     work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
 ) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted.
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted.
 
-    The user's modules are found where the command is run. `writing` is said of a failure of files
-    that names none, `interrupted` after Ctrl-C. Whatever has no reason for the user is a bug and
-    is raised.
+    Run the work of a command. The user's modules are imported from the working directory. `writing`
+    names the activity in an I/O error that names no file; `interrupted` is printed after Ctrl-C.
+    An error without a reason for the user is a bug and is raised.
     """
     import_from_working_directory()
     try:
         with others_in_log():
-            code = _code_of(work, view, writing, interrupted)
+            code = _run(work, view, writing, interrupted)
     except Exception:
         if not hanging():
             raise
         traceback.print_exc()
         code = EXIT_FAILED
-    if stuck := hanging():  # the interpreter would wait for them before it ends
+    if stuck := hanging():  # threads that the interpreter would wait for at its exit
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
@@ -425,7 +425,7 @@ def to_its_end(
     return code
 
 
-def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
     try:
         check_places()
         return work() or 0
@@ -446,7 +446,7 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
 
 @contextmanager
 def others_in_log() -> Iterator[None]:
-    """Inside, warnings of other packages are in the log of a run, and on no terminal."""
+    """Inside, warnings of other packages go to the log of the run, not to the terminal."""
     logging.captureWarnings(True)
     try:
         with without_deepspeed():
@@ -457,8 +457,8 @@ def others_in_log() -> Iterator[None]:
 
 @contextmanager
 def without_deepspeed() -> Iterator[None]:
-    """Inside, DeepSpeed logs errors alone: whatever loads transformers imports it, and it warns on
-    standard output of a machine without a GPU."""
+    """Inside, DeepSpeed logs only errors: transformers imports it, and without a GPU it prints
+    warnings on standard output."""
     logger = logging.getLogger("DeepSpeed")
 
     def is_grave(record: logging.LogRecord) -> bool:
@@ -474,8 +474,8 @@ def without_deepspeed() -> Iterator[None]:
 def reason_of(
     error: BaseException, folder: Path | None, writing: str
 ) -> AgentEnvError | OSError | None:
-    """The error with the text that users see; None for a bug. `folder` is that of the run,
-    `writing` is said of a failure of files that names none."""
+    """The error with the text for users; None for a bug. `folder` is that of the run; `writing`
+    names the activity in an I/O error that names no file."""
     if isinstance(error, ModuleNotFoundError):
         return MissingError(needs_train(error.name)) if error.name in TRAIN else None
     reason = first_reason(error)
@@ -487,18 +487,18 @@ def reason_of(
     return OSError(f"{name or writing}: {explain(reason, key)}")
 
 
-SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
+SHOWN_S = 2.0  # age of a thread's work from which an interruption names it
 
 
 def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
-    """Run the work of a command to its end. The first Ctrl-C, SIGTERM or SIGHUP cancels the work,
-    which may save before it ends; after that this raises KeyboardInterrupt. A second one prints
-    what it waits for, and a third ends the process (see Watchdog). `view` reports code that blocks
-    the loop.
+    """Run the work of a command. The first Ctrl-C, SIGTERM or SIGHUP cancels the work, which may
+    save before it ends; then this raises KeyboardInterrupt. A second signal prints the work that
+    the end waits for, and a third ends the process (see Watchdog). `view` reports code that blocks
+    the event loop.
     """
     runner = asyncio.Runner(loop_factory=CommandLoop)
     loop = runner.get_loop()
-    dog = Watchdog(loop, view.warn_at_once)
+    watchdog = Watchdog(loop, view.warn_at_once)
     num_signals = 0
 
     def stop(task: asyncio.Task[Any]) -> None:
@@ -508,12 +508,12 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
             task.cancel()  # once: a second one would interrupt the clean-up
         first = "interrupted" if num_signals == 1 else "still shutting down"
         jobs = ", ".join(map(str, running(SHOWN_S)))
-        waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
+        waits = [view.activity and f"waiting for {view.activity}", view.longest_wait(), jobs]
         what = "; ".join(filter(None, [first, *waits]))
         view.say(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
 
     async def main() -> T:
-        dog.hear()
+        watchdog.claim_signals()
         this = asyncio.current_task()
         assert this is not None
 
@@ -521,7 +521,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
             with suppress(RuntimeError):  # the loop is closed: the command has ended
                 loop.call_soon_threadsafe(stop, this)
 
-        for number in taken:
+        for number in handled:
             signal.signal(number, on_signal)
         try:
             return await work
@@ -531,20 +531,20 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     raise_file_limit()
     share_heap()
     is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-    taken = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
-    before = [signal.getsignal(number) for number in taken]
+    handled = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
+    before = [signal.getsignal(number) for number in handled]
     try:
-        with dog.watch(), runner:
+        with watchdog.watch(), runner:
             return runner.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        for number, handler in zip(taken, before, strict=True):
+        for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
 
 
 def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the loop close without the threads that hang."""
+    """Let the loop close without waiting for threads that hang."""
     if hanging():
         loop.set_default_executor(ThreadPoolExecutor(1))
 
@@ -553,8 +553,8 @@ MAX_FILES = 65536
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, open as many files and connections as it may;
-    each running request is a connection, and shells begin with a limit of 1024."""
+    """Raise the soft limit of open files of this process and its children to the hard limit, at
+    most MAX_FILES. Each running request is a connection; the usual default is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -562,7 +562,7 @@ def raise_file_limit() -> None:
 
 
 def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
-    """The first failure with a reason for the user; None if there is a bug among the errors."""
+    """The first error with a reason for the user; None if one of the errors is a bug."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, AgentEnvError | OSError) else None
     reasons = [first_reason(part) for part in error.exceptions]

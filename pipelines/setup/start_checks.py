@@ -36,16 +36,16 @@ from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.serving.servers import check_roles
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
-    AskingAssembly,
     Assembly,
+    RolloutAssembly,
     load_function,
-    said,
+    prefixed,
 )
 from agentenv.pipelines.setup.environments import (
-    Asked,
     EnvMaker,
+    EnvSettings,
     check_graders,
-    check_led,
+    check_replayable,
     tables_of,
     try_env,
     try_turn,
@@ -56,7 +56,7 @@ from agentenv.server_config import LaunchConfig
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
-    """The keys that may name something on the hub, what they say, and of which kind it is."""
+    """(key, value, kind) of each key that may name a model or dataset on the hub."""
     model = getattr(config, "model", None)
     if isinstance(model, ModelConfig):
         yield "model.path", model.path, "model"
@@ -69,7 +69,7 @@ def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
 
 
 def dataset_registry(config: Any) -> str:
-    """The file that gives the names in data.train their files; "" where they are paths."""
+    """The file that maps dataset names in data.train to files; "" if data.train has paths."""
     return getattr(getattr(config, "data", None), "dataset_info", "")
 
 
@@ -90,7 +90,7 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
 
 
 async def time_outs(assembly: Assembly[TrainConfig]) -> None:
-    """No deadline is longer than one that encloses it."""
+    """No deadline is longer than an enclosing one."""
     problems = list(contradictions(assembly.config))
     if problems:
         raise ConfigError(
@@ -99,7 +99,7 @@ async def time_outs(assembly: Assembly[TrainConfig]) -> None:
 
 
 def contradictions(config: TrainConfig) -> Iterator[str]:
-    """Pairs of keys that contradict each other, in words."""
+    """A description of each pair of contradictory keys."""
     limits = config.limits
     whole = f"limits.max_seconds = {limits.max_seconds:g}"
     if limits.seconds_of_tree < limits.max_seconds:
@@ -134,7 +134,7 @@ def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 async def advantages(assembly: Assembly[TrainConfig]) -> None:
-    """The estimator has an advantage for each return, whether all are equal or not."""
+    """The estimator returns an advantage for each return, also if all are equal."""
     algorithm = assembly.config.algorithm
     returns = np.arange(algorithm.group_size, dtype=np.float64) % 2
     for group in (returns, np.ones_like(returns)):
@@ -142,7 +142,7 @@ async def advantages(assembly: Assembly[TrainConfig]) -> None:
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
-    """The cold start is written in the protocol of the renderer."""
+    """The renderer supports the tag protocol of the cold start's demonstrations."""
     config = assembly.config
     if config.sft is not None and isinstance(config.renderer, NativeConfig):
         raise ConfigError(
@@ -152,7 +152,7 @@ async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
 
 
 async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
-    """The set and the figure that the best checkpoint is chosen by are there."""
+    """The set and the metric of checkpoint.best_metric exist."""
     config = assembly.config
     known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
     name = metric.partition("/")[0]
@@ -173,14 +173,14 @@ async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
 
 
 async def adapter(assembly: Assembly[TrainConfig]) -> None:
-    """The engine loads what the learner trains."""
+    """If the engine loads adapters, the learner trains one."""
     config = assembly.config
     if config.engine.new_weights == "adapter" and config.learner.lora is None:
-        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
+        raise ConfigError('engine.lora = "adapter" requires [learner.lora], which trains one')
 
 
 async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
-    """[assist] names a helper, and limits let the refiner begin."""
+    """[assist] has a helper, and the limits let the refiner start."""
     config = assembly.config
     if config.assist is None:
         return
@@ -201,7 +201,7 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
 
 
 async def roles(assembly: Assembly[Any]) -> None:
-    """Every role has a name of ours, and is read."""
+    """Every role has a known name, and is used."""
     check_roles(assembly.config)
 
 
@@ -209,24 +209,24 @@ async def roles(assembly: Assembly[Any]) -> None:
 
 
 async def disk(assembly: Assembly[Any]) -> None:
-    """The run's directory, or the one that it is made in, can be written."""
+    """The run's directory, or its closest existing parent, is writable."""
     folder = assembly.folder.absolute()
     check_writable(next(one for one in (folder, *folder.parents) if one.exists()))
 
 
 async def of_the_hub(assembly: Assembly[Any]) -> None:
-    """Models and datasets that are named by their ids on the hub are in its cache, or fetched."""
+    """Models and datasets with an id of the hub are in its cache, or are fetched."""
     for key, text, kind in hub_keys(assembly.config):
         if assembly.checkpoint is not None and key == "model.path":
             continue  # a resumed run has its weights
         try:
-            await in_thread(fetch_from_hub, text, kind, said(assembly.say, key))
+            await in_thread(fetch_from_hub, text, kind, prefixed(assembly.say, key))
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
 
 
 class Absent(NamedTuple):
-    """A path of the configuration that is not here, and its key."""
+    """A missing path of the configuration, and its key."""
 
     key: str
     path: str
@@ -234,8 +234,8 @@ class Absent(NamedTuple):
 
 
 def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
-    """The paths of the configuration that are not here, but for those that the set-up makes or a
-    registry of datasets names; a resumed run does not read the data of its cold start."""
+    """The missing paths of the configuration, except those that the set-up creates, names in a
+    registry of datasets, and the cold start's data in a resumed run."""
     config = assembly.config
     has_names = dataset_registry(config)
     for key, path, is_rows in paths_of(config):
@@ -248,19 +248,19 @@ def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
 
 
 def is_here(path: Path) -> bool:
-    """Whether there is such a file or folder, one of the pattern, or rows are made."""
+    """Whether the file or folder exists, the pattern matches, or the rows are generated."""
     return path.exists() or is_generated(path) or bool(glob(str(path), recursive=True))
 
 
 async def files(assembly: Assembly[Any]) -> None:
-    """Every path names something."""
+    """Every path exists."""
     for key, path, is_rows in absent_paths(assembly):
         if is_rows:
             raise DataError(f"{key}: {path}: no such dataset file")
         raise ConfigError(f"{key}: {path}: no such file or folder")
 
 
-# What can be checked before the set-up of a run, which may take long.
+# Checks before the set-up of a run, which may take long.
 
 
 async def set_up(assembly: Assembly[Any]) -> None:
@@ -269,28 +269,28 @@ async def set_up(assembly: Assembly[Any]) -> None:
         load_function(assembly.run.setup, "run.setup")
 
 
-async def environment_classes(assembly: AskingAssembly[Any]) -> None:
-    """Every environment that the configuration names is registered, its class can be loaded and
-    takes its keywords, its tools can be made, and the keys of its grader belong together."""
-    known: list[Asked] = []
+async def environment_classes(assembly: RolloutAssembly[Any]) -> None:
+    """Every configured environment is registered, its class loads and accepts its keywords, its
+    tools load, and the keys of its grader are consistent."""
+    known: list[EnvSettings] = []
     for one in assembly.sets.values():
         if one.grader is not None and one.grader.kind and not one.grader.compat:
-            grader_config(one.grader)  # the environment adds what others do not say
-        asked = Asked.of(one)
-        if asked not in known and not assembly.makes((one.env.tools, one.prompt)):
-            known.append(asked)
-            EnvMaker.of(asked, assembly.resolve)
+            grader_config(one.grader)  # other kinds get defaults from the environment
+        settings = EnvSettings.of(one)
+        if settings not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(settings)
+            EnvMaker.of(settings, assembly.resolve)
 
 
-async def needs_of_environments(assembly: AskingAssembly[Any]) -> None:
-    """This machine has what the environments need, as a sandbox for programs."""
+async def needs_of_environments(assembly: RolloutAssembly[Any]) -> None:
+    """This machine meets the requirements of the environments, such as a sandbox for programs."""
     for one in assembly.sets.values():
         if not assembly.makes((one.env.tools, one.prompt)):
             await EnvMaker.of(one, assembly.resolve).check_machine()
 
 
-async def servers(assembly: AskingAssembly[Any]) -> None:
-    """Servers that are to be started can be; those that run already answer."""
+async def servers(assembly: RolloutAssembly[Any]) -> None:
+    """The programs of servers to start are installed; running servers respond."""
     for name, launched, key in launched_servers(assembly.config):
         find_python(name, launched, key)
     for key, engine in engines_of(assembly.config):
@@ -316,16 +316,16 @@ def launched_servers(
             yield role.engine, role, f"roles.{name}"
 
 
-async def rows_here(assembly: AskingAssembly[Any]) -> None:
-    """Rows that the set-up does not make can be read."""
+async def rows_here(assembly: RolloutAssembly[Any]) -> None:
+    """Rows that the set-up does not create can be read."""
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
 
 
-async def graders_here(assembly: AskingAssembly[Any]) -> None:
-    """Environments that need nothing of the set-up begin an episode and grade right answers, and
-    where all of them are such, every table is read by one."""
+async def graders_here(assembly: RolloutAssembly[Any]) -> None:
+    """Environments that do not depend on the set-up start an episode and grade correct answers; if
+    that is all of them, every table is used."""
     if not assembly.run.setup or assembly.config.roles:
         return
     here = {
@@ -336,7 +336,7 @@ async def graders_here(assembly: AskingAssembly[Any]) -> None:
     if len(here) == len(assembly.sets):
         await environments(assembly)
     for name, one in here.items():
-        await assembly.urls()  # of none; what the environments share is closed in the end
+        await assembly.urls()  # without roles: only registers the close of shared resources
         maker = EnvMaker.of(one, assembly.resolve)
         tasks = await assembly.tasks_of(name)
         await try_env(maker, tasks[0])
@@ -346,18 +346,18 @@ async def graders_here(assembly: AskingAssembly[Any]) -> None:
 # The model.
 
 
-async def context(assembly: AskingAssembly[Any]) -> None:
-    """The engines hold prompt and response of the longest episode."""
+async def context(assembly: RolloutAssembly[Any]) -> None:
+    """The context of each engine holds prompt and response of the longest episode."""
     for length in await assembly.contexts():
         for one in assembly.sets.values():
             check_context(one.limits, length)
 
 
 async def turn_end(assembly: Assembly[Any]) -> None:
-    """Something ends a turn, and the token with which the chat template ends an answer does."""
+    """The model has end-of-turn tokens, and the one of the chat template is among them."""
     model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
     if model is None or (isinstance(engine, EngineConfig) and not engine.has_weights):
-        return  # a server elsewhere has files of its own
+        return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
         if isinstance(renderer, TagRenderer | NativeRenderer):
             prompt = renderer.prompt_config
@@ -366,7 +366,7 @@ async def turn_end(assembly: Assembly[Any]) -> None:
 
 
 async def room_for_weights(assembly: Any) -> None:
-    """New weights have room on their way from the learner to the engine."""
+    """There is space for new weights in transfer from the learner to the engine."""
     found = await assembly.passage()
     if found.message:
         assembly.say(found.message)
@@ -375,8 +375,8 @@ async def room_for_weights(assembly: Any) -> None:
 # The parts.
 
 
-async def environments(assembly: AskingAssembly[Any]) -> None:
-    """Every environment is known, and every table is read by one."""
+async def environments(assembly: RolloutAssembly[Any]) -> None:
+    """Every environment exists, and every table is used."""
     groups = await assembly.shared()
     for maker, sets in groups:
         for one in map(assembly.sets.__getitem__, sets):
@@ -389,8 +389,8 @@ async def environments(assembly: AskingAssembly[Any]) -> None:
         maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
 
 
-async def callable_tools(assembly: AskingAssembly[Any]) -> None:
-    """The policy can call each tool, as the renderer writes calls."""
+async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
+    """The renderer can express a call of each tool."""
     episodes, renderers = await assembly.episodes(), await assembly.renderers()
     for name, (_, info) in episodes.items():
         one = assembly.sets[name]
@@ -400,9 +400,9 @@ async def callable_tools(assembly: AskingAssembly[Any]) -> None:
             raise ConfigError(f"{one.env.id}: {error}") from error
 
 
-async def observations(assembly: AskingAssembly[Any]) -> None:
-    """The renderer can write what the environment of each set answers to a turn without a call. One
-    that computes in processes of its own is not asked here, where nothing could end its step."""
+async def observations(assembly: RolloutAssembly[Any]) -> None:
+    """The renderer can express the answer of each environment to a turn without a call. This skips
+    environments in separate processes, whose steps could block this process."""
     for maker, sets in await assembly.shared():
         if maker.config.workers:
             continue
@@ -410,31 +410,31 @@ async def observations(assembly: AskingAssembly[Any]) -> None:
         for task in tasks.values():
             messages = await try_turn(maker, task)
             has_user = any(message.role == "user" for message in messages)
-            if has_user and await assembly.model() is not None:  # which a setup may have to make
+            if has_user and await assembly.model() is not None:  # may run the set-up
                 renderers = await assembly.renderers()
                 for name in sets:
                     room = assembly.sets[name].limits.max_tool_result_tokens
                     renderers[name].observation(messages, (), room)
 
 
-async def prefix_starts(assembly: AskingAssembly[TrainConfig]) -> None:
-    """Each environment of the training questions can be led to where groups may start."""
+async def prefix_starts(assembly: RolloutAssembly[TrainConfig]) -> None:
+    """Each training environment can be brought to the states from which groups may start."""
     if assembly.config.data.prefix_starts is None:
         return
     makers, tasks = await assembly.makers(), (await assembly.tasks())[TRAINED]
     for task in {one.env_id: one for one in reversed(tasks)}.values():
-        await check_led(makers[TRAINED], task, "data.prefix_starts")
+        await check_replayable(makers[TRAINED], task, "data.prefix_starts")
 
 
-async def graders(assembly: AskingAssembly[Any]) -> None:
-    """Each grader grades the right answers of three rows of each set."""
+async def graders(assembly: RolloutAssembly[Any]) -> None:
+    """Each grader accepts the correct answers of three rows of each set."""
     for maker, sets in await assembly.shared():
         for tasks in sets.values():
             await check_graders(maker, tasks)
 
 
 async def sequence_lengths(assembly: Any) -> None:
-    """The model has positions for the longest sequence."""
+    """The context of the model holds the longest sequence."""
     model_dir = await assembly.model()
     context, longest = num_positions(read_model_config(model_dir)), (await assembly.rows()).longest
     if context and longest > context:
@@ -446,7 +446,7 @@ async def sequence_lengths(assembly: Any) -> None:
 
 
 class PathKey(NamedTuple):
-    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
+    """A key with a file, folder or pattern as its value; `rows`: it contains rows of data."""
 
     key: str
     text: str
@@ -454,7 +454,7 @@ class PathKey(NamedTuple):
 
 
 def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
-    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
+    """Every path in a configuration, in the order of the keys; the paths of a list one by one."""
     if isinstance(config, list):
         for number, value in enumerate(config):
             yield from paths_of(value, f"{path}[{number}]")

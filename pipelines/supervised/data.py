@@ -44,7 +44,7 @@ from agentenv.tree import Trajectory, TrajectoryTree
 
 
 class PairRow(Struct, frozen=True, omit_defaults=True):
-    """Prompt and two answers in tokens; `task` and the rewards are for the reader."""
+    """A prompt and two answers in tokens; `task` and the rewards are for information only."""
 
     prompt_ids: list[int]
     chosen_ids: list[int]
@@ -56,7 +56,8 @@ class PairRow(Struct, frozen=True, omit_defaults=True):
     rejected_reward: float = 0.0
 
     def answers(self) -> tuple[Answer, Answer]:
-        """Each with the prompt, which is not the policy's."""
+        """(token ids, mask) of the chosen and the rejected answer, each with the prompt. Raises
+        DataError for a bad mask."""
         prompt, found = [0] * len(self.prompt_ids), []
         for name in ("chosen", "rejected"):
             ids, mask = getattr(self, f"{name}_ids"), getattr(self, f"{name}_mask")
@@ -70,23 +71,24 @@ class PairRow(Struct, frozen=True, omit_defaults=True):
 
 
 def is_pair_row(row: Row) -> bool:
-    """Whether a row is of one of the two forms that rollouts give."""
+    """Whether a row is in one of the two formats of rollouts."""
     return "prompt_ids" in row or ("nodes" in row and "task" in row)
 
 
 def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
-    """The pairs of a row; raises DataError that names key and expectation."""
+    """The pairs of a row. Raises DataError with the key and the expected value."""
     if "prompt_ids" in row:
         return [converted(row, PairRow)]
     return list(pairs_of(converted(row, TrajectoryTree), threshold, limit, rng))
 
 
 def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) -> Iterator[PairRow]:
-    """Up to `limit` random pairs of a trajectory with at least that reward and one with less.
+    """Up to `limit` random pairs of a trajectory with a reward of at least `threshold` and one with
+    less.
 
-    Truncated trajectories count by their reward, failed ones not at all. Trajectories without a
-    token of the policy, and pairs of equal texts, are left out. Raises DataError for a tree of a
-    program with several contexts, which are no one text.
+    Excludes failed trajectories, those without a policy token, and pairs with equal text; truncated
+    ones count by their reward. Raises DataError for a tree of a program with several contexts,
+    which are not a single text.
     """
     if tree.is_captured:
         raise DataError(f"{tree.task.id}: its trajectories have several contexts; exclude it")
@@ -105,7 +107,7 @@ def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
 
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
-    """The numbers of questions with only chosen, only rejected, or both kinds of answers."""
+    """Numbers of questions with only chosen, only rejected, or both kinds of answers."""
     counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
     for tree in trees:
         found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
@@ -119,15 +121,15 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 Resolve = Callable[[str], Path]
 Reader = Callable[[RawRow, RowFormat], list[T]]
-MAX_LISTED = 50  # bad rows that are named one by one
-TREE_PAIRS = 4  # of a row that is a tree
+MAX_LISTED = 50  # bad rows that are listed individually
+TREE_PAIRS = 4  # maximum number of pairs of a row that is a tree
 TREE_THRESHOLD = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple, Generic[T]):
-    """Training and held-out data, and the tokens of the longest sequence."""
+    """Training and held-out data, and the length of the longest sequence in tokens."""
 
     train: list[T]
     eval: list[T]
@@ -135,15 +137,15 @@ class Loaded(NamedTuple, Generic[T]):
 
 
 class Cut:
-    """Holds sequences to the cut-off length, and counts the changed ones. `longest` is the length
-    of the longest one that is left, in tokens."""
+    """Applies data.max_length to sequences, and counts the changed rows. `longest`: the length of
+    the longest remaining sequence, in tokens."""
 
     def __init__(self, config: ChatDataConfig) -> None:
         self.config = config
         self.num_cut = self.num_left_out = self.longest = 0
 
     def __call__(self, *examples: Example) -> list[Example] | None:
-        """The sequences that belong together, cut; None if they are left out."""
+        """The sequences of one row, cut; None if the row is skipped."""
         limit = self.config.max_length
         longest = max(len(example.token_ids) for example in examples)
         if longest <= limit:
@@ -163,7 +165,7 @@ class Cut:
         return cut
 
     def report(self, say: Say) -> None:
-        """Say how many rows the limit changed, if any."""
+        """Report the numbers of changed rows, if any."""
         if self.num_cut or self.num_left_out:
             say(
                 f"data.max_length = {self.config.max_length}: {self.num_cut} rows were truncated, "
@@ -179,8 +181,8 @@ def load_examples(
     say: Say,
     ends: int = 0,
 ) -> Loaded[Example]:
-    """Sequences with their masks, of all rows or of `ends` of each end of a file. Raises DataError
-    with file, row and key for bad rows."""
+    """Sequences with their masks, of all rows or of `ends` rows at each end of a file. Raises
+    DataError with file, row and key for bad rows."""
     cut = Cut(config)
 
     def read(raw: RawRow, form: RowFormat) -> list[Example]:
@@ -221,8 +223,8 @@ def load_pairs(
 
 
 def count_rows(config: SupervisedRunConfig, resolve: Resolve, say: Say, ends: int) -> int:
-    """How many rows can be read as dialogues or preferences, without a tokenizer. Raises DataError
-    as `load_examples` does for those that cannot."""
+    """Number of rows that can be read as dialogues or preferences, without a tokenizer. Raises
+    DataError for bad rows, as `load_examples` does."""
     ranking = not isinstance(config, SFTRunConfig)
 
     def read(raw: RawRow, form: RowFormat) -> list[object]:
@@ -288,12 +290,13 @@ def _load(
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
     cut.report(say)
-    learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
-    return Loaded(learned, held, cut.longest)
+    train, held = [one for row in rows for one in row], [one for row in measured for one in row]
+    return Loaded(train, held, cut.longest)
 
 
 def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
-    """Rows to learn from and held-out ones: a part of them, or so many from 1 on; both in order."""
+    """Training rows and held-out rows, both in order. `size`: the held-out fraction, or from 1 on
+    the number of held-out rows."""
     count = int(size) if size >= 1 else max(1, round(size * len(rows)))
     if count >= len(rows):
         raise DataError(f"data.eval_split = {size:g} leaves none of {len(rows)} rows for training")
@@ -312,7 +315,8 @@ def _read_rows(
     problems: list[str],
     ends: int = 0,
 ) -> Iterator[list[T]]:
-    """The results of each good row; raises DataError for a bad one unless they are skipped."""
+    """The results of each valid row. Raises DataError for an invalid row; with `skip`, adds it to
+    `problems` instead."""
     for raw in read_rows(path, ends):
         try:
             if raw.problem:
@@ -331,12 +335,13 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
 ) -> Demonstrations:
-    """Read dialogues with the keys "kind" and "stage", encoded: rows {"question",
-    "turns": [{"action", "result"}, ...]} or any other form of `pipelines.supervised.dialogues`.
+    """Read and encode demonstrations by stage and kind (keys "stage" and "kind" of a row): rows
+    {"question", "turns": [{"action", "result"}, ...]} or any other format of
+    `pipelines.supervised.dialogues`.
 
-    The stage "" holds all rows. Rows without a system prompt get that of the episodes.
+    The stage "" contains all rows. Rows without a system prompt get `system`, that of the episodes.
     Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
-    Raises DataError with file and row, also for messages that a rollout refuses between turns.
+    Raises DataError with file and row, also for messages that rollouts reject between turns.
     """
     demonstrations: Demonstrations = {"": {}}
     encoder = ChatEncoder(renderer, Instruction(system))
@@ -356,7 +361,7 @@ def load_demonstrations(
 
 
 def _check_observations(conversation: Conversation) -> None:
-    """Refuse messages that the policy would never read in a rollout."""
+    """Raises DataError for messages that a policy never reads in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:
         for is_turn, group in groupby(messages, lambda one: one.role == "assistant"):
@@ -367,7 +372,7 @@ def _check_observations(conversation: Conversation) -> None:
 
 
 def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
-    """Refuse a stage without demonstrations."""
+    """Raises DataError for a stage without demonstrations."""
     for number, stage in enumerate(config.stages):
         if stage.rows not in demonstrations:
             known = sorted(filter(None, demonstrations))

@@ -3,11 +3,11 @@
     sharegpt   {"conversations": [{"from": "human", "value": ..}, {"from": "gpt", ..}], "system"}
     messages   {"messages": [{"role": "user", "content": ..}, ..], "tools"}, calls in "tool_calls"
     alpaca     {"instruction", "input", "output", "system", "history"}
-    turns      {"question", "turns": [{"action", "result"}, ..]}, as of the quick start
+    turns      {"question", "turns": [{"action", "result"}, ..]}, as in the quick start
 
-A preference has a prompt in one of these forms and "chosen" and "rejected": a text, a message, or
-a list of messages with tool results between them. Where there is no prompt, it is the common
-beginning of both lists.
+A preference has a prompt in one of these formats, and "chosen" and "rejected": each a text, a
+message, or a list of messages with tool results between them. Without a prompt, the common prefix
+of both lists is the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys of a message and names of roles; empty: those of its format. The names are those of
+    """Keys of a message and names of roles; empty: those of its format. The fields are named as in
     LLaMA-Factory's dataset_info.json."""
 
     role_tag: str = ""
@@ -55,15 +55,14 @@ class RowFormat(Struct, frozen=True):
 
 
 def converted(raw: Any, kind: type[T], where: str = "") -> T:
-    """A value of a file as the expected type. Raises DataError that names the fault and begins
-    with `where`."""
+    """A value of a file, converted to `kind`. Raises DataError that starts with `where`."""
     try:
         return convert(raw, kind)
     except ForeignError as error:
         raise DataError(f"{where}: {error}" if where else str(error)) from error
 
 
-# Messages of a dialogue, however a file names their roles and texts.
+# Messages of a dialogue, with the file's names of roles and texts.
 
 
 def read_messages(row: Row, column: str, form: RowFormat) -> list[Message]:
@@ -88,7 +87,7 @@ def _tags_of(raw: Row, form: RowFormat) -> ChatTags:
 
 
 def read_message(raw: Any, key: str, form: RowFormat) -> Message:
-    """A message of a row. Raises DataError that names the key."""
+    """A message of a row. Raises DataError with the key."""
     if not isinstance(raw, dict):
         raise DataError(f"key '{key}': expected a message, got {raw!r:.60}")
     tags = _tags_of(raw, form)
@@ -113,7 +112,7 @@ def read_message(raw: Any, key: str, form: RowFormat) -> Message:
 
 
 def _content(value: Any, key: str, may_be_empty: bool) -> str:
-    if isinstance(value, list):  # parts, as of chat APIs
+    if isinstance(value, list):  # content parts, as in chat APIs
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
@@ -126,7 +125,7 @@ def _content(value: Any, key: str, may_be_empty: bool) -> str:
 
 
 def _call(raw: Any, key: str) -> ToolCall:
-    """A call as an object or as its JSON, in {"function": ..} or by itself."""
+    """A call from an object or its JSON, with or without {"function": ..} around it."""
     try:
         call = decode_loose(raw) if isinstance(raw, str) else raw
         call = call.get("function", call)
@@ -140,7 +139,7 @@ def _call(raw: Any, key: str) -> ToolCall:
 
 
 MESSAGES = ("conversations", "messages", "prompt")
-FOLLOWS = {  # who may speak after whom
+FOLLOWS = {  # role -> roles that may follow it
     "": ("system", "user"),
     "system": ("user",),
     "user": ("assistant", "user"),
@@ -154,14 +153,14 @@ EXPECTED_COLUMNS = (
 
 
 class Conversation(Struct, frozen=True):
-    """Messages in order; the system prompt, if there is one, is the first. `tools` are schemas."""
+    """Messages in order; a system prompt is the first. `tools`: schemas."""
 
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] = []
 
 
 class Preference(Struct, frozen=True):
-    """Two answers to one prompt; each may hold several turns with tool results between them."""
+    """Two answers to one prompt; each may have several turns with tool results between them."""
 
     prompt: Conversation
     chosen: tuple[Message, ...]
@@ -169,7 +168,7 @@ class Preference(Struct, frozen=True):
 
 
 def read_conversation(row: Row, form: RowFormat) -> Conversation:
-    """The dialogue of a row; raises DataError that names key and expectation."""
+    """The dialogue of a row. Raises DataError with the key and the expected value."""
     found = _kind(row, form)
     if found == "turns":
         messages = _turns(row)
@@ -185,7 +184,7 @@ def read_conversation(row: Row, form: RowFormat) -> Conversation:
 
 
 def read_preference(row: Row, form: RowFormat) -> Preference:
-    """The two answers of a row; raises DataError that names key and expectation."""
+    """The two answers of a row. Raises DataError with the key and the expected value."""
     columns = form.columns
     for column in (columns.chosen, columns.rejected):
         if row.get(column) is None:
@@ -196,8 +195,8 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
         prompt = _alpaca_prompt(row, form)
     elif column := _messages_column(row, form):
         plain = isinstance(row[column], str)
-        asked = [Message("user", row[column])] if plain else read_messages(row, column, form)
-        prompt = _with_system(asked, row, form)
+        messages = [Message("user", row[column])] if plain else read_messages(row, column, form)
+        prompt = _with_system(messages, row, form)
         if chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
@@ -212,7 +211,7 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """Refuse messages of which one cannot follow the other."""
+    """Raises DataError for a message that cannot follow the previous one."""
     before = ""
     for number, message in enumerate(messages):
         if message.role not in FOLLOWS[before]:
@@ -317,7 +316,8 @@ def _turns(row: Row) -> list[Message]:
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many messages two dialogues begin with alike, up to the last user message of them."""
+    """Number of common first messages of two dialogues, up to the last user message of these.
+    Raises DataError if there are none."""
     size = 0
     for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)):
         if one != other:
@@ -332,14 +332,14 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     return size
 
 
-# LLaMA-Factory's registry of datasets: dataset_info.json, from names to files and their form.
+# LLaMA-Factory's registry of datasets: dataset_info.json, from names to files and their formats.
 #
 #     {"cold_start": {"file_name": "final.json", "formatting": "sharegpt",
 #                     "columns": {"messages": "conversations", "system": "system"},
 #                     "tags": {"role_tag": "from", ...}, "ranking": false, "num_samples": 1000}}
 #
-# As there, `formatting` is alpaca unless it is given, and a system prompt or tools are read only
-# where `columns` names them. Entries of a hub are refused.
+# As in LLaMA-Factory, the default `formatting` is alpaca, and system prompt and tools are read only
+# if `columns` names them. Entries of a hub are rejected.
 
 HUBS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 UNREAD = ("images", "videos", "audios", "kto_tag")
@@ -347,7 +347,7 @@ FORMATS: dict[str, Format] = {"alpaca": "alpaca", "sharegpt": "sharegpt", "opena
 
 
 class Source(Struct, frozen=True):
-    """One file and how it is read; `max_samples` takes its first n rows (0: all)."""
+    """A file and its format; `max_samples`: only its first n rows (0: all)."""
 
     path: Path
     form: RowFormat
@@ -366,8 +366,8 @@ class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
 def find_sources(
     config: ChatDataConfig, names: list[str], resolve: Any = Path, *, ranking: bool = False
 ) -> list[Source]:
-    """The files that `names` stand for, of preferences if `ranking`. Raises DataError for a name
-    or file that is missing, and for an unusable entry, naming file and key."""
+    """The files that `names` refer to; `ranking`: they contain preferences. Raises DataError, with
+    file and key, for a missing name or file, and for an unsupported entry."""
     if config.dataset_info:
         path: Path = resolve(config.dataset_info)
         if path.is_dir():
@@ -378,7 +378,8 @@ def find_sources(
 
 
 def registered_files(registry: Path, names: Iterable[str]) -> list[Path]:
-    """The files of datasets in a registry, there or not. Raises DataError for an unknown name."""
+    """The files of datasets in a registry, existing or not. Raises DataError for an unknown
+    name."""
     if registry.is_dir():
         registry /= "dataset_info.json"
     return [registry.parent / _entry(registry, name).file_name for name in names]

@@ -1,13 +1,13 @@
-"""Conversion of conversations into token ids and masks, by the renderer of rollouts.
+"""Conversion of conversations into token ids and masks, with the renderer of rollouts.
 
-    prompt      the system and user messages before the first answer: as the prompt of an episode
+    prompt      the system and user messages before the first answer: the prompt of an episode
     answer      the policy's text, trained; then its end-of-turn token, unless a call of the
                 tag protocol ends the turn
     tool result rendered as an environment's, never trained
-    user again  rendered as an environment's message of a user, never trained
+    user again  rendered as a user's message from an environment, never trained
 
-In the tag protocol an answer of a dataset may hold the whole chain, <result>..</result> included.
-It is cut there, so that the results are the environment's and not the policy's.
+In the tag protocol, an answer of a dataset may contain the whole chain with <result>..</result>. It
+is split there, so that the results count as the environment's and not the policy's.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agentenv.rows import BROKEN_BOXED
 from agentenv.tags import tag_calls, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task
 
-# One encoded dialogue: token ids, and which of them are learned.
+# An encoded dialogue: token ids, and the mask of trained ones.
 
 
 class Example(NamedTuple):
-    """int32 and bool, [tokens]; `mask` is True on the tokens that are learned."""
+    """Token ids and mask, each [tokens]; `mask` is True for trained tokens."""
 
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -44,11 +44,11 @@ class Example(NamedTuple):
         return cls(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
 
     def cut(self, max_length: int) -> Example:
-        """Its first tokens."""
+        """The first `max_length` tokens."""
         return Example(self.token_ids[:max_length], self.mask[:max_length])
 
     def encoded(self) -> EncodedTree:
-        """As the learner takes it."""
+        """The sequence in the learner's format."""
         return encode_sequence(self.token_ids.tolist(), self.mask.tolist())
 
     def equals(self, other: Example) -> bool:
@@ -58,8 +58,8 @@ class Example(NamedTuple):
 
 
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
-WHOLE = 10**9  # tokens of a tool result; the cut-off length bounds the sequence
-NUM_END_CHARS = 64  # of an answer, in which a token at its end is looked for
+WHOLE = 10**9  # limit on tokens of a tool result: none; data.max_length limits the sequence
+NUM_END_CHARS = 64  # of an answer, to search for a special token at its end
 
 Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
 
@@ -67,7 +67,7 @@ Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
 class ChatEncoder:
     """Encodes conversations for one model.
 
-    `instruction` is the system prompt of rows without one. With `compat`, tool results within an
+    `instruction`: the system prompt of rows without one. With `compat`, tool results within an
     answer are trained like the answer.
     """
 
@@ -88,14 +88,15 @@ class ChatEncoder:
         self.end_id = self._end_of_turn()
 
     def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
-        """Answers are trained from message `first_trained` on, counted without the system prompt.
+        """Encode a conversation. Answers are trained from message number `first_trained` on,
+        counted from 0 without the system prompt.
 
-        Raises DataError for messages that the renderer cannot write.
+        Raises DataError for messages that the renderer cannot express.
         """
         prompt, turns = self._split(conversation)
         tools = conversation.tools
         ids = self.renderer.prompt(prompt, tools)
-        if self._opens_thought is None:  # the template's habit, the same for every prompt
+        if self._opens_thought is None:  # a property of the template, equal for every prompt
             tail = self.renderer.decode(ids[-NUM_TAIL_IDS:])
             self._opens_thought = tail.rstrip().endswith(THOUGHT_OPEN)
         parts: list[Part] = [(ids, False)]
@@ -115,7 +116,7 @@ class ChatEncoder:
         return _join(parts)
 
     def _split(self, conversation: Conversation) -> tuple[list[Message], list[Message]]:
-        """Messages of the prompt, with the system prompt that counts, and the turns after it."""
+        """Messages of the prompt, with the effective system prompt, and the turns after it."""
         messages = [self._repaired(message) for message in conversation.messages]
         size = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
         prompt = messages[:size]
@@ -133,7 +134,7 @@ class ChatEncoder:
     def _answer(
         self, answer: Message, tools: Sequence[dict[str, Any]], follower: str
     ) -> Iterator[Part]:
-        """The policy's text of a turn, without a thought that the prompt has opened."""
+        """The parts of a turn, without a <think> that the prompt already contains."""
         text = answer.content
         if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
@@ -149,8 +150,8 @@ class ChatEncoder:
             yield [self.end_id], True
 
     def _without_end(self, text: str) -> str:
-        """An answer without the special token that a dataset may have written at its end. Raises
-        DataError for one at which generation does not stop."""
+        """An answer without a special token at its end, which some datasets include. Raises
+        DataError for a token at which generation does not stop."""
         ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
         if not ids or ids[-1] not in self.renderer.special_ids:
             return text
@@ -165,7 +166,7 @@ class ChatEncoder:
         return text.rstrip().removesuffix(end)
 
     def _chain(self, text: str, tools: Sequence[dict[str, Any]]) -> Iterator[Part]:
-        """The policy's texts and, between them, the results that stand within the answer."""
+        """The policy's texts and, between them, the results in the answer."""
         opened, closed = text.count("<result>"), text.count("</result>")
         found = list(RESULT.finditer(text))
         if not opened == closed == len(found) or any("<result>" in one[1] for one in found):
@@ -186,7 +187,7 @@ class ChatEncoder:
         calls = answer.tool_calls
         if not self.is_native:
             if len(calls) > 1:
-                raise DataError("the tag protocol has one call a turn, a message has several")
+                raise DataError("the tag protocol has one call per turn, a message has several")
             (call,) = calls
             tool = next((one for one in tools if one.get("name") == call.name), None)
             return f"{text}<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
@@ -205,14 +206,14 @@ class ChatEncoder:
     def _between(
         self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: list[int]
     ) -> list[int]:
-        """The text between two answers: tool results and messages of the user."""
+        """The token ids between two answers: tool results and user messages."""
         try:
             return list(self.renderer.observation(group, tools, WHOLE, turn_ids))
         except (ConfigError, CrashError) as error:
             raise DataError(str(error)) from error
 
     def _end_of_turn(self) -> int:
-        """The token that ends an answer: the chat template's, else the tokenizer's own."""
+        """The token that ends an answer: the chat template's, else the tokenizer's."""
         found = self.renderer.written_end
         if found is None:
             return self.renderer.end_id

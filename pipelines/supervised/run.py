@@ -1,7 +1,7 @@
 """A supervised run with any objective: parts, order of rows, steps, checkpoints, curves.
 
-Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
-a run that resumes after step n continues with the same rows, bit for bit.
+Each epoch has its own order of rows, determined by the seed. Step n takes the next rows of that
+order, so a resumed run continues bit for bit with the same rows.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from agentenv.pipelines.supervised.data import Loaded, load_examples, load_pairs
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.renderer import Renderer, load_instruction
 
-SMOOTHING = 0.9  # of the running mean that is drawn over the steps
+SMOOTHING = 0.9  # of the plotted running mean
 
 
 def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
-    """One panel a key: each step, their running mean, and the held-out rows."""
+    """Plot loss.png, with a panel per key: each step, their running mean, and the held-out rows."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
     figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
     for axes, key in zip(places, keys, strict=True):
-        own, held_out = (
+        trained, held_out = (
             np.array([(row["step"], row[full]) for row in rows if full in row]).reshape(-1, 2).T
             for full in (f"{name}/{key}", f"eval/{key}")
         )
-        axes.plot(*own, alpha=0.35, label="steps")
-        axes.plot(own[0], smoothed(own[1].tolist()), color="C0", label="running mean")
+        axes.plot(*trained, alpha=0.35, label="steps")
+        axes.plot(trained[0], smoothed(trained[1].tolist()), color="C0", label="running mean")
         if held_out.size:
             axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
@@ -63,7 +63,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Exponential running mean, corrected for its beginning."""
+    """Exponential running mean, with bias correction."""
     from scipy.signal import lfilter  # takes half a second
 
     means = lfilter([1 - SMOOTHING], [1, -SMOOTHING], values)
@@ -72,12 +72,12 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
-    """Places of the sequences of each row of at most `size` tokens; a longer one is a row itself.
+    """Indices of the sequences of each packed row of at most `size` tokens; a longer sequence is a
+    row by itself.
 
-    With several sequences in a row every step has about the same number of tokens. The learner's
-    attention keeps sequences apart and pads nothing, so packing changes only which sequences share
-    an optimizer step. Best fit by decreasing length; equal lengths, and so the sequences that
-    meet, by the seed.
+    With packing, every step has about the same number of tokens. The learner's attention separates
+    sequences and needs no padding, so packing changes only which sequences share an optimizer step.
+    The method is best fit by decreasing length, with ties in an order drawn by `seed`.
     """
     order = list(range(len(lengths)))
     Random(f"{seed}/packing").shuffle(order)
@@ -106,8 +106,8 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
 
     @once
     async def model(self) -> Path:
-        """Where the weights begin, also of a resumed run, whose checkpoint is loaded over them:
-        adapters are of that model."""
+        """The directory of the initial weights. A resumed run needs it too: its checkpoint is
+        loaded over them, and adapters belong to that model."""
         return await self.own_model(self.config.model.path)
 
     @once
@@ -123,7 +123,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
 
     @once
     async def rows(self) -> Loaded[Any]:
-        """Sequences to imitate, or pairs to prefer one of."""
+        """Training and held-out rows: sequences, or preference pairs."""
         config, encoder = self.config, await self.encoder()
         load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
         more = (self.resolve, config.run.seed, self.say, self.ends)
@@ -132,7 +132,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
 
     @once
     async def learner(self) -> DeepSpeedLearner:
-        """With the weights of the model, not yet of the checkpoint."""
+        """The learner with the initial weights; the checkpoint is loaded later."""
         config, model = self.config, await self.model()
         learner = await DeepSpeedLearner.start(
             config.learner, GRPO(), model, self.folder / "learner.log", seed=config.run.seed
@@ -153,7 +153,7 @@ async def score_all(learner: DeepSpeedLearner, sequences: Iterable[EncodedTree])
 async def with_reference_scores(
     learner: DeepSpeedLearner, pairs: Sequence[EncodedTree]
 ) -> list[EncodedTree]:
-    """The pairs with the log-probs of the learner's weights, which are the reference policy."""
+    """The pairs with the log-probs of the reference policy, the learner's current weights."""
     scores = await score_all(learner, pairs)
     return [with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)]
 
@@ -161,7 +161,8 @@ async def with_reference_scores(
 async def preference_figures(
     learner: DeepSpeedLearner, pairs: Sequence[EncodedTree], beta: float
 ) -> Metrics:
-    """Preferences under the learner's weights: see `agentenv.learners.dpo.preference_metrics`."""
+    """Metrics of the pairs under the learner's current weights, see
+    `agentenv.learners.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
     logprobs = np.concatenate([score.logprobs for score in scores])
     return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
@@ -180,8 +181,8 @@ class SupervisedState(Struct):
 
 
 class Objective(Protocol):
-    """An objective over `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
-    the metrics that are plotted."""
+    """An objective over `num_rows` rows. `name`: prefix of its metrics; `plotted`: the plotted
+    metrics."""
 
     name: ClassVar[str]
     plotted: ClassVar[tuple[str, ...]]
@@ -194,7 +195,7 @@ class Objective(Protocol):
         ...
 
     async def measure(self) -> Metrics:
-        """Figures of the held-out rows, "loss" among them; empty if there are none."""
+        """Metrics of the held-out rows, including "loss"; empty without such rows."""
         ...
 
 
@@ -226,7 +227,7 @@ async def train_supervised(
     view: View,
     resume: str,
 ) -> None:
-    """A whole run of agentenv sft or agentenv dpo, whose objective is made of its parts."""
+    """A whole run of agentenv sft or agentenv dpo, with the objective of `make_objective`."""
     checkpoint = run.checkpoints.to_resume(resume) if resume else None
     async with AsyncExitStack() as stack:
         assembly = SupervisedAssembly(config, run.path, stack, view.say, checkpoint)
@@ -237,7 +238,7 @@ async def train_supervised(
 
 @dataclass(eq=False)
 class SupervisedTraining:
-    """The loop of one run. With a checkpoint the learner's state is loaded from it."""
+    """The loop of a run; with a checkpoint, it loads the learner's state."""
 
     config: SupervisedRunConfig
     run: RunDirectory
@@ -263,7 +264,7 @@ class SupervisedTraining:
         self.num_steps = self.loop.count_steps(num_rows)
 
     async def run_all(self) -> None:
-        """All steps; whatever ends it leaves a checkpoint."""
+        """Run all steps; any end of the run saves a checkpoint."""
         self._announce()
         if self.checkpoint is not None:
             await self.learner.load(self.checkpoint / "trainer")
@@ -287,7 +288,7 @@ class SupervisedTraining:
     def _announce(self) -> None:
         loop, name = self.loop, self.objective.name
         if self.checkpoint is None:
-            self.run.forget_metrics_after(-1)  # of a start that was ended early
+            self.run.forget_metrics_after(-1)  # rows of an interrupted start
             self.run.begin(self.config)
         else:
             self.run.resume_from(self.config, self.state.step, self.view.say)
@@ -353,6 +354,6 @@ class SupervisedTraining:
         self.run.write_json("summary.json", summary)
         plot_losses(self.run.path, self.objective.name, self.objective.plotted)
         self.view.say(
-            f"written to {self.run.path}: summary.json, loss.png, metrics.jsonl, "
+            f"results in {self.run.path}: summary.json, loss.png, metrics.jsonl, "
             f"checkpoints/{self.run.checkpoints.path(state.step).name}"
         )

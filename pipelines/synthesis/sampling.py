@@ -45,15 +45,15 @@ from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 from agentenv.rows import RowsConfig
 from agentenv.types import Info, Limit, Message, Task
 
-# Rollouts that begin after a hint, and language-only ones; for data synthesis only.
+# Rollouts after a hint, and language-only ones; only for data synthesis.
 
 MARK = "hint"  # in the metadata of a task and of its row
-NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
+NUM_PROMPT_TOKENS = "num_prompt_tokens"  # in the root's info: the hinted text follows
 
 
 class LanguageOnly(EnvWrapper):
-    """An environment that offers its policy no tools: nothing it writes is a call, so its first
-    turn is its answer, graded as ever."""
+    """An environment without tools: no text of the policy is a call, so its first turn is its
+    answer, graded as usual."""
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -63,13 +63,13 @@ class LanguageOnly(EnvWrapper):
 
 
 class HintHooks(RolloutHooks):
-    """Begins the trajectories of a task after the hint in its metadata (`MARK`).
+    """Starts the trajectories of a task after the hint in its metadata (`MARK`).
 
-    The prefix of the hint is in the root's observation, after the prompt: context, never
-    sampled. The env reads it as the beginning of the first action.
+    The prefix of the hint is in the root's observation, after the prompt: it is context, not
+    sampled. The env gets it as the beginning of the first action.
     """
 
-    written = ""  # what the env reads before the first action
+    written = ""  # text before the first action, for the env
 
     def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
         renderer, tree = self.rollout.actor.renderer, self.rollout.tree
@@ -97,12 +97,12 @@ class HintHooks(RolloutHooks):
 
 
 def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
-    """The row with the hinted text where it belongs: at the beginning of the policy's text."""
+    """The row with the hinted text moved from the prompt to the beginning of the policy's text."""
     root, renderer = answer.tree.root, answer.question.actor.renderer
     hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
     row = replace(row, metadata={**row.metadata, MARK: hint})
     size = root.info.get(NUM_PROMPT_TOKENS)
-    if size is None:  # failed before it began
+    if size is None:  # failed before its start
         return row
     prompt, prefix = root.observation_ids[:size], root.observation_ids[size:]
     first = dict(row.segments[1]) if len(row.segments) > 1 else {"policy": ""}
@@ -110,11 +110,11 @@ def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
     return replace(row, segments=[{"env": renderer.decode(prompt)}, first, *row.segments[2:]])
 
 
-MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; what is left is the policy's
+MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; the rest is for the policy
 
 
 class TaskPair(Struct, frozen=True):
-    """A question of the user's set `name`, as it is asked without and with tools."""
+    """A question of the user's set `name`: its tasks without and with tools."""
 
     name: str
     direct: Task
@@ -123,8 +123,8 @@ class TaskPair(Struct, frozen=True):
 
 @dataclass(eq=False)
 class SynthesisSampling:
-    """Asks in two stages, since hints need the language-only chains; what `store` holds is not
-    asked again. `tools` are the names of the tools by environment id."""
+    """Samples in two stages, since hints need the language-only chains; skips trajectories in
+    `store`. `tools`: names of tools by environment id."""
 
     plan: SynthesisPlan
     assembly: EvaluationAssembly
@@ -137,13 +137,13 @@ class SynthesisSampling:
     _actors: dict[str, Actor] = field(default_factory=dict, init=False)
 
     async def run(self, pairs: Sequence[TaskPair]) -> list[JudgedQuestion]:
-        """Every question with all of its trajectories."""
+        """Sample the missing trajectories; returns every question with all of its trajectories."""
         direct = [wanted for pair in pairs for wanted in self._samples(pair, "direct")]
-        await self._ask("language-only", direct)
-        await self._ask("with tools", [one for pair in pairs for one in self._with_tools(pair)])
+        await self._sample("language-only", direct)
+        await self._sample("with tools", [one for pair in pairs for one in self._with_tools(pair)])
         return [self._gather(pair) for pair in pairs]
 
-    # which samples are asked
+    # Selection of samples.
 
     def _samples(self, pair: TaskPair, way: Way) -> Iterator[Wanted]:
         name = set_name(pair.name, way)
@@ -162,7 +162,7 @@ class SynthesisSampling:
         return any(not one.reason for one in self._judged(self._samples(pair, "direct")))
 
     def _hinted(self, pair: TaskPair) -> Iterator[Wanted]:
-        """The chains of the question that have a place for a hint, the first ones."""
+        """The first chains of the question that have a place for a hint."""
         config, name = self.plan.config.hints, set_name(pair.name, "hints")
         assert config is not None
         count = 0
@@ -183,9 +183,9 @@ class SynthesisSampling:
         room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
         return len(one.renderer.encode(hint.prefix)) <= room
 
-    # asking
+    # Sampling.
 
-    async def _ask(self, stage: str, wanted: Sequence[Wanted]) -> None:
+    async def _sample(self, stage: str, wanted: Sequence[Wanted]) -> None:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
@@ -223,7 +223,7 @@ class SynthesisSampling:
             self._actors[name] = actor
         return self._actors[name]
 
-    # which samples are stored
+    # Stored samples.
 
     def _gather(self, pair: TaskPair) -> JudgedQuestion:
         direct = list(self._samples(pair, "direct"))
@@ -251,7 +251,7 @@ class SynthesisSampling:
 async def read_questions(
     plan: SynthesisPlan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
 ) -> tuple[list[TaskPair], list[Dropped]]:
-    """The questions in order and those that are left out."""
+    """The questions in order, and the dropped ones. Raises DataError if none remains."""
     excluded = await _excluded(plan, assembly, say)
     seen: dict[str, str] = {}
     pairs: list[TaskPair] = []
@@ -276,15 +276,15 @@ async def read_questions(
 
 
 def plain_question(text: str) -> str:
-    """The text by which questions are compared: without regard to blanks and case."""
+    """The text for comparing questions, without case and extra blanks."""
     return " ".join(text.casefold().split())
 
 
 async def tool_names(
     pairs: Sequence[TaskPair], plan: SynthesisPlan, sets: Mapping[str, Questions]
 ) -> dict[str, list[str]]:
-    """The names of the tools of each environment that the questions meet. Raises ConfigError for
-    one without any."""
+    """The names of the tools of each environment of the questions. Raises ConfigError for an
+    environment without tools."""
     first: dict[str, TaskPair] = {}
     for pair in pairs:
         first.setdefault(pair.tools.env_id, pair)
@@ -295,8 +295,8 @@ async def tool_names(
         found[env_id] = [str(tool["name"]) for tool in info.get("tools", ())]
         if not found[env_id]:
             raise ConfigError(
-                f"sets.{pair.name}: the environment {env_id} has no tools, so that answers with "
-                "tools cannot be sampled"
+                f"sets.{pair.name}: the environment {env_id} has no tools, so answers with tools "
+                "cannot be sampled"
             )
     return found
 
@@ -310,9 +310,9 @@ async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say)
     return found
 
 
-# Hints: a language-only chain, cut at a doubt or after its answer, continues with tools after a
-# sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1). The thought stays open, so that the
-# whole has one answer.
+# Hints: a language-only chain, cut at a doubt or after its answer, continues with tools after an
+# inserted sentence (Tool-Star, arXiv 2505.16410, section 3.1). The thought stays open, so that the
+# trajectory has one answer.
 #
 #     uncertain   <think>facts. Perhaps it is Cusco..     ->  <think>facts. HINT
 #     answer      <think>facts.</think><answer>X</answer> ->  <think>facts. So it would be X. HINT
@@ -322,8 +322,8 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f](?=\s|$)|[\u3002\uff01\uff1f
 
 
 class Hint(Struct, frozen=True):
-    """The beginning of a trajectory: `prefix`, which ends with the sentence `text`. `sample` is
-    the number of the language-only chain that it was cut from."""
+    """The beginning of a trajectory: `prefix`, which ends with the sentence `text`. `sample`: the
+    number of the language-only chain from which it was cut."""
 
     prefix: str
     place: Literal["uncertain", "answer"]
@@ -332,7 +332,7 @@ class Hint(Struct, frozen=True):
 
 
 def make_hint(chain: str, sample: int, config: HintsConfig, rng: Random) -> Hint | None:
-    """The chain with a hint; None if it has no place for one."""
+    """The hint for a chain; None if it has no place for one."""
     if config.place != "answer":
         before = cut_at_doubt(chain, config.phrases)
         if before is not None:
@@ -347,8 +347,8 @@ def make_hint(chain: str, sample: int, config: HintsConfig, rng: Random) -> Hint
 
 
 def cut_at_doubt(chain: str, phrases: Sequence[str]) -> str | None:
-    """The chain up to the first sentence of a thought that has one of the phrases, ready for a
-    sentence; None without one. Only the part before any answer counts."""
+    """The chain up to the first sentence of a thought that contains one of the phrases, ready for
+    another sentence; None without one. Only the part before an answer counts."""
     doubts = re.compile("|".join(map(_pattern, phrases)), re.IGNORECASE)
     for doubt in doubts.finditer(chain):
         before = chain[: doubt.start()]
@@ -364,8 +364,8 @@ def cut_at_doubt(chain: str, phrases: Sequence[str]) -> str | None:
 
 
 def reopened(chain: str) -> str | None:
-    """The chain as one thought that has come to its answer; None if there is no answer after a
-    thought, or more than one of it."""
+    """The chain as one open thought that ends with its answer; None unless the chain is thoughts
+    followed by an answer."""
     before, tag, rest = chain.partition("<answer>")
     thought, closed, between = before.rpartition("</think>")
     body, end, _ = rest.partition("</answer>")
@@ -378,12 +378,12 @@ def reopened(chain: str) -> str | None:
 
 
 def _pattern(phrase: str) -> str:
-    """Whole words, where the script has blanks between words."""
+    """A pattern for the phrase: as whole words, if the script has blanks between words."""
     word = re.escape(phrase.strip())
     return rf"(?<!\w){word}(?!\w)" if phrase.isascii() else word
 
 
 def _ready(text: str) -> str:
-    """With a blank after the last sentence, none after the tag."""
+    """The text ready for another sentence: with a blank after a sentence, none after a tag."""
     text = text.rstrip()
     return text if text.endswith(">") else f"{text} "

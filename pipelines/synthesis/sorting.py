@@ -4,8 +4,8 @@
     not so, but with tools or with hints   -> SFT, the trajectory with tools
     neither                                -> RL
 
-"Answered" means by a trajectory that is right and clean. A question that is not answered and of
-which trajectories failed is left for the next command.
+"Answered" means by a trajectory that is correct and passes the filters. An unanswered question with
+failed trajectories is left for the next command.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from agentenv.pipelines.run.tables import Table
 from agentenv.renderer import THOUGHT_OPEN
 from agentenv.types import Message, Task
 
-# Trajectories as the text to learn from: tags unified, and their pairs and order checked.
+# Trajectories as training text: unified tags, checked for pairs and order.
 #
 #     (<think>..</think>)+ with calls <TOOL>..</TOOL><result>..</result> between them, then
 #     <answer>..</answer> and nothing more
 #
 # Text of the policy and results of tools are distinguished by their author, never by their tags, so
-# nothing that a page says passes for structure (as it does in the published format rule).
+# tags in a web page are never structure (as they are in the published format rule).
 
 ALIASES = dict.fromkeys(("thinking", "thought", "reasoning"), "think")
 ALIASES |= dict.fromkeys(("final_answer", "final answer"), "answer")
 OURS = ("think", "answer", "result")
 
 Part = tuple[bool, str]  # whether the policy wrote it, and its text
-Problem = tuple[str, str]  # reason, "" if there is none, and what was found
+Problem = tuple[str, str]  # reason ("" without a problem), and detail
 
 
 def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
-    """The trajectory after its prompt. Text of the policy in unified tags, a thought that the
-    prompt has opened included; results without theirs."""
+    """The trajectory after its prompt: text of the policy with unified tags, including a <think>
+    from the prompt, and results without their tags."""
     if not row.segments:
         return []
     first = row.segments[0].get("env", "")
@@ -68,20 +68,21 @@ def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
 
 
 def chain_text(parts: Sequence[Part]) -> str:
-    """The one turn of a dialogue: <think>..<search>..</search><result>..</result>..<answer>.."""
+    """The trajectory as a single turn:
+    <think>..<search>..</search><result>..</result>..<answer>.."""
     texts = [text if by_policy else f"<result>\n{text}\n</result>" for by_policy, text in parts]
     return "".join(texts).strip()
 
 
 def unify_tags(text: str, tools: Sequence[str]) -> str:
-    """Tags in one spelling: < Think >, <THINKING> and </ thought> become those of the protocol."""
+    """The text with uniform tags: < Think >, <THINKING> and </ thought> become the protocol's."""
     pattern, names = _spellings(tuple(tools))
     return pattern.sub(lambda tag: f"<{tag[1]}{names[tag[2].casefold()]}>", text)
 
 
 def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: bool) -> Problem:
-    """The first thing that is wrong with tags, in this order: unpaired_tag, wrong_order,
-    no_thought, no_answer, no_box."""
+    """The first problem with tags, checked in this order: unpaired_tag, wrong_order, no_thought,
+    no_answer, no_box."""
     opened, called, num_thoughts, num_answers = "", False, 0, 0
     for by_policy, tag in _tags(parts, tools):
         name = tag.strip("</>")
@@ -149,7 +150,7 @@ def _tags(parts: Sequence[Part], tools: Sequence[str]) -> Iterator[tuple[bool, s
 
 @cache
 def _spellings(tools: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]:
-    """A tag in any spelling, and the protocol's name by the folded one."""
+    """A pattern for a tag in any spelling, and the protocol's name by the case-folded one."""
     names = {**ALIASES, **{name.casefold(): name for name in (*OURS, *tools)}}
     either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     return re.compile(rf"<\s*(/?)\s*({either})\s*>", re.IGNORECASE), names
@@ -166,7 +167,7 @@ def _without_frame(text: str) -> str:
 
 # The trajectories suitable for training, and the reasons against the others.
 
-# why a trajectory is not in the SFT set, in the order of the checks
+# reasons why a trajectory is not in the SFT set, in the order of the checks
 REASONS = {
     "failed": "infrastructure failure; the same command samples it again",
     "truncated": "truncated by a limit",
@@ -187,7 +188,7 @@ REASONS = {
 
 
 class Judged(Struct, frozen=True):
-    """A trajectory, its text, and the reason against it; "" for one that is right and clean."""
+    """A trajectory, its text, and the reason against it; "" if it is correct and clean."""
 
     way: Way
     row: EvalRow
@@ -197,14 +198,15 @@ class Judged(Struct, frozen=True):
 
 
 def judge(row: EvalRow, way: Way, tools: Sequence[str], config: FilterConfig) -> Judged:
-    """Everything that can be said of one trajectory alone. `tools` are the environment's."""
+    """Check a single trajectory. `tools`: names of the environment's tools."""
     parts = parts_of(row, tools)
     reason, detail = _problem(row, way, parts, tools, config)
     return Judged(way, row, chain_text(parts), reason, detail)
 
 
 def without_duplicates(judged: Iterable[Judged]) -> list[Judged]:
-    """Of the clean trajectories of one question that have the same text, the first stays clean."""
+    """The trajectories of one question; of clean ones with the same text, only the first stays
+    clean."""
     seen: dict[str, EvalRow] = {}
     result = []
     for one in judged:
@@ -218,7 +220,7 @@ def without_duplicates(judged: Iterable[Judged]) -> list[Judged]:
 def _problem(
     row: EvalRow, way: Way, parts: Sequence[Part], tools: Sequence[str], config: FilterConfig
 ) -> tuple[str, str]:
-    """Why a row is not kept, as a kind and in words; empty for one that is."""
+    """(reason, detail) why a row is rejected; empty if it is not."""
     if row.end == FAILED:
         return "failed", row.error or ""
     if row.end != "terminated":
@@ -247,7 +249,7 @@ Class = Literal["direct", "tools", "hard", "unfinished"]
 
 
 class JudgedQuestion(Struct, frozen=True):
-    """One question of a set with all of its trajectories. `is_whole` unless some are missing."""
+    """A question of a set with its trajectories. `is_whole`: none is missing."""
 
     set_name: str
     task: Task
@@ -256,8 +258,8 @@ class JudgedQuestion(Struct, frozen=True):
 
 
 class Sorted(Struct, frozen=True):
-    """A question's class, the trajectories to learn from, and its other trajectories with reasons.
-    `right` says whether it was answered without and with tools."""
+    """A question's class, its trajectories for training, and the others with reasons. `right`:
+    whether it was answered without tools, and with tools."""
 
     question: JudgedQuestion
     kind: Class
@@ -267,7 +269,7 @@ class Sorted(Struct, frozen=True):
 
 
 def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> Sorted:
-    """Each trajectory ends up in `chosen` or in `rejected`."""
+    """Classify a question; each trajectory is either in `chosen` or in `rejected`."""
     judged = without_duplicates(question.judged)
     clean = [one for one in judged if not one.reason]
     rejected = [one for one in judged if one.reason]
@@ -286,8 +288,8 @@ def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> 
 def _drawn(
     clean: Sequence[Judged], question: JudgedQuestion, config: FilterConfig, seed: int
 ) -> tuple[list[Judged], list[Judged]]:
-    """Those that are kept, by the seed and not by length, so that the data has the policy's own
-    lengths; and the rest."""
+    """The kept trajectories and the rest. The choice is random and not by length, so that the data
+    has the policy's own lengths."""
     order = list(clean)
     Random(f"{seed}/{question.set_name}/{question.task.id}").shuffle(order)
     return order[: config.max_per_question], order[config.max_per_question :]
@@ -297,10 +299,10 @@ def _because(reason: str, judged: Sequence[Judged]) -> list[Judged]:
     return [replace(one, reason=reason) for one in judged]
 
 
-# The directory of a synthesis. Every file is made anew from the trajectories by each command.
+# The directory of a synthesis. Each command writes all files anew from the trajectories.
 #
 #     OUT/trajectories/       an evaluation of the sets NAME.direct, NAME.tools, NAME.hints
-#     OUT/synthesis.json      the hints they were sampled with; others are refused
+#     OUT/synthesis.json      the hints of the samples; different hints are rejected
 #     OUT/sft.jsonl           ShareGPT dialogues, registered as "sft" in dataset_info.json
 #     OUT/rl.jsonl            questions for agentenv train
 #     OUT/rejected.jsonl      questions and trajectories in neither, each with its reason
@@ -320,7 +322,7 @@ ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
 
 
 class Dropped(Struct, frozen=True):
-    """A question that is not asked, and why: duplicate, excluded, prompt_too_long."""
+    """A question that is not sampled, and the reason: duplicate, excluded, prompt_too_long."""
 
     set_name: str
     task: Task
@@ -329,8 +331,8 @@ class Dropped(Struct, frozen=True):
 
 
 def claim(out: Path, plan: SynthesisPlan) -> None:
-    """Take or reopen the directory. Raises ConfigError for one that holds something else, or
-    trajectories with other hints."""
+    """Create or reopen the directory. Raises ConfigError if it contains something else, or
+    trajectories with different hints."""
     path = out / SETTINGS
     hints = None if plan.config.hints is None else to_plain(plan.config.hints)
     try:
@@ -358,15 +360,15 @@ def claim(out: Path, plan: SynthesisPlan) -> None:
 
 
 def sft_row(one: Judged, task: Task, prompt: Sequence[Message], set_name: str) -> Row:
-    """A dialogue in ShareGPT form, with `prompt` as the policy meets it with tools."""
+    """A dialogue in ShareGPT format; `prompt`: the prompt with tools."""
     system = [message.content for message in prompt if message.role == "system"]
-    asked = [
+    first = [
         {"from": ROLES[message.role], "value": message.content}
         for message in prompt
         if message.role != "system"
     ]
     return {
-        "conversations": [*asked, {"from": "gpt", "value": one.text}],
+        "conversations": [*first, {"from": "gpt", "value": one.text}],
         "system": "\n\n".join(system),
         "id": task.id,
         "set": set_name,
@@ -378,8 +380,8 @@ def sft_row(one: Judged, task: Task, prompt: Sequence[Message], set_name: str) -
 
 
 def rl_row(task: Task, set_name: str, own_env_id: str) -> Row:
-    """A question as `agentenv train` reads it, with everything else that its row had. It
-    names its environment unless that is `own_env_id`, the one of its set."""
+    """A question in the format of `agentenv train`, with all other columns of its row. It includes
+    its environment unless that is `own_env_id`, that of its set."""
     row = {**task.metadata, "id": task.id, "set": set_name, "kind": task.kind}
     if task.env_id != own_env_id:
         row["env_id"] = task.env_id
@@ -387,7 +389,7 @@ def rl_row(task: Task, set_name: str, own_env_id: str) -> Row:
 
 
 def rejected_rows(found: Iterable[Sorted], dropped: Iterable[Dropped]) -> Iterable[Row]:
-    """Questions that were not asked or not finished, and trajectories that are not learned from."""
+    """Rows of dropped and unfinished questions, and of rejected trajectories."""
     for one in dropped:
         yield _question_row(one.set_name, one.task, one.reason, one.detail)
     for one_sorted in found:
@@ -407,7 +409,7 @@ def write_data(
     rejected: Iterable[Row],
     summary: Row,
 ) -> None:
-    """Each file whole or not at all."""
+    """Write all files, each atomically."""
     for name, rows in ((SFT, sft), (RL, rl), (REJECTED, rejected)):
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_whole(out / name, "".join(lines))
@@ -416,8 +418,8 @@ def write_data(
 
 
 def _question_row(set_name: str, task: Task, reason: str, detail: str) -> Row:
-    asked = {"what": "question", "set": set_name, "id": task.id, "question": task.question}
-    return {**asked, "reason": reason, "detail": detail}
+    question = {"what": "question", "set": set_name, "id": task.id, "question": task.question}
+    return {**question, "reason": reason, "detail": detail}
 
 
 # Counts of a synthesis: summary.json, and tables in the terminal.
@@ -433,7 +435,7 @@ NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 
 
 def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
-    """All counts. Questions add up over classes and reasons, trajectories over SFT and reasons."""
+    """All counts. Questions sum over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
     pairs = Counter((one.question.task.kind, one.kind) for one in found)
     by_kind = {
@@ -441,12 +443,12 @@ def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dr
         for kind in sorted({k for k, _ in pairs})
     }
     right = Counter(NUM_RIGHT[2 * one.right[0] + one.right[1]] for one in found)
-    learned = Counter(judged.way for one in found for judged in one.chosen)
+    chosen = Counter(judged.way for one in found for judged in one.chosen)
     trajectories = {}
     for way in plan.ways:
         reasons = Counter(j.reason for one in found for j in one.rejected if j.way == way)
         trajectories[way] = {
-            "sft": learned[way],
+            "sft": chosen[way],
             "rejected": {reason: reasons[reason] for reason in REASONS if reasons[reason]},
         }
     return {
@@ -456,7 +458,7 @@ def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dr
         "by_kind": by_kind,
         "right": _counted(right, NUM_RIGHT),
         "trajectories": trajectories,
-        "num_sft": sum(learned.values()),
+        "num_sft": sum(chosen.values()),
         "num_rl": classes["hard"],
     }
 

@@ -15,7 +15,7 @@ from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.records import FAILED, EvalRow
 from agentenv.untrusted import decode, decode_loose
 
-if TYPE_CHECKING:  # the first picture of a run waits for none of these
+if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
     from agentenv.pipelines.evaluation.figures import QuestionRows
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
@@ -24,7 +24,7 @@ COLUMNS = (
     *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
     *("limit", "failure", "calls", "turns", "sampled", "seconds", "judge"),
 )
-CHUNK = 16  # rows that are sent together
+CHUNK = 16  # number of rows per response
 MAX_CHARS = 160  # of a question or an answer in the table
 SEARCH_S = 20.0
 SUMMARY_FILE = "summary.json"
@@ -41,23 +41,23 @@ class _WithoutText(EvalRow):
 
 
 class Evaluation:
-    """One folder. Rows are kept without their text, with their positions in the file."""
+    """A stored evaluation. Rows are cached without text, with their positions in the file."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
         self._lines = JsonLines(folder / ROWS_FILE)
         self._lock = threading.Lock()
-        self._computing = threading.Lock()  # figures, which several windows ask for
+        self._computing = threading.Lock()  # of figures, which several windows may request
         self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
         self._num_unreadable = 0
-        self._figures: tuple[int, Figures] | None = None  # of a file of so many bytes
+        self._figures: tuple[int, Figures] | None = None  # size of the file, and its figures
 
     def state(self) -> int:
         return size_of(self.folder / ROWS_FILE)
 
     def about(self) -> Figures:
-        """The subject and the configuration, as its config.json says."""
+        """The subject and the configuration, from config.json."""
         found: Figures = {"subject": {}, "config": {}}
         with suppress(OSError, ForeignError, KeyError, TypeError):
             saved = decode_loose((self.folder / CONFIG_FILE).read_bytes())
@@ -65,7 +65,7 @@ class Evaluation:
         return {"name": self.name, "folder": str(self.folder), **found}
 
     def index(self) -> Figures:
-        """A row of each trajectory; those of one question stand together."""
+        """A row for each trajectory, grouped by question."""
         rows = [_index_row(row) for row, _, _ in self._read()]
         return {
             **self.about(),
@@ -89,7 +89,7 @@ class Evaluation:
         return found
 
     def search(self, text: str) -> Figures:
-        """The places, in the index, of rows in whose text this occurs."""
+        """The positions, in the index, of rows that contain a text, ignoring case."""
         wanted = text.casefold()
         until = time.thread_time() + SEARCH_S
         found, num_searched = [], 0
@@ -109,8 +109,8 @@ class Evaluation:
         return {"rows": found, "num_searched": num_searched, "num_rows": len(rows)}
 
     def figures(self) -> Figures:
-        """Estimates with intervals, of all and by group: those of its last report, if no row is
-        newer; else without scores and votes that only a report computes."""
+        """Estimates with intervals, over all questions and by group: those of the last report, if
+        no row is newer; else without scores and votes, which only a report computes."""
         summary = self.folder / SUMMARY_FILE
         rows = self.folder / ROWS_FILE
         try:
@@ -133,20 +133,20 @@ class Evaluation:
             return figures
 
     def questions(self) -> list[QuestionRows]:
-        """Its rows by question, without their text."""
+        """The rows by question, without their text."""
         from agentenv.pipelines.evaluation.figures import questions_of
         from agentenv.pipelines.evaluation.scores import known_votes
 
         questions = questions_of(row for row, _, _ in self._read())
         several = [question for question in questions if len(question.done) > 1]
         votes = [known_votes(question.done) for question in several]
-        if None not in votes:  # of some questions only, as of those always right, they mislead
+        if None not in votes:  # votes of only some questions would be a biased sample
             for question, one in zip(several, votes, strict=True):
                 question.votes = one
         return questions
 
     def _read(self) -> list[tuple[EvalRow, int, int]]:
-        """Rows, places in the file and sizes, in the order of their keys."""
+        """(row, position in the file, size) of each row, sorted by key."""
         with self._lock:
             place = self._lines.place
             is_void, lines = self._lines.new()
@@ -164,7 +164,7 @@ class Evaluation:
 
 
 def compare(first: Evaluation, second: Evaluation) -> Figures:
-    """The questions that both asked, in pairs. Raises DataError if there is none."""
+    """The paired comparison of two evaluations. Raises DataError without a shared question."""
     from agentenv.pipelines.evaluation import compare as paired
 
     pairing = paired.pair_up(first.questions(), second.questions())
@@ -221,16 +221,16 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
 
 
 class JsonLines:
-    """Reads a file from where it stopped. A last line without its end is waited for."""
+    """Reads a growing file incrementally; an incomplete last line is read later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.place = 0  # bytes that were read
-        self._file: tuple[int, int] | None = None  # which one it was
+        self.place = 0  # number of bytes read
+        self._file: tuple[int, int] | None = None  # device and inode
 
     def new(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether it is another file, or was cut, so that the lines read before are void; and the
-        whole lines since then."""
+        """(is_void, lines): the new complete lines. `is_void`: the file was replaced or truncated,
+        so that lines read before are invalid."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -254,7 +254,7 @@ class JsonLines:
 
 
 def size_of(path: Path) -> int:
-    """Bytes; 0 without a file."""
+    """The size of a file in bytes; 0 if it is missing."""
     try:
         return path.stat().st_size
     except OSError:

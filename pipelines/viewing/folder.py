@@ -1,19 +1,19 @@
-"""The viewed folder: a run, or an evaluation. Every part of the page is an answer to a path, which
-the server computes on request and an export writes to files:
+"""The viewed folder: a run, or an evaluation. Every part of the page is the response to a path,
+which the server computes on request and an export writes to files:
 
     run                           kind, state, list of contents
-    state                         figures that change whenever there is more to see
+    state                         figures that change whenever there is new data
     metrics?from=N                rows of metrics.jsonl from number N on
     log                           the end of run.log
     steps?from=N                  the index of all trees
-    steps/N                       one step; steps/N/search?q=TEXT: where a text occurs
+    steps/N                       one step; steps/N/search?q=TEXT: trees that contain a text
     steps/N/trees/I               one tree
     evaluations/E                 the index of an evaluation; also .../search?q=TEXT
     evaluations/E/figures         its figures, with intervals
     evaluations/E/rows/C          some whole rows
     compare/E/F                   the difference of two evaluations
 
-Answers take as long as their files are large, and are computed in threads.
+Responses can take long, in proportion to the size of files, and are computed in threads.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ TAIL_BYTES = 64_000
 
 
 class Folder:
-    """A run or an evaluation, and evaluations from elsewhere that are compared with its own."""
+    """A run or an evaluation, with other evaluations to compare with."""
 
     def __init__(
         self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
     ) -> None:
-        """`is_awaited`: a run that has just been started, of which nothing may be there yet.
-        Raises DataError."""
+        """`others`: evaluations, or runs with evaluations, to compare with. `is_awaited`: a run
+        that has just started, whose folder may still be empty. Raises DataError."""
         self.path = path
         self.is_run = is_awaited or not (path / ROWS).is_file()
         if self.is_run and not is_awaited:
@@ -64,11 +64,11 @@ class Folder:
         self._metrics = JsonLines(path / METRICS)
         self._rows: list[Any] = []
         self._num_unreadable = 0
-        self._epoch = 0  # one more whenever rows that were read are void
+        self._epoch = 0  # incremented whenever earlier rows become invalid
         self._evaluations: dict[Path, Evaluation] = {}
 
     def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:
-        """Raises DataError for a path without an answer."""
+        """The response to a path. Raises DataError for an unknown path."""
         parts = [part for part in path.split("/") if part]
         match parts:
             case ["run"]:
@@ -100,7 +100,7 @@ class Folder:
         raise DataError(f"no such page: {path!r}")
 
     def run(self) -> Figures:
-        """The content of the first picture; reads no tree and no row."""
+        """The content of the first page; reads no trees and no rows."""
         checkpoints = Checkpoints(self.path / "checkpoints").finished() if self.is_run else []
         return {
             "name": self.path.resolve().name,
@@ -121,7 +121,7 @@ class Folder:
         }
 
     def health(self) -> Health | None:
-        """Whether the run is well, and why."""
+        """The health of the run; None for an evaluation, or without data."""
         if not self.is_run:
             return None
         rows, config = self.metrics()["rows"], _json(self.path / CONFIG_FILE)
@@ -132,8 +132,8 @@ class Folder:
         )
 
     def status(self) -> Figures:
-        """running, finished, stopped, or elsewhere: another machine holds it, which cannot be
-        asked; and who holds it."""
+        """The state (running, finished, stopped, or elsewhere: held by another machine, whose
+        processes are unknown), and the holder."""
         holder = _json(self.path / "lock")
         if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
             done = (self.path / SUMMARY).is_file() or not self.is_run
@@ -154,8 +154,8 @@ class Folder:
         }
 
     def metrics(self, since: int = 0, epoch: str = "") -> Figures:
-        """Rows from number `since` on; all of them if the file is another one than that of the
-        epoch which the reader knows."""
+        """Rows from number `since` on; all rows if the file has changed since the `epoch` of the
+        reader."""
         with self._lock:
             is_void, lines = self._metrics.new()
             if is_void:
@@ -176,8 +176,7 @@ class Folder:
             }
 
     def evaluations(self) -> dict[str, Evaluation]:
-        """By a name that fits in an address: those of the run as they were taken, then the
-        others."""
+        """All evaluations by a name for URLs: those of the run in order, then the others."""
         found: dict[str, Evaluation] = {}
         for folder, name in self._evaluation_folders():
             with self._lock:
@@ -188,7 +187,7 @@ class Folder:
         return found
 
     def evaluation(self, key: str) -> Evaluation:
-        """Raises DataError."""
+        """The evaluation with this name. Raises DataError."""
         found = self.evaluations().get(key)
         if found is None:
             raise DataError(f"{self.path}: unknown evaluation {key!r}")
@@ -232,7 +231,7 @@ def _check_run(path: Path) -> None:
 
 
 def _within(run: Path) -> list[tuple[Path, str]]:
-    """The evaluations of a run, in the order in which they were begun."""
+    """The evaluations of a run, in the order of their start."""
     folders = [path.parent for path in (run / EVALUATIONS).glob(f"*/{ROWS}")]
     order = {"before_sft": 0, "after_sft": 1}
 
@@ -244,7 +243,7 @@ def _within(run: Path) -> list[tuple[Path, str]]:
 
 
 def _json(path: Path) -> Any:
-    """The content of a JSON file; None without a readable one."""
+    """The content of a JSON file; None if it cannot be read."""
     try:
         return decode_loose(path.read_bytes())
     except (OSError, ForeignError):
@@ -258,6 +257,6 @@ def _number(text: str) -> int:
 
 
 def tail(path: Path) -> str:
-    """The end of a text file, from the beginning of a line."""
+    """The last lines of a text file."""
     text = log_tail(path, TAIL_BYTES)
     return text.partition("\n")[2] if size_of(path) > TAIL_BYTES else text

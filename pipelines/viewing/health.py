@@ -1,8 +1,8 @@
-"""Whether a run is healthy, and why: one sentence for the first page of the viewer.
+"""Whether a run is healthy, and why: a sentence for the first page of the viewer.
 
-Read from the rows of metrics.jsonl, the last RECENT updates where not all count. What is gravest
-decides: a run that ended early, failures, no signal, an engine that computes another model than the
-learner, steps that were skipped, an evaluation that fell, tools that mostly err, limits that cut.
+It is computed from metrics.jsonl, mostly from the last RECENT updates. The gravest problem decides:
+an early end, failures, no signal, an engine and a learner with different models, skipped steps, a
+drop of an evaluation, tools with many errors, truncations by limits.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from agentenv.data_files import Row
 
 RECENT = 10  # updates
 FAILED, MOSTLY_FAILED = 0.02, 0.2  # shares of trajectories
-EQUAL = 0.9  # share of groups whose returns are equal
+EQUAL = 0.9  # share of groups with equal returns
 SOLVED, HOPELESS = 0.9, 0.1  # success
 GAP, WIDE_GAP = 0.03, 0.1  # nats between engine and learner
-ERRORS, LEAST_CALLS = 0.5, 20  # share of calls of a tool, and how many say something
-CUT = 0.3  # share of trajectories that a limit cut off
+ERRORS, LEAST_CALLS = 0.5, 20  # share of errors of a tool, and its minimum number of calls
+CUT = 0.3  # share of trajectories truncated by a limit
 
 Grade = Literal["healthy", "doubtful", "unhealthy"]
 
 
 class Health(Struct, rename={"grade": "is"}):
-    """A grade, and the reason for it in a sentence."""
+    """A grade, and its reason as a sentence."""
 
     grade: Grade
     text: str
 
 
 def health_of(rows: Sequence[Row], status: str, num_steps: object = None) -> Health | None:
-    """The health of a run with these metrics; `status` is that of the folder, `num_steps` the
-    updates that were planned. None where nothing can be said yet."""
+    """The health of a run with these metrics. `status`: that of the folder; `num_steps`: the number
+    of planned updates. None if there is no data yet."""
     steps = {row["step"]: row for row in rows if "trees/offered" in row}
     updates = [steps[step] for step in sorted(steps)]
     if not updates:
@@ -44,8 +44,10 @@ def health_of(rows: Sequence[Row], status: str, num_steps: object = None) -> Hea
     found = list(_faults(updates[-RECENT:], len(updates)))
     found += _of_evaluations(rows)
     if status == "stopped":
-        of = f" of {num_steps}" if isinstance(num_steps, int) else ""
-        found.append(Health("doubtful", f"it was stopped after update {updates[-1]['step']}{of}"))
+        total = f" of {num_steps}" if isinstance(num_steps, int) else ""
+        found.append(
+            Health("doubtful", f"it was stopped after update {updates[-1]['step']}{total}")
+        )
     grave = [one for one in found if one.grade == "unhealthy"]
     if shown := grave or found:
         reasons = "; ".join(one.text for one in shown[:2])
@@ -54,7 +56,7 @@ def health_of(rows: Sequence[Row], status: str, num_steps: object = None) -> Hea
 
 
 def _faults(recent: Sequence[Row], num_updates: int) -> Iterator[Health]:
-    """Of the last updates, the gravest first."""
+    """The problems of the last updates, the gravest first."""
     last = f"the last {len(recent)} updates" if len(recent) < num_updates else "all updates"
     failed, ended = _sum(recent, "failed/trajectories"), _sum(recent, "rollout/trajectories")
     share = failed / max(1.0, failed + ended)
@@ -85,24 +87,23 @@ def _faults(recent: Sequence[Row], num_updates: int) -> Iterator[Health]:
 
 
 def _signal(recent: Sequence[Row], last: str) -> Iterator[Health]:
-    """Whether the groups teach anything. Where nearly all is right, little is left to be learned,
-    which is no fault."""
+    """A problem if few groups have a signal, unless nearly all answers are correct."""
     groups, equal = (
         _sum(recent, f"learner/{name}") for name in ("num_trained", "num_equal_groups")
     )
     success = _mean(recent, "reward/success")
     if not any("learner/num_trained" in row for row in recent):
-        return  # it was not counted
+        return  # a run of an earlier version does not count them
     if not groups:
         yield Health("unhealthy", f"in {last}, no tree had a signal")
     elif equal / groups > EQUAL and success < SOLVED:
         why = ": nearly all answers are wrong" if success < HOPELESS else ""
         grade: Grade = "unhealthy" if success < HOPELESS else "doubtful"
-        yield Health(grade, f"{equal / groups:.0%} of the groups of {last} teach nothing{why}")
+        yield Health(grade, f"{equal / groups:.0%} of the groups of {last} have no signal{why}")
 
 
 def _of_evaluations(rows: Sequence[Row]) -> Iterator[Health]:
-    """A set whose success fell below the interval that its best had."""
+    """A problem for each set whose success fell below the interval of its best evaluation."""
     for name, found in evaluated(rows).items():
         best = max(found, key=lambda row: float(row[f"eval/{name}/success"]))
         now = found[-1]
@@ -116,7 +117,7 @@ def _of_evaluations(rows: Sequence[Row]) -> Iterator[Health]:
 
 
 def evaluated(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The evaluations of each set in which not all trajectories failed."""
+    """The evaluations of each set, except those in which all trajectories failed."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         for key in row:
@@ -161,7 +162,7 @@ def _last(rows: Sequence[Row], key: str) -> float:
 
 
 def _by_name(rows: Sequence[Mapping[str, Any]], start: str, end: str = "") -> dict[str, float]:
-    """Sums of the metrics START/NAME/END, by name."""
+    """Sums of the metrics whose keys are `start` + NAME + `end`, by NAME."""
     found: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():

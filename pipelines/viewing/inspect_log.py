@@ -1,12 +1,12 @@
-"""Trees and evaluations as logs of Inspect (`.eval`), which `inspect view` and Inspect Scout read.
+"""Trees and evaluations as logs of Inspect (`.eval`), for `inspect view` and Inspect Scout.
 
-One sample a question: the first trajectory from scratch is the sample's own conversation; every
-other one is a branch, a span below the one that it was forked from, after the anchor of the turn
-that both have. The sample's timeline holds the same tree for the viewer. With one sample a
-trajectory instead, each is an epoch of its question and names its parent in its metadata.
+There is one sample per question: the first from-scratch trajectory is the sample's conversation;
+every other one is a branch, a span under the trajectory from which it was forked, after the anchor
+of the last shared turn. The sample's timeline has the same tree for the viewer. With one sample per
+trajectory instead, each is an epoch of its question, and its metadata names its parent.
 
-Nothing says at what time of day a turn was taken: all events have the time at which the step or the
-evaluation was written, and tools how long they worked.
+The times of turns are not recorded: all events have the time at which the step or the evaluation
+was written, and tools have their durations.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from msgspec.structs import replace
 
 from agentenv.pipelines.run.transcript import Branch, Question, Turn
 
-PROMPT = "prompt"  # the anchor from which other trajectories begin from scratch
+PROMPT = "prompt"  # the anchor of the other from-scratch trajectories
 
 
 def write_log(
@@ -73,7 +73,7 @@ def write_log(
     at: datetime,
     metadata: dict[str, Any],
 ) -> None:
-    """Write one log. `at` is the time that it shows."""
+    """Write a log; `at`: the time of its events."""
     samples = [sample(one, model, at) for one in questions]
     stamp = at.isoformat()
     spec = EvalSpec(
@@ -100,7 +100,7 @@ def write_log(
 
 
 def by_trajectory(questions: Iterable[Question]) -> list[Question]:
-    """Each trajectory as a question of its own, an epoch of its task, with all of its turns."""
+    """Each trajectory as a separate question, an epoch of its task, with all of its turns."""
     found: list[Question] = []
     epochs: Counter[str] = Counter()
     for question in questions:
@@ -118,12 +118,12 @@ def by_trajectory(questions: Iterable[Question]) -> list[Question]:
 
 
 def sample(question: Question, model: str, at: datetime) -> EvalSample:
-    """A question with its branches."""
+    """The sample of a question with its branches."""
     events = _Events(question, model, at)
     root, branches = events.tree(), question.branches
     messages = events.conversation(branches[0], shared_only=False) if branches else []
-    said = [one for one in messages if isinstance(one, ChatMessageAssistant)]
-    choices = [ChatCompletionChoice(message=said[-1])] if said else []
+    answers = [one for one in messages if isinstance(one, ChatMessageAssistant)]
+    choices = [ChatCompletionChoice(message=answers[-1])] if answers else []
     error = None
     if branches and all(one.end == "failed" for one in branches):
         text = branches[0].error or "failed"
@@ -150,8 +150,8 @@ def sample(question: Question, model: str, at: datetime) -> EvalSample:
 
 
 class _Events:
-    """The branches of a question as events, depth first: the span of a fork begins after the turn
-    from which it goes on."""
+    """The branches of a question as events, depth first: the span of a fork begins after its last
+    shared turn."""
 
     def __init__(self, question: Question, model: str, at: datetime) -> None:
         self._question, self._model, self._at = question, model, at
@@ -159,11 +159,11 @@ class _Events:
         self.usage = ModelUsage()
 
     def name(self, part: str) -> str:
-        """A name that no other sample has."""
+        """A name that is unique among samples."""
         return f"{self._question.id}-{self._question.sample}{part and f'-{part}'}"
 
     def tree(self) -> TimelineSpan:
-        """Write all events, in order; the tree of them."""
+        """Create all events in order; returns their tree."""
         if not self._question.branches:
             return TimelineSpan(id=self.name("root"), name="main", span_type="agent")
         first, *others = self._question.branches
@@ -182,7 +182,7 @@ class _Events:
         return below
 
     def _fork(self, above: TimelineSpan, branch: Branch, key: str) -> None:
-        """A branch that leaves another one at the anchor of a turn, or of the prompt."""
+        """Add a branch that forks at the anchor of a turn, or of the prompt."""
         anchor = self.name(key)
         below = self._begin(branch, "branch", above.id, branched_from=anchor)
         above.branches.append(below)
@@ -193,10 +193,10 @@ class _Events:
         messages = self.conversation(branch, shared_only=True)
         forks = [one for one in self._question.branches if one.parent == branch.name]
         for turn in branch.turns:
-            said, *answers = self._messages(turn)
-            self._model_turn(span, turn, messages, said)
+            action, *answers = self._messages(turn)
+            self._model_turn(span, turn, messages, action)
             self._tools(span, turn, answers)
-            messages = [*messages, said, *answers]
+            messages = [*messages, action, *answers]
             here = [one for one in forks if one.forked_at == turn.key]
             if here:
                 self._add(span, AnchorEvent, anchor_id=self.name(turn.key))
@@ -216,7 +216,7 @@ class _Events:
             self._add(span, ScoreEvent, score=score, **more)
 
     def _add(self, span: TimelineSpan, kind: Any, **fields: Any) -> None:
-        """An event, which the timeline shows in its span too."""
+        """Add an event, also to its span in the timeline."""
         span.content.append(TimelineEvent(event=self._event(kind, span.id, **fields)))
 
     def _event(self, kind: Any, span: str, **fields: Any) -> Any:
@@ -226,7 +226,7 @@ class _Events:
         return event
 
     def conversation(self, branch: Branch, *, shared_only: bool) -> list[ChatMessage]:
-        """A trajectory as messages, or only what it shares with other branches."""
+        """A trajectory as messages; `shared_only`: only the part shared with other branches."""
         prompt = ChatMessageUser(content=self._question.prompt, id=self.name("prompt"))
         found: list[ChatMessage] = [prompt]
         for owner, turn in self._question.path(branch):
@@ -238,7 +238,7 @@ class _Events:
         return self.name(f"{turn.key}-call-{place}")
 
     def _messages(self, turn: Turn) -> list[ChatMessage]:
-        """A turn and its answer: one text, which stands with the last of its calls."""
+        """A turn and its observation, a single text that answers the last of its calls."""
         calls = [
             ToolCall(
                 id=self._call(turn, place),
@@ -247,19 +247,19 @@ class _Events:
             )
             for place, call in enumerate(turn.calls, 1)
         ]
-        said = ChatMessageAssistant(
+        action = ChatMessageAssistant(
             content=turn.text, tool_calls=calls or None, id=self.name(turn.key), model=self._model
         )
         if not turn.answer:
-            return [said]
+            return [action]
         name = self.name(f"{turn.key}-answer")
         if not calls:
-            return [said, ChatMessageUser(content=turn.answer, id=name)]
+            return [action, ChatMessageUser(content=turn.answer, id=name)]
         last = {"tool_call_id": calls[-1].id, "function": calls[-1].function}
-        return [said, ChatMessageTool(content=turn.answer, id=name, **last)]
+        return [action, ChatMessageTool(content=turn.answer, id=name, **last)]
 
     def _model_turn(
-        self, span: TimelineSpan, turn: Turn, messages: list[ChatMessage], said: Any
+        self, span: TimelineSpan, turn: Turn, messages: list[ChatMessage], action: Any
     ) -> None:
         before, sampled = turn.num_context or 0, turn.num_tokens or 0
         usage = ModelUsage(
@@ -271,10 +271,10 @@ class _Events:
             pairs = zip(turn.token_ids, turn.logprobs, strict=True)
             logprobs = Logprobs(content=[Logprob(token=str(i), logprob=p) for i, p in pairs])
         reason: Any = "tool_calls" if turn.calls else "stop"
-        choice = ChatCompletionChoice(message=said, stop_reason=reason, logprobs=logprobs)
+        choice = ChatCompletionChoice(message=action, stop_reason=reason, logprobs=logprobs)
         output = ModelOutput(model=self._model, choices=[choice], usage=usage)
-        asked = {"input": messages, "tools": [], "tool_choice": "auto", "config": GenerateConfig()}
-        more = {**asked, "output": output, "metadata": turn.facts or None}
+        given = {"input": messages, "tools": [], "tool_choice": "auto", "config": GenerateConfig()}
+        more = {**given, "output": output, "metadata": turn.facts or None}
         self._add(span, ModelEvent, model=self._model, **more)
 
     def _tools(self, span: TimelineSpan, turn: Turn, answers: list[ChatMessage]) -> None:
@@ -294,7 +294,7 @@ class _Events:
 
 
 def _title(branch: Branch) -> str:
-    """Name of a branch with its reward and limit."""
+    """The name of a branch with its reward and limit."""
     reward = "failed" if branch.reward is None else f"{branch.reward:g}"
     return " ".join(filter(None, [branch.name, reward, branch.limit or ""]))
 

@@ -1,12 +1,11 @@
 """The page of a run or an evaluation: served over HTTP, or exported.
 
-The server is for one person on this machine and listens on loopback. Whoever asks has to know the
-token of the address that was printed: the page is opened with it and gets a cookie for later
-requests. A request that names another host, or comes from a page of another origin, is refused.
-Nothing can be changed through it.
+The server is for one user on this machine and listens on loopback. Clients need the token in the
+printed address: the page is opened with it and gets a cookie for later requests. A request with
+another host, or from a page of another origin, is rejected. All requests are read-only.
 
-An export holds the answers that the page would ask for: one HTML file that needs nothing else, or
-a folder for any web server. The newest trees go in first; the rest is left out, and said.
+An export contains the responses that the page would request: one self-contained HTML file, or a
+folder for any web server. It includes the newest trees first; the rest is left out, and reported.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from agentenv.pipelines.viewing.folder import Folder
 HOST = "127.0.0.1"
 COMMAND = ("-m", "agentenv.launchers.view")
 GRACE_S = 1.0
-END_S = 5.0  # for the process of a viewer beside a run
-TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # of the environment: the token, if the caller chose it
+END_S = 5.0  # for the viewer process of a run to end
+TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # environment variable: the token, if the caller chose it
 NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
@@ -60,7 +59,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = {"viewer.js": "text/javascript", "viewer.css": "text/css"}  # of the folder `static`
-NUM_AT_ONCE = 4  # answers that are computed at the same time
+NUM_AT_ONCE = 4  # responses that are computed concurrently
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,12 +68,12 @@ def address_of(port: int, token: str) -> str:
 
 
 def static(name: str) -> bytes:
-    """A file of the page, as it was built."""
+    """A built file of the page."""
     return resources.files("agentenv.pipelines.viewing").joinpath("static", name).read_bytes()
 
 
 class Server:
-    """Serves a page; `address` is to be opened once it has started. `path` names the content."""
+    """Serves a page of the folder `path`. After `start`, it can be opened at `address`."""
 
     def __init__(self, path: Path, port: int = 0) -> None:
         self.path = path
@@ -104,13 +103,13 @@ class Server:
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop the server; idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     @property
     def cookie(self) -> str:
-        """Its name; cookies do not know ports."""
+        """The cookie's name, with the port: cookies do not distinguish ports."""
         return f"agentenv-view-{self.port}"
 
     @web.middleware
@@ -124,14 +123,14 @@ class Server:
         return response
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        own = {f"{name}:{self.port}" for name in NAMES}
-        if request.host not in own:
+        hosts = {f"{name}:{self.port}" for name in NAMES}
+        if request.host not in hosts:
             return web.Response(text=f"this is not {request.host}\n", status=421)
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
-        if (origin is not None and origin not in {f"http://{one}" for one in own}) or (
+        if (origin is not None and origin not in {f"http://{one}" for one in hosts}) or (
             site not in ("none", "same-origin")
-            # a link on another page may lead here, but nothing of it may load from here
+            # other pages may link to this one, but not load content from it
             and request.headers.get("Sec-Fetch-Mode") != "navigate"
         ):
             return web.Response(text="requests from other pages are rejected\n", status=403)
@@ -162,13 +161,13 @@ class Server:
         return web.Response(body=body, status=status, content_type="application/json")
 
     def _folder(self, request: web.Request) -> Folder:
-        """Of which something is asked. Raises DataError."""
+        """The folder of a request. Raises DataError."""
         raise NotImplementedError
 
     def _encoded(self, request: web.Request) -> tuple[int, bytes]:
         try:
-            asked = request.match_info["path"], dict(request.query)
-            return 200, encode(self._folder(request).answer(*asked))
+            path, query = request.match_info["path"], dict(request.query)
+            return 200, encode(self._folder(request).answer(path, query))
         except DataError as error:
             return 404, encode({"error": str(error)})
         except OSError as error:
@@ -187,13 +186,13 @@ class FolderServer(Server):
 
 
 def encode(answer: Any) -> bytes:
-    """JSON, in which nan is null; values without a form there are texts."""
+    """The answer as JSON; nan becomes null, and values of other types become texts."""
     return msgspec.json.encode(answer, enc_hook=str)
 
 
 async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
-    gc.freeze()  # rows are many and none refers to another: few looks for cycles
+    gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)
     try:
         await server.start()
@@ -205,7 +204,7 @@ async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> N
     try:
         say(f"{server.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"
-        say(f"Ctrl-C ends it; from another machine: {tunnel}, then the same address there")
+        say(f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address")
         if opens:
             await in_thread(webbrowser.open, server.address)
         await asyncio.Event().wait()
@@ -215,8 +214,8 @@ async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> N
 
 @contextmanager
 def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Serve a run that has just been started from a process of its own, and say its address. That
-    process ends with this one, however this one ends; when it fails, the run goes on without."""
+    """Inside, serve a run that has just started from a separate process, and print the address.
+    That process always ends with this one; if it fails, the run continues without it."""
     token = secrets.token_urlsafe(24)
     with hold_port() as held:
         command = [sys.executable, *COMMAND, str(run.resolve()), "--awaited"]
@@ -227,22 +226,22 @@ def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
             env=os.environ | {TOKEN_VARIABLE: token},
             start_new_session=True,
         )
-        say(f"to look at it: {address_of(port_of(held), token)}")
+        say(f"view it at {address_of(port_of(held), token)}")
         try:
             yield
         finally:
             if process.stdin is not None:
-                process.stdin.close()  # which ends it
+                process.stdin.close()  # ends the process
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=END_S)
-            say(f"to look at it again: agentenv view {run}")
+            say(f"to view it again: agentenv view {run}")
 
 
-# The page written down.
+# Exports of the page.
 
 FILE_SUFFIXES = (".html", ".htm")
-MAX_COMPARED = 6  # evaluations, of which each is compared with each
-ROWS_SHARE = 0.4  # of the space, for the rows of the evaluations of a run
+MAX_COMPARED = 6  # number of evaluations with pairwise comparisons
+ROWS_SHARE = 0.4  # share of the size limit for rows of evaluations, in the export of a run
 GOLDEN = (5**0.5 - 1) / 2
 DATA = "data"
 _LINK = '<link rel="stylesheet" href="static/viewer.css">'
@@ -250,7 +249,7 @@ _SCRIPT = '<script src="static/viewer.js" defer></script>'
 
 
 def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
-    """Write OUT, and report it. Raises ConfigError if OUT is something else already."""
+    """Write OUT; yields lines to report. Raises ConfigError if OUT is something else already."""
     is_file = out.suffix.lower() in FILE_SUFFIXES
     if out.is_dir() == is_file and out.exists():
         expected = "a file" if is_file else "a folder"
@@ -269,7 +268,7 @@ def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
 
 
 def _collect(folder: Folder, writer: _Writer) -> list[str]:
-    """Add the answers; descriptions of those that did not fit."""
+    """Add the responses; returns descriptions of those that did not fit."""
     left_out = []
     writer.add("metrics", folder.metrics(), always=True)
     writer.add("log", folder.answer("log"), always=True)
@@ -278,11 +277,11 @@ def _collect(folder: Folder, writer: _Writer) -> list[str]:
     evaluations = folder.evaluations()
     for key, one in evaluations.items():
         writer.add(f"evaluations/{key}", one.index(), always=True)
-        with suppress(DataError):  # it has no row yet
+        with suppress(DataError):  # there are no rows yet
             writer.add(f"evaluations/{key}/figures", one.figures(), always=True)
     for first, second in permutations(list(evaluations)[-MAX_COMPARED:], 2):
         path = f"compare/{first}/{second}"
-        with suppress(DataError):  # they ask other questions
+        with suppress(DataError):  # they have different questions
             writer.add(path, folder.answer(path), always=True)
     if num_rows := sum(_add_rows(folder, writer, key) for key in reversed(evaluations)):
         left_out.append(f"{num_rows} trajectories of evaluations")
@@ -292,12 +291,12 @@ def _collect(folder: Folder, writer: _Writer) -> list[str]:
 
 
 def _add_rows(folder: Folder, writer: _Writer, key: str) -> int:
-    """Add the rows of an evaluation; how many did not fit."""
+    """Add the rows of an evaluation; returns the number of rows that did not fit."""
     one = folder.evaluation(key)
     num_rows = len(one.index()["rows"])
     num_chunks = -(-num_rows // CHUNK)
     share = ROWS_SHARE if folder.is_run else 1.0
-    # those that fit are of all sets and kinds: rows of one stand together
+    # spread the chunks over all sets and kinds, whose rows are adjacent
     for place, number in enumerate(sorted(range(num_chunks), key=lambda one: one * GOLDEN % 1)):
         if not writer.add(f"evaluations/{key}/rows/{number}", one.chunk(number), share=share):
             return num_rows - place * CHUNK
@@ -305,7 +304,7 @@ def _add_rows(folder: Folder, writer: _Writer, key: str) -> int:
 
 
 def _add_trees(folder: Folder, writer: _Writer, step: int) -> int:
-    """Add the trees of a step; how many did not fit."""
+    """Add the trees of a step; returns the number of trees that did not fit."""
     try:
         details = folder.trees.step(step)
     except DataError:  # damaged
@@ -319,13 +318,14 @@ def _add_trees(folder: Folder, writer: _Writer, step: int) -> int:
 
 
 class _Writer:
-    """Takes answers up to a size."""
+    """Collects responses up to a size limit."""
 
     def __init__(self, max_bytes: float) -> None:
         self._left = self._max_bytes = max_bytes
 
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
-        """Whether it was taken: `always` is, and others within a share of the space."""
+        """Add a response if it fits, or `always`; `share`: the usable share of the size limit.
+        Returns whether it was added."""
         data = self.packed(encode(answer))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
@@ -334,21 +334,21 @@ class _Writer:
         return True
 
     def packed(self, data: bytes) -> bytes:
-        """The data as it is written."""
+        """The data in the format of the export."""
         return data
 
     def put(self, path: str, data: bytes) -> None:
-        """Write the answer to a path, or keep it for the end."""
+        """Write the response to a path, or keep it for `finish`."""
         raise NotImplementedError
 
     def finish(self, out: Path) -> int:
-        """Write the rest; the bytes of all."""
+        """Write the rest; returns the total number of bytes."""
         raise NotImplementedError
 
 
 class _File(_Writer):
-    """One page with everything inside. Its policy names the script and the style by their hashes
-    and allows nothing else, no connection either."""
+    """A single self-contained page. Its content security policy allows only the script and the
+    style, by hash, and no connections."""
 
     def __init__(self, max_bytes: float) -> None:
         super().__init__(max_bytes)
@@ -358,7 +358,7 @@ class _File(_Writer):
         return base64.b64encode(gzip.compress(data, 6, mtime=0))
 
     def put(self, path: str, data: bytes) -> None:
-        name = re.sub(r"[^A-Za-z0-9_./-]", "-", path).encode()  # as all paths are
+        name = re.sub(r"[^A-Za-z0-9_./-]", "-", path).encode()
         self._parts.append(b'<script type="text/plain" data-path="%s">%s</script>\n' % (name, data))
 
     def finish(self, out: Path) -> int:
@@ -386,7 +386,7 @@ class _File(_Writer):
 
 
 class _Files(_Writer):
-    """A page, and a file for each answer."""
+    """A page, and a file per response."""
 
     def __init__(self, out: Path, max_bytes: float) -> None:
         super().__init__(max_bytes)

@@ -1,5 +1,5 @@
 """The page of a sweep: its runs with their state, figures and health, and the last comparison. Each
-run is a link to its own page, which the same server answers."""
+run links to its own page, served by the same server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PAGE = """<!doctype html>
 
 
 class SetServer(Server):
-    """Serves the folder of a sweep. Raises ConfigError for a folder that is none."""
+    """Serves the folder of a sweep. Raises ConfigError for another folder."""
 
     def __init__(self, path: Path, port: int = 0) -> None:
         super().__init__(path, port)
@@ -79,11 +79,11 @@ class SetServer(Server):
         return web.Response(body=body, content_type="image/png")
 
     def _folder(self, request: web.Request) -> Folder:
-        asked = request.match_info.get("arm"), request.match_info.get("seed")
+        arm, seed = request.match_info.get("arm"), request.match_info.get("seed")
         for run in self._runs():
-            if asked == (run.arm, str(run.seed)) and run.state() != "new":
+            if (arm, seed) == (run.arm, str(run.seed)) and run.state() != "new":
                 return self._folder_of(run)
-        raise DataError(f"{self.path}: no run of arm {asked[0]}, seed {asked[1]} has begun")
+        raise DataError(f"{self.path}: no run of arm {arm}, seed {seed} has begun")
 
     def _folder_of(self, run: SweepRun) -> Folder:
         if run.path not in self._folders:
@@ -94,7 +94,7 @@ class SetServer(Server):
         return sorted(runs_of(self.path, read_made(self.path)), key=lambda run: run.arm != START)
 
     def _text(self) -> str:
-        """The page."""
+        """The page as HTML."""
         made, runs = read_made(self.path), self._runs()
         num_done = sum(run.state() == "finished" for run in runs)
         command = f"agentenv compare {escape(str(self.path))}"

@@ -1,6 +1,6 @@
 """Trajectories in other formats: `agentenv export transcripts SOURCE OUT`.
 
-SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
+SOURCE is a run, for its archived trees, or the directory of an evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class Part(NamedTuple):
-    """The content of one log: a step, or a set of an evaluation."""
+    """The content of a log: a step, or a set of an evaluation."""
 
     name: str
     questions: list[Question]
@@ -50,14 +50,14 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
         raise MissingError(
-            f"--format inspect needs the package inspect_ai: {install_hint('inspect')}"
+            f"--format inspect requires the package inspect_ai: {install_hint('inspect')}"
         )
     is_evaluation = (source / ROWS_FILE).is_file()
     model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
     num_logs = num_trajectories = 0
-    asked: set[tuple[str, str, str]] = set()  # in each step of a run many are the same
+    distinct: set[tuple[str, str, str]] = set()  # steps of a run share questions
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,10 @@ def export(arguments: argparse.Namespace, view: View) -> None:
             else:
                 _write_atif(part, out, model)
         num_logs += 1
-        of = part.name if is_evaluation else ""
-        asked |= {(of, one.task, one.question) for one in part.questions}
+        dataset = part.name if is_evaluation else ""
+        distinct |= {(dataset, one.task, one.question) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
-    questions = "1 question" if len(asked) == 1 else f"{len(asked)} questions"
+    questions = "1 question" if len(distinct) == 1 else f"{len(distinct)} questions"
     done = f"{num_trajectories} trajectories of {questions} written to {out}"
     if arguments.format == "inspect":
         done += f", logs: {num_logs}; view them with `inspect view --log-dir {out}`"
@@ -166,7 +166,7 @@ def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     def parts() -> Iterator[Part]:
         for name in dict.fromkeys(row.dataset for row in rows):
             of_set = [redacted(of_row(row), redactor) for row in rows if row.dataset == name]
-            # a question is asked once or more often: each time is an epoch of the same sample
+            # repetitions of a question are epochs of the same sample
             questions = [msgspec.structs.replace(one, id=one.task) for one in of_set]
             if arguments.format == "atif":
                 questions = of_set
@@ -195,7 +195,7 @@ def _evaluations(run: Path) -> str:
 
 
 def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
-    """By the tokenizer of the last checkpoint, or of the model that the run began with."""
+    """The decoder of the tokenizer in the last checkpoint, or in the initial model."""
     from tokenizers import Tokenizer
 
     from agentenv.encoder import fast_decoder
@@ -214,10 +214,10 @@ def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
     )
 
 
-# Trajectories as ATIF, the Agent Trajectory Interchange Format of Harbor: one JSON file each. The
-# format knows one line of steps. A fork is a trajectory of its own, whose steps that it shares with
-# another are marked `is_copied_context`, so that a reader who trains on all files trains on each
-# once; `extra.forked_from` names trajectory and step. All trajectories of a tree have one
+# Trajectories as ATIF, the Agent Trajectory Interchange Format of Harbor: a JSON file each. The
+# format has a single sequence of steps. A fork is a separate trajectory. Its shared steps are
+# marked `is_copied_context`, so that training on all files uses each step once, and
+# `extra.forked_from` names trajectory and step. All trajectories of a tree have the same
 # `session_id`.
 
 SCHEMA = "ATIF-v1.7"
@@ -226,7 +226,8 @@ SCHEMA = "ATIF-v1.7"
 def atif_document(
     question: Question, branch: Branch, session: str, model: str, source: dict[str, Any]
 ) -> dict[str, Any]:
-    """One document. `session` names the question within the run, `source` says where it is from."""
+    """The document of a trajectory. `session`: identifies the question within the run; `source`:
+    facts about the origin."""
     path = question.path(branch)
     steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": question.prompt}]
     forked_at = 0
@@ -236,8 +237,8 @@ def atif_document(
         steps.append(_step(len(steps) + 1, turn, copied=copied))
         if turn.of_user:
             more = {"is_copied_context": True} if copied else {}
-            said = {"source": "user", "message": turn.answer, **more}
-            steps.append({"step_id": len(steps) + 1, **said})
+            message = {"source": "user", "message": turn.answer, **more}
+            steps.append({"step_id": len(steps) + 1, **message})
     names = ("task", "kind", "question", "answers")
     extra = {**source, **{name: getattr(question, name) for name in names}, **question.facts}
     extra["branch"] = branch.name
@@ -310,14 +311,14 @@ def _step(step_id: int, turn: Turn, *, copied: bool) -> dict[str, Any]:
             for name, call in zip(names, turn.calls, strict=True)
         ]
     if turn.answer and not turn.of_user:
-        # what several calls of a turn answered is one text; it stands with the last of them
+        # the results of a turn's calls are a single text, attributed to the last call
         result = {"source_call_id": names[-1] if names else None, "content": turn.answer}
         step["observation"] = {"results": [result]}
     return step
 
 
 def _without_none(value: Any) -> Any:
-    """The same without keys that have no value: the format has no null."""
+    """The value without keys whose value is None: the format has no null."""
     if isinstance(value, dict):
         return {key: _without_none(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -29,17 +29,17 @@ COLUMNS = (
     *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
-SEARCH_S = 20.0  # of CPU, over the trees of a step
-NUM_STEPS_KEPT = 32  # whose details are remembered
+SEARCH_S = 20.0  # CPU limit of a search in the trees of a step
+NUM_STEPS_KEPT = 32  # number of steps with cached details
 Texts = Callable[[Sequence[int]], list[str]]
 Figures = dict[str, Any]
 
 
 class Trees:
-    """The trees of a run. Read on demand, from any thread."""
+    """The trees of a run, read on demand from any thread."""
 
     def __init__(self, run: Path, tokenizers: Callable[[], Iterator[Path]]) -> None:
-        """`tokenizers` are files to look for, the best first."""
+        """`tokenizers` yields candidate files, the best first."""
         self.folder = run / ARCHIVE
         self._tokenizers = tokenizers
         self._texts: Texts | None = None
@@ -48,7 +48,7 @@ class Trees:
         self._details: OrderedDict[tuple[Path, tuple[int, int]], list[Figures]] = OrderedDict()
 
     def state(self) -> list[int]:
-        """Changes whenever there is more to see: number of files, the last one, its size."""
+        """Number of files, number of the last one, and its size: changes with new data."""
         paths = steps_of(self.folder)
         if not paths:
             return [0, 0, 0]
@@ -59,7 +59,7 @@ class Trees:
         return list(steps_of(self.folder))
 
     def index(self, since: int = 0) -> Figures:
-        """The trees of all steps from `since` on, a row each; no tree is read."""
+        """A row for each tree from step `since` on; reads no tree."""
         rows, cut_off = list[list[Any]](), []
         for number, path in steps_of(self.folder).items():
             if number < since:
@@ -75,8 +75,8 @@ class Trees:
         return {"columns": COLUMNS, "rows": rows, "cut_off": cut_off}
 
     def step(self, number: int) -> Figures:
-        """The details of each tree of a step, which takes reading it, and the metrics of the
-        step. Raises DataError if it is missing."""
+        """The metrics of a step, and the details of its trees, which are read for this. Raises
+        DataError if the step is missing."""
         step = self._step(self._path(number))
         return {
             "step": number,
@@ -89,7 +89,7 @@ class Trees:
         }
 
     def tree(self, number: int, tree: int) -> Figures:
-        """All of one tree. Raises DataError."""
+        """A whole tree. Raises DataError."""
         step = self._step(self._path(number))
         entry = next((one for one in step.entries if one.tree == tree), None)
         if entry is None:
@@ -103,8 +103,8 @@ class Trees:
         }
 
     def search(self, number: int, text: str) -> Figures:
-        """The trees of a step in which a text occurs, whatever the case: in question, answers, or
-        in texts of policy and environment."""
+        """The trees of a step that contain a text (ignoring case) in question, answers, or texts of
+        policy and environment."""
         step = self._step(self._path(number))
         texts, wanted = self.texts(), text.casefold()
         until = time.thread_time() + SEARCH_S
@@ -168,7 +168,7 @@ class Trees:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Time and size. Raises DataError without the file."""
+    """Modification time (ns) and size of a file. Raises DataError if it is missing."""
     try:
         found = path.stat()
     except OSError as error:
@@ -217,7 +217,7 @@ def _joined(tree: TrajectoryTree, name: str) -> Any:
 
 
 def _gaps(tree: TrajectoryTree) -> Any:
-    """Learner minus engine, of the sampled tokens of which both are known."""
+    """Log-probs of the learner minus the engine's, for sampled tokens with both."""
     parts = [np.zeros(0, np.float32)]
     for node, scored in zip(tree.nodes, tree.scored, strict=False):
         if len(scored.logprobs) and len(scored.logprobs) == len(node.logprobs):
@@ -243,13 +243,13 @@ def _all_texts(tree: TrajectoryTree, texts: Texts | None) -> Iterator[str]:
 _TREE = ("num_roots", "num_forks", "num_retries", "num_retaken", "policy_version")
 _NODE = ("index", "parent", "continues", "branch", "end", "limit", "error", "num_forks", "reward")
 _CREDIT = {"adv_pos": "adv_pos", "adv_neg": "adv_neg", "weight": "weight"}
-_CREDIT |= {"return": "returns", "advantage": "advantages"}  # by their name on the page
+_CREDIT |= {"return": "returns", "advantage": "advantages"}  # name on the page -> field
 
 
 def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
     """A tree for the page, with its nodes and its fate."""
     tree, task = kept.tree, kept.tree.task
-    asked = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
+    described = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
     return {
         "tree": tree.index,
         "fate": kept.fate,
@@ -260,7 +260,7 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
         "num_tokens": entry.num_tokens,
         "num_sampled": entry.num_action_tokens,
         **{name: getattr(tree, name) for name in _TREE},
-        "task": {**asked, "env": task.env_id, "answers": list(task.answers)},
+        "task": {**described, "env": task.env_id, "answers": list(task.answers)},
         "nodes": [_node(kept, node, texts) for node in tree.nodes],
     }
 
@@ -289,7 +289,7 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
 
 
 def _observation(tree: TrajectoryTree, node: Node, texts: Texts | None) -> str:
-    """The text after a turn; that of a root names the given turns after its prompt."""
+    """The text after a turn; for a root, the prompt and the given turns."""
     if node is not tree.root or not tree.given:
         return "".join(_texts(node.observation_ids, texts))
     origin = node.info[GIVEN]["tree"]

@@ -1,5 +1,5 @@
-"""Common life cycle of worker processes: connect to the controller, set up, end with the connection
-(agentenv/supervisor.py).
+"""The life cycle of worker processes: connect to the controller, set up, and end with the
+connection (agentenv/supervisor.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from agentenv.config import Say
 from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
-from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of, is_shown, run_until_done
 from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
 from agentenv.untrusted import packed
@@ -28,28 +28,28 @@ class Worker(Protocol):
     """The work of a process."""
 
     async def serve(self) -> bool | None:
-        """Until the other end is gone. False: before its work was over."""
+        """Work until the connection ends. False: the run is not over."""
         ...
 
     def say(self, text: str) -> None:
-        """Report a sentence to people, through the other end."""
+        """Send a message for the user to the controller."""
         ...
 
 
-# Variables for workers that others start, in seconds: how long to try to reach the
-# controller, and how long SIGTERM lets trees come to their end.
+# Variables for externally started workers, in seconds: how long to try to reach the controller, and
+# how long trees may continue after SIGTERM.
 WAIT_VARIABLE, DRAIN_VARIABLE = "AGENTENV_WORKER_WAIT_S", "AGENTENV_WORKER_DRAIN_S"
-# The number of this worker, by the launcher that started it.
+# Variables with the number of this worker, from its launcher.
 NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 RETRY_S = 2.0
 
-# makes it of the frame that sets it up, its link, the stack that closes its parts, and its number
+# (setup frame, link, stack that closes the parts, report, number of the worker) -> worker
 Build = Callable[[bytes, Link, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
 
 
 class Errors(logging.Handler):
-    """Reports the first line of each error of a part, such as the first crash of an environment,
-    and of each warning for people."""
+    """Reports to the controller the first line of each error, such as the first crash of an
+    environment, and of each warning marked SHOWN."""
 
     def __init__(self, view: WorkerView) -> None:
         super().__init__(logging.WARNING)
@@ -61,7 +61,7 @@ class Errors(logging.Handler):
 
 
 class WorkerView(View):
-    """Reports what blocks the loop to the controller too."""
+    """A view that also sends warnings to the controller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class WorkerView(View):
 
 
 async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, bytes]:
-    """A link to the controller, and the frame that sets this process up. Tries for `wait_s` to
-    find a controller that takes it."""
+    """Connect to the controller; returns the link and the setup frame. Retries for `wait_s`, then
+    raises WorkerError."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     end = loop.time() + wait_s
@@ -97,7 +97,7 @@ async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, byte
 
 
 def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
-    """Let the first SIGTERM notify the controller; the second one ends this process."""
+    """Let the first SIGTERM notify the controller; the second ends this process."""
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
 
     def on_signal(*_: object) -> None:
@@ -110,8 +110,8 @@ def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
 async def work(
     address: str, hello: Hello, view: WorkerView, build: Build, wait_s: float, drain_s: float
 ) -> None:
-    """Connect, be set up, and work until the other end is gone. Raises WorkerError when it may want
-    this process again, so that its launcher restarts it."""
+    """Connect, set up, and work until the connection ends. Raises WorkerError if the controller may
+    need this process again, so that its launcher restarts it."""
     link, setup = await connect(address, hello, wait_s)
     async with AsyncExitStack() as stack:
         stack.callback(link.close)
@@ -145,7 +145,7 @@ async def work(
 
 
 def main(build: Build) -> int:
-    """Returns the exit code, as other commands do."""
+    """Run a worker; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     view = WorkerView()
     logging.getLogger().addHandler(Errors(view))
@@ -163,4 +163,4 @@ def main(build: Build) -> int:
         hello = Hello(token, int(number), os.getpid(), own_code())
         return work(address, hello, view, build, *seconds)
 
-    return to_its_end(lambda: run_until_done(begin(), view), view, writing="its log")
+    return exit_code_of(lambda: run_until_done(begin(), view), view, writing="its log")

@@ -2,7 +2,7 @@
 `python -m agentenv.pipelines.workers.engine_worker`, which starts its server, reports its URL,
 restarts it when it dies, and ends with the controller.
 
-A server whose node is lost starts again on another node; the pool of the engine follows.
+A server whose node is lost restarts on another node, and the engine's pool is updated.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.supervisor import Placement, Supervisor
 from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve
 
-URL = "serves at "  # begins the first sentence of a process
-SLACK_S = 120.0  # for a process to be placed, beside what the server takes
+URL = "serves at "  # prefix of the first message of a process
+SLACK_S = 120.0  # for the placement of a process, in addition to the server's start-up
 
 
 class EngineSetup(Struct, array_like=True, frozen=True):
-    """The setup of a process on a node: a Served and a ServersConfig, plain, the setting that
-    errors name, and the run's folder."""
+    """The setup of a process on a node. `served`, `config`: a Served and a ServersConfig as plain
+    data. `key`: the setting that errors name. `folder`: that of the run."""
 
     served: dict[str, Any]
     config: dict[str, Any]
@@ -46,7 +46,7 @@ read_engine_setup = msgspec.msgpack.Decoder(EngineSetup).decode
 
 
 class ClusterServers(WorkerGroup[Worker]):
-    """Starts engine servers in `placement`, a ServerStarter. `spec` gives the workers of a
+    """A ServerStarter that starts engine servers in `placement`. `spec` returns the WorkerSpec of a
     configuration."""
 
     read = staticmethod(read_answer)
@@ -62,7 +62,7 @@ class ClusterServers(WorkerGroup[Worker]):
         super().__init__(report)
         self._placement, self._folder, self._spec = placement, folder, spec
         self._urls: dict[str, str] = {}  # of connected workers
-        self._come = asyncio.Event()
+        self._joined = asyncio.Event()
         self._added: Callable[[str], None] = lambda url: None
         self._removed: Callable[[str], None] = lambda url: None
         self._supervisor: Supervisor | None = None
@@ -75,19 +75,19 @@ class ClusterServers(WorkerGroup[Worker]):
         self._supervisor = Supervisor(spec, self, setup, self._folder, self.report, self._placement)
         await self._supervisor.start()
         while len(self._urls) < spec.num:
-            self._come.clear()
+            self._joined.clear()
             async with asyncio.timeout(SLACK_S):
-                await self._come.wait()
+                await self._joined.wait()
         return [*self._urls.values()]
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
-        """Report from now on which URLs come and go."""
+        """Call `added` and `removed` with the URL of each server that joins or is lost."""
         self._added, self._removed = added, removed
 
     def take(self, worker: Worker, message: Any) -> None:
         if isinstance(message, Say) and message.text.startswith(URL):
             self._urls[worker.name] = message.text.removeprefix(URL)
-            self._come.set()
+            self._joined.set()
             self._added(self._urls[worker.name])
         elif isinstance(message, Say):
             self.report(f"{worker.name}: {message.text}")
@@ -100,18 +100,18 @@ class ClusterServers(WorkerGroup[Worker]):
             self._removed(url)
 
     def end(self, reason: str) -> None:
-        """None will come any more: the pool ends when it has none (engine.pool.max_outage_s)."""
+        """No more servers will join: the pool ends when it has none (engine.pool.max_outage_s)."""
         super().end(reason)
         self.report(f"engine servers: {reason}")
 
     def leave(self, name: str, within_s: float) -> None:
-        """The node of a server is about to end: server and turns move to another one."""
+        """The node of a server is about to end: move the server and its turns to another node."""
         if (worker := self.workers.get(name)) is not None:
             self.report(f"{name} leaves with its node, within {within_s:.0f} s")
             worker.link.close()
 
     async def shut(self) -> None:
-        """End the workers with their supervisor. Idempotent."""
+        """Stop the supervisor and its workers; idempotent."""
         if self._supervisor is not None:
             await self._supervisor.close()
 
@@ -122,7 +122,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class EngineHolder:
-    """Holds a server until the other end is gone."""
+    """Keeps a server running until the connection to the controller ends."""
 
     def __init__(self, link: Link, url: str) -> None:
         self._link, self._url = link, url
@@ -131,7 +131,7 @@ class EngineHolder:
         self._link.send(pack(Say(text)))
 
     async def serve(self) -> None:
-        """Report the URL, and from then on that this process is there."""
+        """Report the URL, then send heartbeats."""
         self.say(f"{URL}{self._url}")
         await serve(self._link, lambda frame: None, lambda: pack(Alive(Figures())))
 
@@ -139,7 +139,7 @@ class EngineHolder:
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
 ) -> EngineHolder:
-    """The server answers."""
+    """Start the server and wait until it responds."""
     setup = read_engine_setup(frame)
     served = msgspec.convert(setup.served, Served, dec_hook=lambda kind, text: kind(text))
     config = msgspec.convert(setup.config, ServersConfig)
@@ -148,9 +148,9 @@ async def build(
             f"{served.model} is not a model directory on this node: it must be at the same path on "
             "every node"
         )
-    own = link.own if config.host in LOOPBACK else config.host
+    host = link.own if config.host in LOOPBACK else config.host
     port = config.port + number if config.port else 0
-    config = replace(config, num_servers=1, gpus=[], host=own, port=port)
+    config = replace(config, num_servers=1, gpus=[], host=host, port=port)
     folder = Path(setup.folder) / f"of-engine-{number}"
     (url,) = await ServerFactory(folder, stack, say).start(served, config, setup.key)
     return EngineHolder(link, url)

@@ -12,19 +12,19 @@ from agentenv.cluster.envs import EnvServer
 from agentenv.config import Say, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
-from agentenv.pipelines.setup.environments import EnvMaker, asked_of, read_env_setup
+from agentenv.pipelines.setup.environments import EnvMaker, read_env_setup, settings_of
 from agentenv.pipelines.workers import main
 
 
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> EnvServer:
-    """The environments of this process."""
+    """The server of this process's environments."""
     setup = read_env_setup(frame)
-    asked = asked_of(setup)
+    settings = settings_of(setup)
     stack.push_async_callback(close_shared)
-    make = EnvMaker.of(asked, resolver(Path(setup.folder)))
-    return EnvServer(make, link, asked.limits.env_timeout_s)
+    make = EnvMaker.of(settings, resolver(Path(setup.folder)))
+    return EnvServer(make, link, settings.limits.env_timeout_s)
 
 
 if __name__ == "__main__":

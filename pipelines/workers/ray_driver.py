@@ -1,8 +1,8 @@
-"""The process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
-which pipelines/workers/ray_placement.py starts.
+"""The Ray client process of a run: `python -m agentenv.pipelines.workers.ray_driver`, which
+pipelines/workers/ray_placement.py starts.
 
-Each process gets a placement group of one bundle, on the node with the fewest of ours where there
-is a choice, and in it a `Holder`, which keeps the resources as long as the process lives.
+Each process gets a placement group with one bundle, preferably on the node with the fewest
+processes of the run, and in it a `Holder`, which keeps the resources as long as the process lives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentenv.pipelines.workers.ray_placement import (
     in_words,
     left_over,
     pack,
-    read_asked,
+    read_request,
     read_setup,
     total,
 )
@@ -40,13 +40,13 @@ from agentenv.supervisor import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 
 OLDEST = "2.40"  # as in pyproject.toml
-MISMATCH = "Version mismatch"  # as Ray says it
-LOOK_S = 2.0  # at nodes
+MISMATCH = "Version mismatch"  # prefix of Ray's error
+LOOK_S = 2.0  # between two polls of the nodes
 STOP_S = GRACE_S + 4.0
-NUM_STARTS = 4  # of a cluster, on a machine that is busy
+NUM_STARTS = 4  # attempts to start a local cluster; a busy machine may need several
 COUNTED = ("CPU", "GPU")
 
-# A process between Ray and the one that it starts, so that nothing of Ray is above that one.
+# An intermediate process, so that the started process is not a child of Ray.
 DETACH = """
 import json, subprocess, sys
 log = open(sys.argv[1], "ab")
@@ -59,13 +59,13 @@ print(process.pid)
 
 
 class Holder:
-    """Lives on a node as a Ray actor, for one process. Travels there by value: the node needs
-    nothing of this project for it."""
+    """A Ray actor on a node, for one process. Ray pickles the class by value, so the node need not
+    have agentenv installed for it."""
 
     def start(
         self, command: list[str], env: dict[str, str], log: str, cwd: str, detach: str
     ) -> tuple[str, str, int]:
-        """Start it apart from Ray; host name, node and process id."""
+        """Start the process detached from Ray; returns host name, node id and process id."""
         import json
         import os
         import socket
@@ -102,15 +102,15 @@ class Holder:
             return False
 
     def ended(self) -> str:
-        """Returns when it has ended."""
+        """Wait for the end of the process."""
         import time
 
-        while self.is_alive():  # it is no child of this process
+        while self.is_alive():  # poll: it is not a child of this process
             time.sleep(0.3)
         return "has ended"
 
     def stop(self, grace_s: float) -> None:
-        """Its guard asks it to end, and then kills it."""
+        """Stop the guard, which ends the process; after `grace_s`, kill it."""
         import os
         import signal
         import time
@@ -128,7 +128,7 @@ class Holder:
 
 
 class Ray:
-    """The part of Ray that we use. Methods that block are called in threads."""
+    """The used part of Ray's API. Its methods block and are called in threads."""
 
     def __init__(self, setup: RaySetup) -> None:
         try:
@@ -147,7 +147,7 @@ class Ray:
         self.groups: dict[str, Any] = {}
 
     def connect(self) -> None:
-        """Raises ConfigError where there is no cluster."""
+        """Connect to the cluster, or start a local one. Raises ConfigError and WorkerError."""
         setup, options = self.setup, {}
         if not setup.address:
             options = {
@@ -179,7 +179,7 @@ class Ray:
                 raise ConfigError(
                     f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
                 ) from error
-            except Exception as error:  # it gives a node half a minute to come up
+            except Exception as error:  # Ray waits only half a minute for a node to start
                 self.ray.shutdown()
                 if attempt == NUM_STARTS - 1:
                     raise WorkerError(
@@ -187,7 +187,7 @@ class Ray:
                     ) from error
 
     def nodes(self) -> dict[str, dict[str, float]]:
-        """CPUs and GPUs of nodes that are there."""
+        """CPUs and GPUs of each alive node."""
         return {
             one["NodeID"]: {name: one["Resources"].get(name, 0.0) for name in COUNTED}
             for one in self.ray.nodes()
@@ -195,11 +195,11 @@ class Ray:
         }
 
     def free(self) -> dict[str, dict[str, float]]:
-        """CPUs and GPUs of nodes that are free."""
+        """Free CPUs and GPUs of each alive node."""
         from ray._private.state import state
 
         found = {node: dict.fromkeys(COUNTED, 0.0) for node in self.nodes()}
-        with suppress(Exception):  # it is for a choice and for words
+        with suppress(Exception):  # optional: used for preferences and messages
             every: Any = state
             for node, much in every.available_resources_per_node().items():
                 if node in found:
@@ -207,7 +207,7 @@ class Ray:
         return found
 
     def draining(self) -> dict[str, float]:
-        """Nodes that are drained, and the seconds that are left to them."""
+        """Draining nodes, with their remaining seconds."""
         from ray._private.state import state
 
         found = state.get_draining_nodes()
@@ -215,13 +215,13 @@ class Ray:
         return {node: max(0.0, (at - now) / 1000) if at else 30.0 for node, at in found.items()}
 
     def own_host(self) -> str:
-        """The address by which nodes reach this machine."""
+        """The address at which nodes reach this machine."""
         if not self.setup.address:
             return "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
     def hold(self, spec: ProcessSpec, on: str | None) -> Any:
-        """A Holder, which comes to be when there is a place for it; on this node if that can be."""
+        """Create a Holder, which starts when there are resources, preferably on the node `on`."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -245,7 +245,7 @@ class Ray:
 
     def release(self, name: str, holder: Any) -> None:
         """Free the resources of a holder."""
-        with suppress(Exception):  # Ray is gone
+        with suppress(Exception):  # Ray may be gone
             self.ray.kill(holder)
         if (group := self.groups.pop(name, None)) is not None:
             with suppress(Exception):
@@ -258,7 +258,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    """The first two, which are whole numbers in every version of Ray."""
+    """Major and minor version, which are integers in every version of Ray."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
@@ -267,12 +267,12 @@ class _Held:
     def __init__(self) -> None:
         self.holder: Any = None
         self.node = ""
-        self.is_reported = False  # that its node leaves
+        self.is_reported = False  # whether the draining of its node was reported
         self.task: asyncio.Task[None] | None = None
 
 
 class RayDriver:
-    """Obeys a RayPlacement."""
+    """Executes the requests of a RayPlacement."""
 
     def __init__(self, ray: Ray, link: Link) -> None:
         self._ray, self._link = ray, link
@@ -283,7 +283,7 @@ class RayDriver:
         self._link.send(pack(Say(text)))
 
     async def serve(self) -> None:
-        """Until the other end is gone."""
+        """Work until the connection ends."""
         self._link.send(pack(await self._connected()))
         watching = asyncio.create_task(self._watch())
         try:
@@ -293,12 +293,12 @@ class RayDriver:
                 task.cancel()
 
     def _take(self, frame: bytes) -> None:
-        asked = read_asked(frame)
-        if isinstance(asked, Place):
-            held = self._held[asked.spec.name] = _Held()
-            held.task = self._begin(self._hold(asked.spec, held))
+        request = read_request(frame)
+        if isinstance(request, Place):
+            held = self._held[request.spec.name] = _Held()
+            held.task = self._begin(self._hold(request.spec, held))
         else:
-            self._begin(self._stop(asked.name))
+            self._begin(self._stop(request.name))
 
     def _begin(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -335,7 +335,7 @@ class RayDriver:
         self._link.send(pack(Ended(spec.name, how)))
 
     def _choice(self, spec: ProcessSpec) -> str | None:
-        """Of the nodes that have room for it now, the one with the fewest of ours."""
+        """The node with enough free resources and the fewest processes of this run, or None."""
         num = Counter(held.node for held in self._held.values())
         leaving = self._ray.draining()
         room = [
@@ -350,7 +350,7 @@ class RayDriver:
         if held is None or held.task is None:
             self._link.send(pack(Ended(name, "has ended")))
             return
-        if not held.node:  # it waits for a place
+        if not held.node:  # it waits for resources
             held.task.cancel()
             self._link.send(pack(Ended(name, "was not started")))
             return
@@ -359,10 +359,10 @@ class RayDriver:
                 await held.holder.stop.remote(GRACE_S)
 
     async def _watch(self) -> None:
-        """Report the nodes that are drained."""
+        """Report draining nodes."""
         while True:
             await asyncio.sleep(LOOK_S)
-            with suppress(Exception):  # Ray's, whose head may be away
+            with suppress(Exception):  # of Ray, whose head node may be unreachable
                 leaving = await in_thread(self._ray.draining)
                 for name, held in self._held.items():
                     if held.node in leaving and not held.is_reported:
@@ -371,7 +371,7 @@ class RayDriver:
 
 
 async def check_fit(ray: Ray) -> None:
-    """Raises ConfigError when the needs of the start do not fit, nor will in time."""
+    """Raises ConfigError if the bundles of the start do not fit within wait_for_nodes_s."""
     setup, loop = ray.setup, asyncio.get_running_loop()
     end = loop.time() + setup.wait_for_nodes_s
     while True:
@@ -390,11 +390,11 @@ def does_not_fit(
     nodes: dict[str, dict[str, float]],
     free: dict[str, dict[str, float]],
 ) -> str:
-    """The error: the request, the resources there, and the remedy."""
-    asked: dict[str, list[dict[str, float]]] = {}
+    """The text of the error: the requested and the available resources, and the remedy."""
+    requested: dict[str, list[dict[str, float]]] = {}
     for key, bundle in setup.needed:
-        asked.setdefault(key, []).append(bundle)
-    lines = [f"{key}: {len(one)} x {in_words(one[0])}" for key, one in asked.items()]
+        requested.setdefault(key, []).append(bundle)
+    lines = [f"{key}: {len(one)} x {in_words(one[0])}" for key, one in requested.items()]
     has = "; ".join(
         f"a node with {in_words(all_of_it)}, of which {in_words(free.get(node, {}))} free"
         for node, all_of_it in nodes.items()
@@ -402,9 +402,9 @@ def does_not_fit(
     keys = dict.fromkeys(setup.needed[number][0] for number in missing)
     return (
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
-        f"{len(setup.needed)} processes. Asked for: {', '.join(lines)}. There: {has}. Lower "
+        f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: {has}. Lower "
         f"{' or '.join(keys)}, or the resources of each (cluster.cpus_per_worker, gpus_per_rank); "
-        "let the run begin with fewer workers (cluster.min_workers); or add nodes within "
+        "let the run start with fewer workers (cluster.min_workers); or add nodes within "
         "cluster.wait_for_nodes_s"
     )
 
@@ -412,7 +412,7 @@ def does_not_fit(
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
 ) -> RayDriver:
-    """Connected to the cluster, with room for what is needed."""
+    """Connect to the cluster, and check that the bundles of the start fit."""
     ray = Ray(read_setup(frame))
     await in_thread(ray.connect)
     stack.callback(ray.ray.shutdown)

@@ -1,12 +1,12 @@
-"""A Ray cluster as the placement of processes. Ray only places and starts them: they connect to
-this process themselves, have their own sessions, and outlive Ray.
+"""Placement of processes on a Ray cluster. Ray only places and starts them: they connect to this
+process themselves, have their own sessions, and outlive Ray.
 
     RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> Holder, on a node --> process
         Place ---------------->                                   holds CPUs and GPUs, starts it
         <--- Started, Ended, Leaves
 
-Ray's client lives in a process of its own: it ends with the head node of its cluster, and the run
-must not.
+Ray's client runs in a separate process: it ends with the head node of its cluster, which must not
+end the run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from agentenv.supervisor import GRACE_S, ProcessSpec, Supervisor
 from agentenv.untrusted import packed
 from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec
 
-MAX_RESTARTS = 100  # of the driver, in a row, a minute apart
+MAX_RESTARTS = 100  # consecutive ones of the driver, a minute apart
 
 
 class RaySetup(Struct, array_like=True, frozen=True):
-    """The setup of the driver: the address of the cluster, "" to start one here with an object
-    store of so many bytes; the address of the controller, "" to find it; the resources that must
-    fit at the start, each with the key that asks for it, and how long nodes may still join."""
+    """The setup of the driver. `address`: of the cluster; "" starts a local one, with an object
+    store of `object_store_bytes`. `host`: address of the controller; "": automatic. `needed`:
+    bundles that must fit at the start, each with the key that requires it. `wait_for_nodes_s`: how
+    long nodes may still join."""
 
     address: str
     object_store_bytes: int
@@ -50,14 +51,15 @@ class Stop(Struct, array_like=True, frozen=True, tag=51):
 
 
 class Connected(Struct, array_like=True, frozen=True, tag=21):
-    """The cluster in words, and the address by which its nodes reach this machine."""
+    """The driver has connected. `text` describes the cluster; `host`: the address at which its
+    nodes reach this machine."""
 
     host: str
     text: str
 
 
 class Started(Struct, array_like=True, frozen=True, tag=22):
-    """A process runs on a node of Ray, below a guard with this id."""
+    """A process runs on a node of Ray, under a guard with process id `pid`."""
 
     name: str
     host: str
@@ -66,14 +68,14 @@ class Started(Struct, array_like=True, frozen=True, tag=22):
 
 
 class Ended(Struct, array_like=True, frozen=True, tag=23):
-    """A process has ended, or was never started; how."""
+    """A process has ended, or was never started; `how` describes it."""
 
     name: str
     how: str
 
 
 class Leaves(Struct, array_like=True, frozen=True, tag=24):
-    """The node of a process is drained."""
+    """The node of a process is draining, and ends in `within_s` seconds."""
 
     name: str
     within_s: float
@@ -88,14 +90,14 @@ class Place(Struct, array_like=True, frozen=True, tag=50):
 FromDriver = Connected | Started | Ended | Leaves | Alive | Say
 pack = packed
 read_setup = msgspec.msgpack.Decoder(RaySetup).decode
-read_asked = msgspec.msgpack.Decoder(Place | Stop).decode
+read_request = msgspec.msgpack.Decoder(Place | Stop).decode
 _read_answer = msgspec.msgpack.Decoder(FromDriver).decode
 
 
 def left_over(
     needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]
 ) -> list[int]:
-    """Numbers of the bundles that do not fit on the nodes, the largest placed first."""
+    """Indices of the bundles that do not fit on the nodes; greedy, the largest first."""
     free = [dict(node) for node in nodes]
     missing = []
     for number in sorted(range(len(needed)), key=lambda one: -sum(needed[one].values())):
@@ -111,13 +113,13 @@ def left_over(
 
 
 def in_words(resources: Mapping[str, float]) -> str:
-    """2 CPUs and 1 GPU."""
+    """The resources as text, such as "2 CPUs and 1 GPU"."""
     parts = [f"{much:g} {name}{'s' * (much != 1)}" for name, much in resources.items() if much]
     return " and ".join(parts) or "nothing"
 
 
 def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each resource."""
+    """The sum of the bundles, by resource."""
     found: dict[str, float] = {}
     for bundle in bundles:
         for name, much in bundle.items():
@@ -126,7 +128,7 @@ def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class _Placed:
-    """A process that is wanted."""
+    """A requested process."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
@@ -135,7 +137,7 @@ class _Placed:
 
     @property
     def is_open(self) -> bool:
-        """Whether it waits for room."""
+        """Whether it waits for resources."""
         return not self.started.done() and not self.ended.done()
 
 
@@ -143,7 +145,7 @@ Leave = Callable[[str, float], None]
 
 
 class RayPlacement(WorkerGroup[Worker]):
-    """A Placement. Its group has one worker, the driver."""
+    """A Placement on Ray. Its worker group has one worker, the driver."""
 
     read = staticmethod(_read_answer)
     make_worker = Worker
@@ -151,7 +153,7 @@ class RayPlacement(WorkerGroup[Worker]):
 
     def __init__(self, setup: RaySetup, folder: Path, report: Callable[[str], None]) -> None:
         super().__init__(report)
-        self._leave: dict[str, Leave] = {}  # by the names before their numbers
+        self._leave: dict[str, Leave] = {}  # by kind, a process's name without its number
         self.placed: dict[str, Started] = {}
         self._wanted: dict[str, _Placed] = {}
         self._host = ""
@@ -171,17 +173,18 @@ class RayPlacement(WorkerGroup[Worker]):
         return self._host
 
     async def open(self) -> None:
-        """Connect to the cluster. Raises ConfigError for what does not fit there."""
+        """Connect to the cluster. Raises ConfigError if the bundles do not fit."""
         await self._driver.start()
         async with asyncio.timeout(60.0):
             await self._connected.wait()
 
     async def shut(self) -> None:
-        """Release the cluster. Idempotent."""
+        """Release the cluster; idempotent."""
         await self._driver.close()
 
     def follow(self, kind: str, leave: Leave) -> None:
-        """Report from now on which processes of this kind must leave, and within how long."""
+        """Call `leave` with the name and remaining seconds of each process of this kind whose node
+        is draining."""
         self._leave[kind] = leave
 
     # Placement
@@ -190,7 +193,7 @@ class RayPlacement(WorkerGroup[Worker]):
         if self._is_closed or self.reason:
             raise WorkerError(self.reason)
         command = guarded(spec.command, GRACE_S, alone=True)
-        command[0] = spec.command[0]  # an interpreter that the node has
+        command[0] = spec.command[0]  # the interpreter on the node
         placed = self._wanted[spec.name] = _Placed(replace(spec, command=command))
         self._send(Place(placed.spec))
         either: set[asyncio.Future[Any]] = {placed.started, placed.ended}
@@ -215,7 +218,7 @@ class RayPlacement(WorkerGroup[Worker]):
         for driver in self.workers.values():
             driver.link.send(pack(message))
 
-    # The driver, without which processes go on
+    # The driver; processes continue without it
 
     def joined(self, worker: Worker) -> None:
         for placed in self._wanted.values():
@@ -226,7 +229,7 @@ class RayPlacement(WorkerGroup[Worker]):
         placed = self._wanted.get(getattr(message, "name", ""))
         match message:
             case Connected():
-                self._host = self._host or message.host  # processes know the first one
+                self._host = self._host or message.host  # processes use the first address
                 self._connected.set()
                 self.report(message.text)
             case Started() if placed is not None and not placed.started.done():
@@ -245,7 +248,7 @@ class RayPlacement(WorkerGroup[Worker]):
         return Left(why, 1, "its processes continue, and new ones are placed after Ray is back")
 
     def end(self, reason: str) -> None:
-        """Give Ray up."""
+        """Give up on Ray: fail all processes that still wait for resources."""
         super().end(reason)
         for placed in self._wanted.values():
             if placed.is_open:

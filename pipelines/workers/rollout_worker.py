@@ -1,8 +1,8 @@
-"""A rollout worker: an event loop with its own actor, linked to a controller. Trees travel as the
-frames that the controller's journal writes, turn by turn.
+"""A rollout worker: an event loop with its own actor, connected to a controller. It sends trees
+turn by turn, as the frames of the controller's journal.
 
-`python -m agentenv.pipelines.workers.rollout_worker`, which the supervisor, Ray, or a job of a
-cluster starts.
+The supervisor, Ray, or a cluster's job starts
+`python -m agentenv.pipelines.workers.rollout_worker`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agentenv.pipelines.run.watchdog import Waits, ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
     TRAINING,
-    AskingAssembly,
+    RolloutAssembly,
     actor_seed,
     training_set,
 )
@@ -48,12 +48,12 @@ from agentenv.worker_group import named, serve
 
 logger = logging.getLogger(__name__)
 
-SOON_S = 0.1  # until the next look whether a tree has begun
+SOON_S = 0.1  # between two checks whether a tree has started
 
 
 class Frames:
-    """The link as the journal of one tree. `settings` and `incarnation` are those of the
-    controller's journal."""
+    """The journal of a tree, over the link. `settings` and `incarnation`: those of the controller's
+    journal."""
 
     def __init__(self, link: Link, number: int, settings: str, incarnation: int) -> None:
         self.settings, self.incarnation = settings, incarnation
@@ -66,12 +66,12 @@ class Frames:
         self._link.send(pack(messages.TreeFrame(self._number, tag, framed(frame))))
 
     async def commit(self) -> None:
-        """Returns at once: it is the controller that waits until a tree is on the disk."""
+        """Return at once: the controller waits until a tree is on the disk."""
 
 
 class ReportedFailures(Failures):
-    """Failures of a worker, which the controller counts with those of the others. The traceback of
-    the first failure of each cause is in the worker's log."""
+    """Reports failures to the controller, which counts those of all workers. The worker's log has
+    the traceback of the first failure of each cause."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(1.0, strict=False)
@@ -86,7 +86,7 @@ class ReportedFailures(Failures):
         *,
         again: bool = False,
     ) -> None:
-        """A rollout has ended, with a failure or without."""
+        """Report the end of a rollout, with or without a failure."""
         if failure is not None:
             self.num += 1
             if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
@@ -95,20 +95,21 @@ class ReportedFailures(Failures):
         self._link.send(pack(messages.Ended(failure)))
 
 
-class AskingEngine(Protocol):
+class WorkerEngine(Protocol):
     """The engine of a worker: LinkedEngine or LeasedEngine."""
 
     policy_version: int
 
     def hear(self, said: Any) -> None:
-        """What the controller says of its turns, or of their places."""
+        """Take a message of the controller about turns, or their slots."""
         ...
 
 
 class RolloutWorker:
-    """Grows trees on `actor` by `plan` for the other end of the link.
+    """Grows trees on `actor` with `plan` for the controller at the other end of the link.
 
-    `engine` is the actor's, and asks over the link. `look` may add figures to a heartbeat.
+    `engine`: that of the actor; it sends its requests over the link. `look` may add figures to a
+    heartbeat.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RolloutWorker:
         actor: Actor,
         plan: RolloutPlan,
         link: Link,
-        engine: AskingEngine,
+        engine: WorkerEngine,
         *,
         settings: str = "",
         incarnation: int = 0,
@@ -131,72 +132,72 @@ class RolloutWorker:
         self._indices: dict[int, int] = {}  # of their trees
 
     async def serve(self) -> bool:
-        """Until the other end is gone; then the rollouts that are left are cancelled. Whether its
+        """Work until the connection ends, then cancel the remaining rollouts. Returns whether the
         run was over."""
         async with asyncio.TaskGroup() as group:
             await serve(self._link, partial(self._take, group), self._beat)
-            self._link.close()  # at once: the controller waits for what was sent before
+            self._link.close()  # at once: the controller waits for pending messages
             for task in self._rollouts.values():
                 task.cancel()
         return self._is_over
 
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
-        asked = messages.read_asked(frame)
-        match asked:
+        request = messages.read_asked(frame)
+        match request:
             case Grow():
-                self._engine.policy_version = asked.policy_version
-                task = self._rollouts[asked.number] = group.create_task(self._grow(asked))
-                self._indices[asked.number] = asked.index
-                task.add_done_callback(partial(self._forget, asked.number))
+                self._engine.policy_version = request.policy_version
+                task = self._rollouts[request.number] = group.create_task(self._grow(request))
+                self._indices[request.number] = request.index
+                task.add_done_callback(partial(self._forget, request.number))
             case messages.Drop():
-                if asked.number in self._rollouts:
-                    self._rollouts[asked.number].cancel()
+                if request.number in self._rollouts:
+                    self._rollouts[request.number].cancel()
             case messages.Steer():
-                (self._actor.pause if asked.holds else self._actor.resume)()
+                (self._actor.pause if request.holds else self._actor.resume)()
             case messages.GiveUp() | messages.Look():
-                self._of_tree(asked)
+                self._of_tree(request)
             case messages.Over():
                 self._is_over = True
             case _:
-                self._engine.hear(asked)
+                self._engine.hear(request)
 
     def say(self, text: str) -> None:
-        """Report a sentence to people, through the controller."""
+        """Send a message for the user to the controller."""
         self._link.send(pack(messages.Say(text)))
 
     def leave(self, within_s: float) -> None:
-        """Ask for no more trees: this process ends within the time."""
+        """Request no more trees: this process ends in `within_s` seconds."""
         self._link.send(pack(messages.Leaving(within_s)))
 
-    def _of_tree(self, asked: messages.GiveUp | messages.Look) -> None:
-        """As soon as the tree has begun to grow, which a new one does at once."""
-        index = self._indices.get(asked.number)
+    def _of_tree(self, request: messages.GiveUp | messages.Look) -> None:
+        """Handle the request as soon as the tree grows; a new tree starts at once."""
+        index = self._indices.get(request.number)
         rollout = None if index is None else self._actor.growing(index)
         if rollout is None:
-            if index is not None and asked.number in self._rollouts:
-                asyncio.get_running_loop().call_later(SOON_S, self._of_tree, asked)
-        elif isinstance(asked, messages.Look):
-            self._link.send(pack(messages.Looked(asked.number, rollout.now())))
+            if index is not None and request.number in self._rollouts:
+                asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
+        elif isinstance(request, messages.Look):
+            self._link.send(pack(messages.Looked(request.number, rollout.now())))
         else:
-            rollout.cancel(asked.reason)
+            rollout.cancel(request.reason)
 
-    async def _grow(self, asked: Grow) -> None:
+    async def _grow(self, request: Grow) -> None:
         recorded = None
-        if asked.recorded is not None:
-            recorded = unpack_recorded(asked.recorded)
-        frames = Frames(self._link, asked.number, self._settings, self._incarnation)
+        if request.recorded is not None:
+            recorded = unpack_recorded(request.recorded)
+        frames = Frames(self._link, request.number, self._settings, self._incarnation)
         try:
             await self._actor.rollout(
-                asked.task,
+                request.task,
                 self._plan,
-                index=asked.index,
-                session=asked.session,
-                record=TreeRecord(frames, asked.index, asked.number),
+                index=request.index,
+                session=request.session,
+                record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
-                order=asked.order,
+                order=request.order,
             )
         except Exception as error:
-            self._link.send(pack(messages.Raised(asked.number, *named(error))))
+            self._link.send(pack(messages.Raised(request.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
         del self._rollouts[number], self._indices[number]
@@ -214,8 +215,8 @@ class RolloutWorker:
         return pack(messages.Alive(found))
 
 
-class WorkerAssembly(AskingAssembly[TrainConfig]):
-    """The parts of a rollout worker: set-up, model and servers of roles are there."""
+class WorkerAssembly(RolloutAssembly[TrainConfig]):
+    """The parts of a rollout worker: set-up, model and servers of roles already exist."""
 
     def __init__(
         self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, say: Say, peer: str
@@ -235,14 +236,14 @@ LOOPBACK = re.compile(r"(?<=//)(127\.0\.0\.1|localhost)(?=[:/]|$)")
 
 
 def seen_from_here(url: str, controller: str) -> str:
-    """A URL as the controller has it: its loopback is its address."""
+    """A URL of the controller, with its loopback address replaced by its network address."""
     return LOOPBACK.sub(controller, url)
 
 
 async def make_engine(
     assembly: WorkerAssembly, setup: Setup, link: Link
 ) -> LinkedEngine | LeasedEngine:
-    """The servers of the controller's pool, or else the engine in the controller's process."""
+    """The engine: over the servers of the controller's pool, or in the controller's process."""
     config = assembly.config.engine
     if not setup.is_leased:
         return LinkedEngine(link)
@@ -265,7 +266,7 @@ async def make_engine(
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> RolloutWorker:
-    """The worker of this number; `stack` closes its parts."""
+    """The worker with this number; `stack` closes its parts."""
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
     assembly = WorkerAssembly(config, setup, stack, say, link.peer)
@@ -301,8 +302,8 @@ async def build(
     )
     if isinstance(config.cluster, SpreadCluster):
         stack.enter_context(ended_when_held(config.cluster.silence_s))
-    for beside in (lag.run(), waits.run()):
-        stack.callback(asyncio.create_task(beside).cancel)
+    for monitor in (lag.run(), waits.run()):
+        stack.callback(asyncio.create_task(monitor).cancel)
     return worker
 
 

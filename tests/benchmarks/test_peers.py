@@ -116,7 +116,7 @@ def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("driver", "told"),
     [
-        (SILENT, "0 results of the tool: the driver does not give its peer's calls to the tool"),
+        (SILENT, "0 results of the tool: the driver does not pass its peer's calls to the tool"),
         (BROKEN, "ValueError: it has moved"),
         ("async def run(work): pass\n", "the driver ended after 0 env steps of 54"),
     ],
@@ -162,7 +162,7 @@ def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.M
     assert len(report.peers["tiny"].rounds["4"]) == 2
     assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
     assert report.peers["missing"].sizes == {}
-    assert "needs Python 2.0, and none is on the path" in report.peers["missing"].error
+    assert "needs Python 2.0, which is not on the PATH" in report.peers["missing"].error
     assert [line for line in said if line.startswith("round")] == [
         "round 1 of 2: tiny",
         "round 2 of 2: tiny",
@@ -268,8 +268,8 @@ def test_what_pip_refuses_is_remembered_until_its_folder_is_removed(
 @pytest.mark.parametrize(
     ("pip", "told"),
     [
-        ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; pip was at: Coll"),
-        ("kill -9 $$", "nothing was said"),
+        ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; last line: Coll"),
+        ("kill -9 $$", "no output"),
         (f"echo \"WARNING: Retrying after connection broken by 'E'\"; {REFUSED}", "No matching"),
         ("echo 'ERROR: HTTPSConnectionPool: Read timed out.'; exit 2", "Read timed out"),
         ("echo 'ERROR: [Errno 28] No space left on device'; exit 1", "No space left"),
@@ -286,7 +286,7 @@ def test_a_python_that_is_not_there_is_looked_for_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
-        with pytest.raises(PeerError, match=r"needs Python 0\.1, and none is on the path"):
+        with pytest.raises(PeerError, match=r"needs Python 0\.1, which is not on the PATH"):
             make("exit 0")
     assert make("exit 0").is_file()
 
@@ -307,9 +307,9 @@ def test_an_environment_that_was_made_is_made_again_if_its_python_is_gone(
 def test_a_python_that_does_not_answer_is_none(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments, "LOOK_S", 0.1)
+    monkeypatch.setattr(environments, "PROBE_S", 0.1)
     (tmp_path / "bin" / "python0.1").write_text("#!/bin/sh\nexec sleep 600\n")
-    with pytest.raises(PeerError, match="none is on the path"):
+    with pytest.raises(PeerError, match="which is not on the PATH"):
         make("exit 0")
 
 
@@ -325,11 +325,11 @@ def test_two_benches_do_not_make_one_environment_at_once(tmp_path: Path, make: M
 def test_one_that_another_bench_makes_is_not_waited_for_without_end(
     tmp_path: Path, make: Make
 ) -> None:
-    with pytest.raises(PeerError, match="nothing was said"):
+    with pytest.raises(PeerError, match="no output"):
         make("exit 1")
     (lock,) = (tmp_path / "made").glob("*.lock")
     began = time.monotonic()
-    with locked(lock), pytest.raises(PeerError, match=r"another bench has it, .*over 0\.1 s"):
+    with locked(lock), pytest.raises(PeerError, match=r"another benchmark has .*over 0\.1 s"):
         make("exit 0", limit_s=0.1)
     assert time.monotonic() - began < 30
 
@@ -341,7 +341,7 @@ def test_one_that_another_bench_makes_is_not_waited_for_without_end(
         ("Traceback\nModuleNotFoundError: No module named 'x'\nend", "ModuleNotFoundError: "),
         ("50%\r100%\rdone \x1b[0m\n", "done [0m"),
         ("Collecting one\n  \u2501\u2501\u2501 5.7 MB eta 0:00:00\n", "Collecting one"),
-        ("", "nothing was said"),
+        ("", "no output"),
     ],
 )
 def test_the_line_that_tells_of_an_error(log: str, line: str) -> None:
@@ -351,8 +351,8 @@ def test_the_line_that_tells_of_an_error(log: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--only", "gym"], f"--only gym: there is none; expected of {', '.join(PEERS)}"),
-        (["--sizes", "7"], "--sizes 7: there is none; expected of 100, 1000"),
+        (["--only", "gym"], f"--only gym: unknown; expected: {', '.join(PEERS)}"),
+        (["--sizes", "7"], "--sizes 7: unknown; expected: 100, 1000"),
         (["--rounds", "0"], "--rounds 0: expected at least 1"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_run_without_its_times_is_refused(tmp_path: Path) -> None:
     ):
         read_trace(tmp_path)
     (tmp_path / FILE).write_text('{"vocab_size": 9, "max_staleness": 1}\n')
-    with pytest.raises(DataError, match="two are needed"):
+    with pytest.raises(DataError, match="at least two are needed"):
         read_trace(tmp_path)
 
 

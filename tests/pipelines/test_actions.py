@@ -59,6 +59,6 @@ async def test_an_action_waits_for_the_end_of_a_step_and_for_no_other_client() -
             placed[0].cancel()  # the client is gone, its action stays
         assert await placed[1] == 1
     assert done == [0, 1]
-    actions.close("the run is at its end")
-    with pytest.raises(LearnerError, match="at its end"):
+    actions.close("the run is ending")
+    with pytest.raises(LearnerError, match="is ending"):
         await actions.run(work)

@@ -183,7 +183,7 @@ def test_the_same_call_asks_only_what_is_missing(
     path = warehouse.parent / "model"
     for number in (2, 4):
         evaluate(path, ASKED, env=Warehouse, data=ROWS, max_tasks=number, out=tmp_path / "e")
-    assert "holds 2 of 4 trajectories" in capsys.readouterr().out
+    assert "contains 2 of 4 trajectories" in capsys.readouterr().out
 
 
 def test_mistakes_are_errors_with_the_text_of_the_command(
@@ -286,7 +286,7 @@ def test_a_tool_that_holds_up_the_loop_is_named(
 
 def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None:
     def inside(task: Task) -> ToolEnv:
-        with pytest.raises(ConfigError, match="another run of this process"):
+        with pytest.raises(ConfigError, match="another run is in progress"):
             train(warehouse, [f"run.dir={tmp_path}"])
         return Warehouse(task)
 

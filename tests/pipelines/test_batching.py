@@ -74,8 +74,8 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     failed = {"name": "search", "error": "the index is locked"}
     tree.nodes[2].info["tool_calls"] = [{"name": "python", "error": None}, failed]
     for metrics in (calm, few, sick, sick, calm):
-        ours.look_at_tools(metrics, [tree])
-        ours.look_at_update(metrics)
+        ours.check_tools(metrics, [tree])
+        ours.check_update(metrics)
     assert len(caplog.records) == 2
     assert caplog.messages[0].startswith("all 40 calls of the tool 'search'")
     assert caplog.messages[0].endswith("the index is locked")
@@ -87,11 +87,11 @@ def test_a_cache_without_hits_is_said_after_three_steps(caplog: pytest.LogCaptur
     """In one, all turns may follow a wake-up."""
     ours = Alarms(load_config(TrainConfig, CONFIG, ["engine.name=vllm"]))
     for share in (0.0, 0.0, 0.78, 0.0, 0.0):
-        ours.look_at_hits({"prefix/turn_hits": share})
-    ours.look_at_hits({})
+        ours.check_hits({"prefix/turn_hits": share})
+    ours.check_hits({})
     assert not caplog.messages
     for _ in range(2):
-        ours.look_at_hits({"prefix/turn_hits": 0.0})
+        ours.check_hits({"prefix/turn_hits": 0.0})
     assert [text[:21] for text in caplog.messages] == ["prefix/turn_hits is 0"]
 
 
@@ -151,7 +151,7 @@ def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptu
     ours = Alarms(load_config(TrainConfig, CONFIG))
     trees = [calling(i, "HTTP 401") for i in range(24)]
     for _ in range(4):
-        ours.look_at_fates(trees, Counter({"with equal returns": 24}))
+        ours.check_fates(trees, Counter({"with equal returns": 24}))
     assert "cold start" not in caplog.text
     (said,) = caplog.messages
     assert said.endswith("all 24 calls of the tool 'order' failed with one text: HTTP 401")
@@ -176,7 +176,7 @@ def test_many_groups_that_teach_nothing_are_said_with_what_helps(
     for wrong, mixed, right in steps:
         rewards = [(0.0,) * 4] * wrong + [(1.0, 0.0, 0.0, 0.0)] * mixed + [(1.0,) * 4] * right
         trees = [group(index, *one) for index, one in enumerate(rewards)]
-        ours.look_at_fates(trees, Counter({"with equal returns": wrong + right}))
+        ours.check_fates(trees, Counter({"with equal returns": wrong + right}))
     assert len(caplog.messages) == bool(told)
     assert told in caplog.text
     if steps[0][0] == 52:
@@ -211,7 +211,7 @@ def test_a_rate_of_the_cold_start_that_does_not_fit_is_seen_in_its_loss(
     losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
-    ours.look_at_imitation(losses, {"sums": exact, "roots": 1.0}, is_last=True)
+    ours.check_imitation(losses, {"sums": exact, "roots": 1.0}, is_last=True)
     assert len(caplog.messages) == bool(told)
     assert told in caplog.text
     if told:

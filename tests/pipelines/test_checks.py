@@ -44,14 +44,14 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     results = await found(warehouse, tmp_path)
     later = ("machine", "contract", "started", "measured")
     before = [check for check in CHECKS if check.stage not in later]
-    assert [*results] == [check.name for check in before if "TrainConfig" in check.of]
+    assert [*results] == [check.name for check in before if "TrainConfig" in check.configs]
     assert {one.state for one in results.values()} == {"passed"}
 
 
 def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
-        look = loaded(check.look) if isinstance(check.look, str) else check.look
+        look = loaded(check.function) if isinstance(check.function, str) else check.function
         assert callable(look), check.name
 
 

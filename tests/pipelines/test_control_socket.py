@@ -113,7 +113,7 @@ def test_another_user_is_kept_out_by_the_folder_and_refused_behind_it(run: Path)
         (run / "ctl").chmod(0o755)
         socket_.chmod(0o666)
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert f"this run is user 0's, and not user {NOBODY}'s" in found.stdout
+        assert f"this run belongs to user 0, not to user {NOBODY}" in found.stdout
 
     beside(run, come)
 
@@ -221,18 +221,18 @@ def test_where_no_run_is_alive_that_is_said(
     assert expected in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_an_ended_run_is_named_with_what_to_do(
+def test_the_error_for_an_ended_run_names_it_and_a_remedy(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.json").write_text("{}")
     assert ctl.main([str(run)]) == 1
     assert capsys.readouterr().err == (
-        f"error: no process trains in {run} now; look at it with `agentenv view {run}`, or repeat "
-        "the command that started it with --resume\n"
+        f"error: no process trains in {run} now; view it with `agentenv view {run}`, or repeat the "
+        "command that started it with --resume\n"
     )
 
 
-def test_a_finished_run_is_told_from_one_that_was_stopped(
+def test_a_finished_run_is_distinguished_from_a_stopped_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.json").write_text("{}")
@@ -296,7 +296,7 @@ def test_an_interruption_says_that_the_run_goes_on(
         assert ctl.main([str(run), "checkpoint"]) == 130
         thread.join()
     assert capsys.readouterr().out == (
-        "interrupted; the run goes on, and may still do what was asked\n"
+        "interrupted; the run continues and may still carry out the request\n"
     )
 
 

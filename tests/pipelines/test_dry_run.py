@@ -117,7 +117,7 @@ def test_turns_are_advised_against_where_both_fit_at_once(
         assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
         told = " ".join(capsys.readouterr().out.split())
         assert ("would fit on a GPU together" in told) == is_advised
-        assert 'engine.weights = "ipc" leaves them on the GPU' in told
+        assert 'engine.weights = "ipc" keeps them on the GPU' in told
     assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
     told = " ".join(capsys.readouterr().out.split())
     assert "would fit on a GPU together" not in told
@@ -127,7 +127,7 @@ def test_turns_are_advised_against_where_both_fit_at_once(
     told = " ".join(capsys.readouterr().out.split())
     assert "at once: the caches hold" in told
     assert "for about 0.5 s of hand-over an update" in told
-    assert "leaves them on the GPU" not in told
+    assert "keeps them on the GPU" not in told
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
     goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Alarms, "look_at_hits"), (report, "rollout_metrics")])
+@pytest.mark.parametrize(("owner", "name"), [(Alarms, "check_hits"), (report, "rollout_metrics")])
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:

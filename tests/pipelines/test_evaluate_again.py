@@ -46,12 +46,12 @@ def test_more_samples_and_questions_reuse_what_is_there(
     rows = texts(tmp_path / "out")
     assert len(rows) == 24
     assert {key: rows[key] for key in first} == first
-    assert "also holds" not in capsys.readouterr().out
+    assert "also contains" not in capsys.readouterr().out
     assert run("out", "--n", "5", "num_samples=3") == 0
     assert len(asked) == 24
     told = " ".join(capsys.readouterr().out.split())
-    assert "holds 15 of 15 trajectories" in told
-    assert "also holds 9 trajectories of more samples, questions or sets" in told
+    assert "contains 15 of 15 trajectories" in told
+    assert "also contains 9 trajectories of other samples, questions or sets" in told
 
 
 def test_a_torn_last_line_is_dropped_and_asked_again(

@@ -26,7 +26,7 @@ def test_ks_are_powers_of_two_and_the_whole():
 
 def test_numbers_of_samples_that_were_asked_for_are_ks_too():
     questions = questions_of([row(sample=i) for i in range(5)])
-    assert default_ks(questions, asked=[3, 9]) == (1, 2, 3, 4, 5)
+    assert default_ks(questions, num_samples=[3, 9]) == (1, 2, 3, 4, 5)
 
 
 async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
@@ -102,7 +102,7 @@ async def test_most_calls_of_a_tool_that_fail_alike_are_a_warning_of_the_report(
     good = {"name": "order", "ok": True, "error": None}
     summary = await figures([row("1", tool_calls=[*bad, *bad, good]), row("2", tool_calls=[])])
     (said,) = hints_of(summary, "evals/x")
-    assert said.startswith("8 of 9 calls of the tool 'order' failed with one text")
+    assert said.startswith("8 of 9 calls of the tool 'order' failed with the same text")
     assert "order 0: HTTP 401" in said
     assert summary.overall.tools["order"].num_same == 8
 

@@ -138,7 +138,7 @@ def test_right_answers_in_a_wrong_format_are_told_with_what_to_do(tmp_path, caps
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     assert evaluate.main(["report", str(folder)]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    text = "1 of 2 answers are right (EM) but fail the format that the grader demands"
+    text = "1 of 2 answers are correct (EM) but not in the format that the grader requires"
     assert f"warning: {text}" in said
     assert f"agentenv evaluate regrade {folder} grader.reward=answer" in said
     assert text in (folder / "report.md").read_text()

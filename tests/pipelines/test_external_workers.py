@@ -192,7 +192,7 @@ def rendered(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) ->
     keys = [*overrides, f"cluster.script={path}"]
     assert train.main([str(QUICKSTART), *keys, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert f"written to {path}" in told
+    assert f"wrote {path}" in told
     command = "kubectl apply -f" if "cluster.kind=kubernetes" in overrides else "sbatch"
     assert f"next: {command} {path}" in " ".join(told.split())
     return path.read_text()
@@ -386,7 +386,7 @@ def test_manifests_fit_the_schemas(
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (("cluster.kind=kubernetes",), "cluster.image: cluster.kind = kubernetes needs it"),
+        (("cluster.kind=kubernetes",), "cluster.image: required by cluster.kind = kubernetes"),
         ((*KUBERNETES, "run.dir=runs"), "put it under cluster.mount = /shared"),
         (
             (*KUBERNETES, "cluster.claim=My Claim"),

@@ -199,7 +199,7 @@ def test_a_line_about_no_progress_names_the_wait_and_no_time_that_is_left(
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     view = View()
     view.console = Console(file=(written := io.StringIO()), width=200)
-    view.behind = lambda: "47 rollouts wait for the tool 'order'"
+    view.longest_wait = lambda: "47 rollouts wait for the tool 'order'"
     view.begin("evaluation", 320)
     for done in (0, 80, 80, 90):
         now[0] += PLAIN_S

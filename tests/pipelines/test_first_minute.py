@@ -21,7 +21,7 @@ from agentenv.pipelines.rl.report import PHASES, brief_line, final_table
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run import terminal
 from agentenv.pipelines.run.tables import Table, as_rich
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
 WIDTH = 80
 
@@ -75,7 +75,7 @@ def test_warnings_of_other_packages_are_on_no_terminal(
         return 0
 
     try:
-        assert to_its_end(work, view, writing="it") == 0
+        assert exit_code_of(work, view, writing="it") == 0
     finally:
         logger.removeHandler(handler)
     found = capsys.readouterr()

@@ -69,7 +69,8 @@ def test_a_healthy_run_says_what_came_of_it() -> None:
         (
             {"learner/num_equal_groups": 8, "reward/success": 0.0},
             "unhealthy",
-            "100% of the groups of the last 10 updates teach nothing: nearly all answers are wrong",
+            "100% of the groups of the last 10 updates have no signal: nearly all answers are "
+            "wrong",
         ),
         (
             {"tool/search/calls": 20, "tool/search/errors": 15},

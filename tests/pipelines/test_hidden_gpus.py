@@ -11,7 +11,7 @@ import pytest
 from agentenv.config import load_config
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
-from agentenv.pipelines.setup.environments import Asked, EnvProcesses
+from agentenv.pipelines.setup.environments import EnvProcesses, EnvSettings
 from agentenv.supervisor import Supervisor
 from tests.support.warehouse import ROOT
 
@@ -71,6 +71,6 @@ def test_processes_of_environments_see_none(
     monkeypatch.setattr(
         Supervisor, "__init__", lambda self, *a, **k: (init(self, *a, **k), started.append(self))[0]
     )
-    EnvProcesses(Asked.of(config_of("env.workers=2")), tmp_path, tmp_path, print)
+    EnvProcesses(EnvSettings.of(config_of("env.workers=2")), tmp_path, tmp_path, print)
     monkeypatch.setattr(Supervisor, "address", "here")
     assert started[0]._process(0).env["CUDA_VISIBLE_DEVICES"] == ""

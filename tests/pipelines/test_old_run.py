@@ -97,5 +97,5 @@ def test_an_evaluation_of_it_is_taken_up(
     (folder / "rows.jsonl").write_text("".join(lines[:-1]))
     arguments = [str(workspace / "runs" / "old"), "--n", "6", "num_samples=2"]
     assert evaluate.main([*arguments, "--out", str(folder)]) == 0
-    assert "holds 11 of 12 trajectories" in " ".join(capsys.readouterr().out.split())
+    assert "contains 11 of 12 trajectories" in " ".join(capsys.readouterr().out.split())
     assert [row.segments for row in read_rows(folder)] == [row.segments for row in whole]

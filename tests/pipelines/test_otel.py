@@ -262,9 +262,9 @@ def test_metrics_come_back_when_the_receiver_does(
     ]
     assert steps == [1, 2, 3, 4]
     out, back = [text for text in caplog.messages if "OpenTelemetry" in text]
-    assert f"{receiver.url} takes no metrics and spans" in out
+    assert f"{receiver.url} does not accept metrics and spans" in out
     assert "404" in out
-    assert f"{receiver.url} takes metrics and spans again; 0 rows were lost" in back
+    assert f"{receiver.url} accepts metrics and spans again; 0 rows were lost" in back
 
 
 def test_address_and_keys_may_come_from_the_environment(

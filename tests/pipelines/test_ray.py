@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes
     with pytest.raises((BaseExceptionGroup, ConfigError)) as ended:
         run(warehouse, "ray-large", *on(nodes, "cluster.workers=3"))
     text = str(first_reason(ended.value))
-    assert "has no room for 1 of 3 processes. Asked for: cluster.workers: 3 x 1 CPU." in text
+    assert "has no room for 1 of 3 processes. Requested: cluster.workers: 3 x 1 CPU." in text
     assert "a node with 1 CPU" in text
     assert "cluster.min_workers" in text
 

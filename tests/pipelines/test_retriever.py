@@ -238,7 +238,7 @@ def test_it_says_its_address_and_what_to_type_next(
     assert first.startswith("serving on http://127.0.0.1:")
     address = first.split()[2]
     assert rest == [
-        "Ctrl-C ends it; in another terminal:",
+        "Ctrl-C stops the server; in another terminal:",
         f"""  curl {address}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
         "or in the configuration of a run:",
         f"""  search.backend = {{ name = "remote", url = "{address}" }}""",

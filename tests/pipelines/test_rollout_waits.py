@@ -33,7 +33,7 @@ async def looking(waits: Waits) -> None:
     """As Waits.run, by the clock of the test."""
     while True:
         await asyncio.sleep(LOOK_S)
-        waits.look()
+        waits.poll()
 
 
 def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:

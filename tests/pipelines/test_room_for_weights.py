@@ -99,7 +99,7 @@ def test_a_chosen_place_without_room_is_refused_before_anything_starts(
 def test_a_chosen_place_takes_them(start: Start, tmp_path: Path) -> None:
     done = start("size=64k", f"resources.weights_dir={tmp_path}/weights")
     assert done.returncode == 0, done.stderr
-    assert "new weights pass" not in done.stdout
+    assert "new weights are transferred" not in done.stdout
     assert list((tmp_path / "weights").iterdir()) == []
 
 

@@ -32,7 +32,7 @@ def test_it_says_its_address_and_what_to_type_next(
     assert lines[0].startswith("WebSearch-v0 is at http://127.0.0.1:")
     url = lines[0].split()[-1]
     assert lines[1:] == [
-        "Ctrl-C ends it; in another terminal:",
+        "Ctrl-C stops the server; in another terminal:",
         f"  curl {url}/metadata",
         "or in the configuration of a run (docs/openenv.md):",
         '  env.id = "agentenv/OpenEnv-v0"',
@@ -50,5 +50,5 @@ def test_a_subject_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["runs/nowhere"]) == 2
     assert capsys.readouterr().err == (
         "error: runs/nowhere: neither a run nor a configuration with [data]; to serve an "
-        "environment by its id, name its questions with data.train=FILE\n"
+        "environment by its id, set its questions with data.train=FILE\n"
     )

@@ -79,7 +79,7 @@ def quickstart(**keys: Any) -> SweepConfig:
         ({"arms": {"a b": []}}, "a name has letters"),
         ({"arms": {"start": []}}, "is not 'start'"),
         ({"arms": {"a": ["learner.lr=1"]}}, "did you mean"),
-        ({"arms": {"a": ["model.path={start}"]}}, "needs the key `start`"),
+        ({"arms": {"a": ["model.path={start}"]}}, "requires the key `start`"),
         ({"baseline": "b"}, "baseline 'b' is not an arm"),
         ({"seeds": []}, "needs at least one"),
         ({"start": ["train.num_steps=x"]}, "train.num_steps"),
@@ -240,7 +240,7 @@ def test_a_comparison_is_shown_in_80_columns_and_written(
     remember(tmp_path, made)
     assert compare_command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    shown = out.partition("written to")[0]
+    shown = out.partition("wrote ")[0]
     assert max(map(len, shown.splitlines())) <= 80
     assert "0.50-0.50" in shown
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")

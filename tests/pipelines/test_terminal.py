@@ -16,7 +16,7 @@ from agentenv.pipelines.run.terminal import LogFile, View
 TELLING = """
 import sys
 from pathlib import Path
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
 view = View()
 
@@ -27,7 +27,7 @@ def work():
         view.say(f"line {number}")
         view.warn(f"warning {number}")
 
-sys.exit(to_its_end(work, view, writing="it"))
+sys.exit(exit_code_of(work, view, writing="it"))
 """
 
 
@@ -78,7 +78,7 @@ def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
 import logging, sys
 from pathlib import Path
 from agentenv.errors import SHOWN
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
 view, part = View(), logging.getLogger("agentenv.part")
 
@@ -88,7 +88,7 @@ def work():
     part.warning("for people\\nwith more in the log", extra=SHOWN)
     part.error("an error")
 
-to_its_end(work, view, writing="it")
+exit_code_of(work, view, writing="it")
 """
     log = tmp_path / "run.log"
     command = [sys.executable, "-c", code, str(log)]
@@ -100,7 +100,7 @@ to_its_end(work, view, writing="it")
 HANGING = """
 import sys, time
 from pathlib import Path
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 
 view = View()
 
@@ -111,7 +111,7 @@ def work():
         view.say(f"line {number} " + 90 * ".")
     sys.stderr.write(f"said in {time.monotonic() - began:.3f} s\\n")
 
-sys.exit(to_its_end(work, view, writing="it"))
+sys.exit(exit_code_of(work, view, writing="it"))
 """
 
 

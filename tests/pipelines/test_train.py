@@ -97,7 +97,7 @@ def test_entropy_by_position_is_written_as_table_and_picture(finished: Path) -> 
 
 def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -> None:
     log = (finished / "run.log").read_text()
-    last = log.partition(f"written to {finished}: ")[2].splitlines()[0].split(", ")
+    last = log.partition(f"results in {finished}: ")[2].splitlines()[0].split(", ")
     assert {"run.log", "trees/", "trajectories/", "training.png", "samples.txt"} < {*last}
     assert all((finished / name).exists() for name in last)
     for text in (log.partition("success on a, sampled")[2], (finished / "samples.txt").read_text()):
@@ -265,7 +265,7 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
 def test_a_cold_start_without_a_gate_says_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cold_start, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)
     keys = ['sft.stages=[{rows="mixed",num_steps=3}]', "train.num_steps=1", f"run.dir={tmp_path}"]
     keys += ["queue.groups_per_step=2", "learner.groups_per_minibatch=2", "algorithm.group_size=4"]
     keys += ["eval.sets.heldout.phases=false", "train.max_untrained_steps=0"]

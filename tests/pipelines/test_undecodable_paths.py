@@ -14,7 +14,7 @@ from agentenv.data_files import find_files
 from agentenv.disk import undecodable
 from agentenv.errors import DataError
 from agentenv.pipelines.run.arguments import check_places
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View, exit_code_of
 from tests.support.warehouse import ROOT
 
 BAD = os.fsdecode(b"runs/n\xe4me-\xff")
@@ -68,12 +68,12 @@ def test_a_working_directory_and_folders_of_the_environment_are_named(
 ) -> None:
     check_places({"HOME": "/home/\u00e4"})
     monkeypatch.setenv("HF_HOME", BAD)
-    assert to_its_end(lambda: 0, View(), writing="nothing") == 2
+    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
     assert "the environment variable HF_HOME: " in capsys.readouterr().err
     monkeypatch.delenv("HF_HOME")
     (tmp_path / BAD).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / BAD)
-    assert to_its_end(lambda: 0, View(), writing="nothing") == 2
+    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
     assert "the working directory: " in capsys.readouterr().err
 
 

@@ -225,7 +225,7 @@ async def work():
     await offload.in_thread(read)
 
 view = terminal.View()
-sys.exit(terminal.to_its_end(lambda: terminal.run_until_done(work(), view), view, writing="it"))
+sys.exit(terminal.exit_code_of(lambda: terminal.run_until_done(work(), view), view, writing="it"))
 """
 
 

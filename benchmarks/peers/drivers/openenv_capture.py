@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 import httpx
-from captures import measured, said
+from captures import measured, write_line
 from openenv.core.harness.capture import CaptureServer, InferenceClient
 
 
@@ -80,4 +80,4 @@ def main(work: dict[str, Any]) -> None:
     server.start()
     sessions = [server.registry.create() for _ in range(work["programs"])]
     us = measured(f"http://127.0.0.1:{port}/v1", [one.session_id for one in sessions])
-    said({"us": us, "turns": sum(len(list(one.graph.nodes())) for one in sessions)})
+    write_line({"us": us, "turns": sum(len(list(one.graph.nodes())) for one in sessions)})

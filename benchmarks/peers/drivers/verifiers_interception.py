@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
-from captures import measured, said
+from captures import measured, write_line
 from renderers import Qwen3RendererConfig
 from transformers import AutoTokenizer
 from verifiers.v1.clients import ModelContext, train
@@ -71,7 +71,7 @@ async def capture(work: dict[str, Any]) -> None:
     sessions = [session(number, config) for number in range(work["programs"])]
     keys = [server.register(one)[0] for one in sessions]
     us = await asyncio.to_thread(measured, f"{server.base_url}/v1", keys)
-    said({"us": us, "turns": sum(one.trace.num_turns for one in sessions)})
+    write_line({"us": us, "turns": sum(one.trace.num_turns for one in sessions)})
     await server.stop()
 
 

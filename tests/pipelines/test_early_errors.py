@@ -1,4 +1,4 @@
-"""What is wrong is told before the set-up, the learner or an engine has begun."""
+"""Errors are reported before the setup, the learner or an engine starts."""
 
 from __future__ import annotations
 
