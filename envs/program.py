@@ -39,7 +39,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, said
+from agentenv.call_syntax import call_marks, split_thoughts
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
@@ -397,7 +397,7 @@ class ProgramEnv:
         if action.turn is not None:
             return action
         marks = call_marks("tags", [{"name": name} for name in self._tools])
-        thoughts, text = said(action.content, "tags", marks if action.tool_calls else ())
+        thoughts, text = split_thoughts(action.content, "tags", marks if action.tool_calls else ())
         return replace(action, turn=Turn(thoughts.strip(), text.strip(), "stop", 0, 0))
 
     def _called(self, action: Message) -> list[Info]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, said
+from agentenv.call_syntax import call_marks, split_thoughts
 from agentenv.encoder import fast_tokenizer, token_texts
 from agentenv.endpoint.messages import (
     Answer,
@@ -181,7 +181,7 @@ class PolicyHandler:
         text = action.content.removesuffix(stop or "")
         marks = call_marks(renderer.style, tools)
         readable = any(request.raw or "problem" not in call.arguments for call in action.tool_calls)
-        thoughts, text = said(text, renderer.style, marks if readable else ())
+        thoughts, text = split_thoughts(text, renderer.style, marks if readable else ())
         reply = self.new_id()
         message = served(
             thoughts.strip(),
@@ -238,7 +238,7 @@ class TurnStream:
         self._ids += chunk.token_ids
         so_far = Completion(self._ids, [], [], "length", [])
         text = self._renderer.parse(so_far, self._prompt.tools, self._prompt.ids).content
-        parts = said(self._without_held(text), self._renderer.style, self._marks)
+        parts = split_thoughts(self._without_held(text), self._renderer.style, self._marks)
         for place, (kind, whole) in enumerate(zip(("thoughts", "text"), parts, strict=True)):
             whole, before = whole.strip(), self._reported[place]
             if len(whole) > len(before) and whole.startswith(before):

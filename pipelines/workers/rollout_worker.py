@@ -23,7 +23,7 @@ from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.config import Say, build_config
-from agentenv.encoder import encode_beside
+from agentenv.encoder import encode_in_process
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
 from agentenv.failures import MAX_TEXTS, Failure, Failures
@@ -100,7 +100,7 @@ class AskingEngine(Protocol):
 
     policy_version: int
 
-    def hear(self, said: Any) -> None:
+    def handle(self, said: Any) -> None:
         """What the controller says of its turns, or of their places."""
         ...
 
@@ -153,12 +153,12 @@ class RolloutWorker:
                     self._rollouts[asked.number].cancel()
             case messages.Steer():
                 (self._actor.pause if asked.holds else self._actor.resume)()
-            case messages.GiveUp() | messages.Look():
+            case messages.CancelTree() | messages.Look():
                 self._of_tree(asked)
             case messages.Over():
                 self._is_over = True
             case _:
-                self._engine.hear(asked)
+                self._engine.handle(asked)
 
     def say(self, text: str) -> None:
         """Report a sentence to people, through the controller."""
@@ -168,7 +168,7 @@ class RolloutWorker:
         """Ask for no more trees: this process ends within the time."""
         self._link.send(pack(messages.Leaving(within_s)))
 
-    def _of_tree(self, asked: messages.GiveUp | messages.Look) -> None:
+    def _of_tree(self, asked: messages.CancelTree | messages.Look) -> None:
         """As soon as the tree has begun to grow, which a new one does at once."""
         index = self._indices.get(asked.number)
         rollout = None if index is None else self._actor.growing(index)
@@ -272,7 +272,7 @@ async def build(
     assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
-    encode_beside(renderer, stack)
+    encode_in_process(renderer, stack)
     sampling, engine = config.sampling.train, await make_engine(assembly, setup, link)
     stack.push_async_callback(engine.close)
     actor = Actor(

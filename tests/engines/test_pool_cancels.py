@@ -114,7 +114,7 @@ def assert_nothing_is_left(b: Bench) -> None:
         assert not member.guests
     assert b.pool.queue.num_waiting == 0
     if isinstance(b.engine, LeasedEngine):
-        assert not b.engine._sought
+        assert not b.engine._waiting
         assert not b.engine._held
     for server in b.servers:
         assert server.num_running == 0

@@ -130,7 +130,7 @@ class RequestMonitor:
         self._heartbeat.beat()
         self.work.begin()
 
-    def doubt_s(self) -> float:
+    def deferral_s(self) -> float:
         """Seconds until a rollout that has no time left should check again: where the server is
         silent, that may be its fault, which is known after `silence_s`."""
         if self._heartbeat.is_alive:
@@ -143,10 +143,10 @@ class RequestMonitor:
         silence_s = self._slot.clock() - self._since_s
         is_preempted = self._slot.has_queue and self._heartbeat.is_alive
         began = self._has_tokens and not is_preempted
-        patience_s = config.silence_s if began else config.first_token_s
+        max_silence_s = config.silence_s if began else config.first_token_s
         if self._is_due:
-            patience_s = min(patience_s, config.silence_s)
-        if silence_s <= patience_s:
+            max_silence_s = min(max_silence_s, config.silence_s)
+        if silence_s <= max_silence_s:
             return False
         missing = "no more tokens" if self._has_tokens else "no first token"
         self.problem = f"{missing} of a request within {silence_s:.0f} s"

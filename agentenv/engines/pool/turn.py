@@ -22,7 +22,7 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import doing, doubting, end, uncancelled, waiting
+from agentenv.deadline import deferring, doing, end, uncancelled, waiting
 from agentenv.engine import StopMatcher, StopStrings, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
@@ -400,7 +400,7 @@ class TurnEngine(ABC, Generic[S]):
         if self._watching is None:
             self._watching = turn.loop.call_later(WATCH_S, self._watch)
         try:
-            with doing(slot.label), doubting(monitor.doubt_s):
+            with doing(slot.label), deferring(monitor.deferral_s):
                 await turn.until_ended(task)
         finally:
             try:
@@ -430,7 +430,7 @@ class TurnEngine(ABC, Generic[S]):
         if slot.is_asleep:
             return Aborted()
         if error is None or isinstance(error, ServerLostError | ForeignWeightsError):
-            monitor.work.give_back()
+            monitor.work.discard()
         match error:
             case None if monitor.problem:
                 return Lost(SILENT, f"{slot.name}: {monitor.problem}")
