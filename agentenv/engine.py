@@ -179,7 +179,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return "directory"
 
     @property
-    def tells_entropies(self) -> bool:
+    def reports_entropies(self) -> bool:
         """Whether the engine reports entropies of all tokens; otherwise the learner's replace them
         once forks are decided."""
         return True

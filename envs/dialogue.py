@@ -140,10 +140,10 @@ class ModelUser:
 
     async def _ask(self, body: dict[str, Any]) -> str:
         from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-        from agentenv.engines.remote.endpoint import read_said
+        from agentenv.engines.remote.endpoint import read_reply
 
         try:
-            return read_said(await self._model.reply(body)).text
+            return read_reply(await self._model.reply(body)).text
         except (RefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:

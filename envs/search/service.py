@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.engines.remote.client import RefusedError
-from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_said
+from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import (
@@ -349,7 +349,7 @@ class Summarizer:
         async def ask() -> bytes:
             nonlocal num_tokens
             try:
-                said = read_said(await self._model.reply(body))
+                said = read_reply(await self._model.reply(body))
             except EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError
