@@ -1,22 +1,22 @@
-"""Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
-and any ZeRO stage can resume from them, bit for bit when both are as before.
+"""Checkpoints of the learner: one file per rank, by parameter name, so that any number of ranks and
+any ZeRO stage can resume from them; bitwise exact if both are unchanged.
 
     DIR/learner.json                   the figures of `Saved`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
                                           NAME|reference if there is a reference policy
 
 Each rank writes its file tensor by tensor. A directory is written as DIR.partial, made durable and
-renamed. At every moment the older one or the new one is whole: an older one of the same name is
-first renamed to DIR.old.
+renamed. An older one of the same name is first renamed to DIR.old, so that at any time the older or
+the new one is complete.
 
-A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
-weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
-the part in the rank's share of a flat group of parameters, at stage 3 the rank's part of each
-parameter. Names are the model's own. DeepSpeed's public `safe_get_local_*` know stage 3 only and
-no state before the first step, so fragments read the sources of these functions.
+A fragment is a run of elements of one flattened parameter for which this rank has float32 weights
+and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2 the part
+in the rank's share of a flat group of parameters, at stage 3 the rank's part of each parameter.
+Names are the model's. DeepSpeed's public `safe_get_local_*` support only stage 3, and no state
+before the first step, so fragments read DeepSpeed's internal buffers.
 
-Safetensors files are written tensor by tensor, so that only one of them is in main memory at a
-time; the library's own `save_file` has the same result, and needs all tensors at once.
+Safetensors files are written tensor by tensor, so that main memory has only one at a time; the
+library's `save_file` has the same result, but needs all tensors at once.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 
 MASTER = "master"  # float32 weights
-REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
+REFERENCE = "reference"  # weights of the reference policy; other kinds are optimizer states
 
 LocalWeights = dict[str, tuple[int, Tensor]]  # by name, as of `local_weights`
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start to start + size of parameter `name`; `owner` is the tensor that the
-    optimizer holds state for, in which they begin at `offset`."""
+    """Elements [start, start + size) of parameter `name`; `owner` is the optimizer's tensor, in
+    which they begin at `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Fragment:
 
 
 def fragments(backend: RankBackend) -> Iterator[Fragment]:
-    """The fragments of this rank, of parameters that are trained."""
+    """The fragments of this rank, of trained parameters."""
     stage = backend.stage
     params = [
         (name, param)

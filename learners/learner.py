@@ -348,11 +348,11 @@ class Learner(Protocol):
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with an optimizer without state, as between SFT and RL."""
 
-    async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
+    async def save_optimizer(self, config: OptimizerConfig) -> None:
         """The same for a while: the state is kept in the main memory of the ranks, not in
         checkpoints, until `take_optimizer_back`."""
 
-    async def take_optimizer_back(self, config: OptimizerConfig) -> None:
+    async def restore_optimizer(self, config: OptimizerConfig) -> None:
         """Go on with the state that was set aside, which is of an optimizer of `config`."""
 
     async def publish(self, directory: Path) -> Path:

@@ -71,7 +71,7 @@ def check_model(
             'trees only; set learner.layout = "auto"'
         )
     try:
-        apart = distance(small(config))
+        gap = distance(small(config))
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
     except Exception as error:  # whatever the code of a model family raises
@@ -79,10 +79,10 @@ def check_model(
             f"{family} is not supported: its forward pass over a packed tree failed with "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not apart <= TOLERANCE:
+    if not gap <= TOLERANCE:
         raise ConfigError(
             f"{family} is not supported: with random weights its log-probs differ from "
-            f"transformers' own by {apart:.2g} nats, at most {TOLERANCE:g} expected; "
+            f"transformers' own by {gap:.2g} nats, at most {TOLERANCE:g} expected; "
             f"{reason(config)}"
         )
     if compiled:
@@ -91,7 +91,7 @@ def check_model(
 
 def _check_compiled(family: str, config: Any) -> None:
     try:
-        apart = distance(small(config), compiled=True)
+        gap = distance(small(config), compiled=True)
     except ConfigError:
         raise
     except Exception as error:  # whatever a compiler raises
@@ -102,9 +102,9 @@ def _check_compiled(family: str, config: Any) -> None:
         ) from error
     finally:
         torch.compiler.reset()
-    if not apart <= TOLERANCE:
+    if not gap <= TOLERANCE:
         raise ConfigError(
-            f"learner.compile: compiled, {family} is {apart:.2g} nats from transformers' own, at "
+            f"learner.compile: compiled, {family} is {gap:.2g} nats from transformers' own, at "
             f"most {TOLERANCE:g} expected; set learner.compile = false"
         )
 
@@ -121,12 +121,12 @@ def distance(config: Any, *, compiled: bool = False) -> float:
         expected = torch.cat([_alone(model, tree) for tree in trees])
         policy = Policy(model, compiled=compiled)
         layouts = LAYOUTS if policy.masks is None and not compiled else LAYOUTS[:1]
-        apart = []
+        gap = []
         for layout in layouts:
             (batch,) = pack(trees, 1 << 20, layout)
             found, _, _ = policy(*tensors(batch, torch.device("cpu")))
-            apart.append(found - expected[torch.from_numpy(batch.index)])
-        return float(torch.cat(apart).abs().max())
+            gap.append(found - expected[torch.from_numpy(batch.index)])
+        return float(torch.cat(gap).abs().max())
 
 
 def examples() -> Iterator[EncodedTree]:

@@ -275,7 +275,7 @@ def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[ND
     return found
 
 
-def give_back(
+def write_back(
     groups: Sequence[CreditedTree],
     encoded: Sequence[EncodedTree],
     entropies: Sequence[Share],

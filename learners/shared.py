@@ -57,7 +57,7 @@ class SharedCopy:
         self._slices: list[Slice] = []
         self._num_bytes = 0
         self.policy_version: int | None = None  # of the copy
-        self._gives_back = False  # the GPU's memory to engines, after the copy is read
+        self._frees_memory = False  # the GPU's memory to engines, after the copy is read
         self._copy: Tensor | None = None  # uint8, mapped by servers
         self._host: Tensor | None = None  # the same in main memory, of rank 0
 
@@ -68,7 +68,7 @@ class SharedCopy:
         none, and the problem, which all ranks report. `num_readers`: servers of a device.
         `sleeps_next`: the rank's unused memory is given back first, of which the copy would keep a
         part."""
-        problem, self.policy_version, self._gives_back = "", None, sleeps_next
+        problem, self.policy_version, self._frees_memory = "", None, sleeps_next
         try:
             self._make_room()
         except (RuntimeError, OSError) as error:  # no memory
@@ -95,7 +95,7 @@ class SharedCopy:
         if self._on_gpu:
             self._copy = None
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-            if self._gives_back:
+            if self._frees_memory:
                 torch.cuda.empty_cache()
 
     def write(self, source: Path, directory: Path) -> None:
@@ -124,7 +124,7 @@ class SharedCopy:
                 self._num_bytes = start + self._slices[-1].num_bytes
         if self._on_gpu:
             self._copy = None
-            if self._gives_back:
+            if self._frees_memory:
                 torch.cuda.empty_cache()
             self._copy = torch.empty(
                 self._num_bytes, dtype=torch.uint8, device=self._backend.device

@@ -407,7 +407,7 @@ class HostMemory:
         with contextlib.suppress(RuntimeError):  # CUDA reports the refusal to the next kernel
             torch.zeros(1, device=device)
 
-    def put_back(self, memory: Tensor) -> None:
+    def release(self, memory: Tensor) -> None:
         """It is not used any more."""
         self._free.setdefault(memory.nbytes, []).append(memory)
 
@@ -455,7 +455,7 @@ class OffloadedMemory:
             _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
         self._wait()
         for _, copy in self._kept:
-            self._memory.put_back(copy)
+            self._memory.release(copy)
         self._kept, self._empty = [], []
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

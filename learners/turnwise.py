@@ -116,7 +116,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             )
 
     @property
-    def takes_turns(self) -> bool:
+    def has_turn_advantages(self) -> bool:
         return True
 
     def plan(self, vocab_size: int) -> RolloutPlan:

@@ -212,10 +212,10 @@ class Rank:
                     self.trainer.warm_up()
             case wire.ResetOptimizer():
                 if command.state == "set_aside":
-                    self.backend.set_state_aside()
+                    self.backend.save_state()
                 self.backend.reset_optimizer(command.config)
                 if command.state == "take_back":
-                    self.backend.take_state_back()
+                    self.backend.restore_state()
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
                     raise LearnerError("the learner's weights are no longer the published ones")

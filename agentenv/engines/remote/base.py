@@ -239,8 +239,8 @@ class RemoteServer(ABC, Generic[F]):
 
     def handed(self) -> bytes:
         """The connection data for a client in another process; see `take_over`. With the cache
-        kept, salts change with each update, which other processes learn late: do not use such a
-        server from them.
+        kept, salts change with each update, which other processes learn too late: they must not use
+        such a server.
         """
         facts = replace(self._connected(), layout=None)
         return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))

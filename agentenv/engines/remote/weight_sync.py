@@ -142,7 +142,7 @@ class WeightSync(RemoteServer[F]):
         try:
             loop = asyncio.get_running_loop()
             asked_s = loop.time()
-            if not self._is_asleep:  # which is paused
+            if not self._is_asleep:  # otherwise it is paused
                 await self._pause()
             self.pause_wait_s = loop.time() - asked_s
             try:
@@ -155,7 +155,7 @@ class WeightSync(RemoteServer[F]):
             await self._name(policy_version)
             await self._resume()
             self._unusable, self._half_loaded = "", False
-        except BaseException as error:  # a cancellation too
+        except BaseException as error:  # including cancellations
             if refused:
                 raise
             reason = str(error) or type(error).__name__

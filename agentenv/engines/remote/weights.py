@@ -208,9 +208,9 @@ def read_layout(directory: Path) -> Layout:
 
 
 def find_layout(folders: Iterable[Path]) -> Layout | None:
-    """Of the first directory that is on this machine and holds a model."""
+    """The layout of the first folder on this machine that has a model."""
     for folder in folders:
-        with suppress(EngineError):  # a name on a hub, another machine, or another format
+        with suppress(EngineError):  # a hub id, a path of another machine, or another format
             return read_layout(folder)
     return None
 
