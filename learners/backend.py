@@ -84,10 +84,10 @@ class RankBackend(ABC):
         """Replace the optimizer by a new one without state."""
 
     def save_state(self) -> None:
-        """Keep the optimizer's state in main memory while another one is in use."""
+        """Move the optimizer's state to main memory while another optimizer is in use."""
         self._aside = {
             owner: {
-                # Beside each tensor its device, which need not be the owner's.
+                # With each tensor its device, which may differ from the owner's.
                 kind: (value.to("cpu"), value.device) if isinstance(value, Tensor) else value
                 for kind, value in state.items()
             }
@@ -343,13 +343,13 @@ class _Arriving(nn.Module):
 
 
 def prepare_deepspeed() -> None:
-    """Before DeepSpeed starts: the process group exists already, and nothing is compiled."""
+    """Prepare the start of DeepSpeed: use the existing process group, and compile nothing."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     if not torch.cuda.is_available():
-        # Else DeepSpeed compiles its shared-memory collectives at the first start, for a minute.
+        # Otherwise DeepSpeed compiles its shared-memory collectives at the first start: a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -454,7 +454,7 @@ class DeepSpeedBackend(RankBackend):
         return norm
 
     def _reduce(self) -> None:
-        """Sum the gradients over ranks, where the backward passes did not."""
+        """Sum the gradients over ranks, if the backward passes did not."""
         for param, total in self._sums.items():
             param.grad = total.to(param.dtype)
         self._sums.clear()
@@ -466,8 +466,8 @@ class DeepSpeedBackend(RankBackend):
         if self.stage == 0:
             self.optimizer.zero_grad()
             return
-        # DeepSpeed keeps parts of gradients in several places and clears all of them when it
-        # finds one that is not finite; so it gets one.
+        # DeepSpeed keeps parts of gradients in several places, and clears all of them after a
+        # non-finite one; so one is set.
         with torch.enable_grad():
             logprobs, _, _ = self.forward(empty_batch())
             self.backward(math.nan * logprobs.sum())
@@ -475,7 +475,7 @@ class DeepSpeedBackend(RankBackend):
         self.engine.step()
 
     def abandon(self) -> None:
-        # Of several ranks none can go on alone.
+        # With several ranks, none can continue alone.
         if self.num_ranks == 1:
             self._sums.clear()
             self.skip()

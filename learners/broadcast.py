@@ -3,9 +3,9 @@
     all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, packs, broadcasts it
 
     Broadcaster   gathers, packs, sends and aborts; the same for every link
-    TorchLink     a torch.distributed group, built as SGLang builds its own, so that the keys of
-                  both in the store agree: NCCL on GPUs, gloo on the CPU
-    NcclLink      a bare NCCL communicator, as vLLM's backend "nccl" has it
+    TorchLink     a torch.distributed group, built as in SGLang, so that both use equal keys in the
+                  store: NCCL on GPUs, gloo on the CPU
+    NcclLink      a bare NCCL communicator, as in vLLM's backend "nccl"
 
 The link is separate from the group of the learner's ranks; only rank 0 belongs to it. Every problem
 of the link is reported and ends the link, not the rank.
@@ -260,8 +260,8 @@ class TorchLink:
         return sent
 
     def abort(self) -> None:
-        """On gloo by shutting every connection down: its own `abort` does nothing, and receivers
-        would wait for minutes."""
+        """End transfers; on gloo by shutting down every connection, since its `abort` does nothing
+        and receivers would wait for minutes."""
         if self.address.backend == "nccl":
             if self._group is not None:
                 self._group.abort()
@@ -272,7 +272,7 @@ class TorchLink:
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as connection:
-                    # gloo ends the process when its listening socket breaks
+                    # gloo aborts the process when its listening socket breaks
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed meanwhile, or not connected

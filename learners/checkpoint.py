@@ -134,14 +134,14 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
     if backend.stage:
         with changing_weights(
             backend
-        ):  # the weights in use: the float32 ones, rounded to their dtype
+        ):  # the weights in use are the float32 ones, rounded to their dtype
             for name, start, elements in local_weights(backend):
                 elements.copy_(saved.read(name, MASTER, start, elements.numel()))
 
 
 def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, first element and elements of each trained weight, as this rank stores it to compute
-    with: all of it at stages 0 to 2, its part at stage 3."""
+    """Name, first element and elements of each trained weight in the form for computation on this
+    rank: the whole weight at stages 0 to 2, the rank's part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
         if not param.requires_grad:
             continue
@@ -156,8 +156,8 @@ def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
 
 @contextmanager
 def changing_weights(backend: RankBackend) -> Iterator[None]:
-    """Around writes to the tensors of `local_weights`. Drops copies that stage 3 has gathered from
-    all ranks; the next forward pass gathers anew. Takes no part in any collective."""
+    """Around writes to the tensors of `local_weights`. Drops weights that stage 3 gathered; the
+    next forward pass gathers them again. Not collective."""
     if backend.stage == 3:
         backend.optimizer.checkpoint_event_prologue()
     yield
@@ -200,11 +200,11 @@ class Checkpoint:
         return [kind for one, kind in self._parts if one == name and kind not in known]
 
     def step_of(self, name: str) -> float | None:
-        """Optimizer steps that the parameter's state has seen."""
+        """Number of optimizer steps in the parameter's state."""
         return self._steps.get(name)
 
     def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
-        """Elements start to start + size of a flattened parameter or its state, float32."""
+        """Elements [start, start + size) of a flattened parameter or its state, float32."""
         out = torch.empty(size)
         missing = size
         for first, count, file in self._parts.get((name, kind), ()):
@@ -222,7 +222,7 @@ class Checkpoint:
         return out
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
-        """Generators of a rank by device; empty for a rank that there was none of."""
+        """Random generator states of a rank by device; empty for a rank that did not exist."""
         if rank >= self.meta.num_ranks:
             return {}
         with safe_open(self.directory / shard_name(rank, self.meta.num_ranks), "pt") as file:
@@ -233,8 +233,8 @@ class Checkpoint:
 def save(
     backend: RankBackend, meta: Saved, directory: Path, reference: LocalWeights | None = None
 ) -> None:
-    """Write a checkpoint; all ranks call it. `reference` are the weights of the reference policy,
-    if there is one. Raises LearnerError on every rank if one fails."""
+    """Write a checkpoint; collective. `reference` has the weights of the reference policy, if any.
+    Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
     on_all_ranks(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
     on_all_ranks(backend, lambda: _write_shard(backend, partial, reference))
@@ -242,7 +242,7 @@ def save(
 
 
 def on_all_ranks(backend: RankBackend, work: Callable[[], None]) -> None:
-    """Do a part of common work; if a file fails on one rank, the work fails on all."""
+    """Run `work` on all ranks; an error on one rank raises on all."""
     problem = ""
     own: Exception | None = None
     try:
@@ -356,9 +356,8 @@ Load = Callable[[], Tensor]
 def write_tensors(
     path: Path, places: Iterable[Place], loads: Iterable[Load], metadata: Mapping[str, str]
 ) -> None:
-    """Write the tensors that `loads` give one after the other, from any device, to their places,
-    of which there are as many; no file is left where that fails. Raises ValueError for a tensor
-    that does not fit into its place."""
+    """Write the tensors from `loads`, on any device, to `places`, one after the other; a failure
+    leaves no file. Raises ValueError for a tensor that does not match its place."""
     places = list(places)
     header, starts = _layout(places, metadata)
     with naming(path), removing(path), path.open("wb") as file:
@@ -369,7 +368,7 @@ def write_tensors(
 
 
 def _layout(places: list[Place], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where after it each tensor begins: the widest dtypes first, so that each is
+    """The header, and the offset of each tensor after it: the widest dtypes first, so that each is
     aligned in a mapped file."""
     index: dict[str, object] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}

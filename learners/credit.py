@@ -106,14 +106,14 @@ def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 def advantages_of(estimator: Estimator, returns: Floats) -> Floats:
-    """Those of a group, float64 like its returns. Raises ConfigError for a user's estimator that
-    raises, and for advantages of another number or that are not finite."""
+    """The advantages of a group, float64 [len(returns)]. Raises ConfigError for a user's estimator
+    that raises, or returns a wrong number of advantages or non-finite ones."""
     name = getattr(estimator, "__qualname__", repr(estimator))
     try:
         found = np.asarray(estimator(returns), np.float64)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         if getattr(estimator, "__module__", "").startswith("agentenv."):
-            raise  # a bug of this project has its traceback
+            raise  # a bug of this project needs its traceback
         why = f"{type(error).__name__}: {error}{place_of(error)}"
         raise ConfigError(f"{name} raised {why}; expected advantages(returns)") from error
     problem = ""

@@ -402,16 +402,16 @@ class LearnerSender:
 
 
 class MemorySender:
-    """A SharedSender: weights go through memory that the ranks share with servers of their machine.
-    `publish` comes first, once an update; directories go below `folder`; `num_readers` servers have
-    each GPU."""
+    """A SharedSender: ranks share weights in memory with servers of their machine. Call `publish`
+    first, once per update; directories are created in `folder`; `num_readers` servers share each
+    GPU."""
 
     def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
         self.learner, self.folder = learner, folder.absolute()
         self._num_readers = num_readers
         self.weights = SharedWeights([], [], [], [], 0, {})
         self.num_failures = 0
-        self.falling_asleep: asyncio.Future[None] | None = None  # the learner; released after it
+        self.falling_asleep: asyncio.Future[None] | None = None  # the learner's
         self._version = 0
         self._written: Path | None = None
         self._writing = asyncio.Lock()

@@ -1,6 +1,6 @@
 """Interface between the controller and a learner: trees in, metrics and weights out.
 
-Keys first: an optimizer, its schedule by the number of updates done, the learner with its ranks.
+The keys come first: optimizer, schedule by the number of updates, learner with its ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Metrics = dict[str, float]
 
 
-# How an engine's figures of fresh tokens agree with the learner's: up to rounding; log-probs are
-# close by measurement and entropies may be bounds; or unknown.
+# Agreement of an engine's values of fresh tokens with the learner's: up to rounding; measured to be
+# close (log-probs; entropies may be bounds); or unknown.
 Agreement = Literal["exact", "close", "unknown"]
 
 
@@ -203,7 +203,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         self.check_schedule("learner")
 
     def resolved(self, *, on_gpu: bool) -> Self:
-        """The same with the ZeRO stage and the dtype that "auto" stands for on such a device."""
+        """The configuration with "auto" resolved for the device: ZeRO stage and dtype."""
         dtype, stage = self.dtype, self.zero_stage
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu and stage != 0 else "float32"
@@ -215,7 +215,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return replace(self, dtype=dtype, zero_stage=stage)
 
     def check_optimizer(self, other: OptimizerConfig, key: str) -> None:
-        """Raises ConfigError if `other`, which `key` chooses, cannot be used in this learner."""
+        """Raises ConfigError if this learner does not support the optimizer `other` of `key`."""
         if other.optimizer == "muon_adamw":
             if self.lora is not None:
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
@@ -224,17 +224,17 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_flat(self) -> bool:
-        """Whether another layout than trees is given."""
+        """Whether the layout is set to something other than trees."""
         return self.layout in ("segments", "padded")
 
     @property
     def num_replicas(self) -> int:
-        """Context groups, each of which has its own trees: data-parallel replicas."""
+        """Data-parallel replicas: context groups, each with its own trees."""
         return self.num_ranks // self.context_parallel
 
     @property
     def replica_tokens(self) -> int:
-        """Most tokens of a micro-batch of a replica, but for a path that is longer."""
+        """Token budget of a replica's micro-batch, except for a longer path."""
         return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
@@ -296,7 +296,7 @@ ALLOCATOR_IS_LOCAL = (
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """Raises ConfigError where a context group of that size cannot divide the attention heads."""
+    """Raises ConfigError if the attention heads cannot be divided by this context-group size."""
     if num_heads % size:
         raise ConfigError(
             f"learner.context_parallel = {size} does not divide the model's {num_heads} attention "
@@ -305,7 +305,7 @@ def check_heads(num_heads: int, size: int) -> None:
 
 
 class Score(Struct, frozen=True):
-    """Teacher-forced figures of one sequence, an entry per predicted token.
+    """Teacher-forced values of one sequence, an entry per predicted token.
 
     logprobs and entropies in nats; matches: the token is the likeliest one.
     """
@@ -320,7 +320,7 @@ class Learner(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Number of updates published; the version of the weights published last."""
+        """The version of the latest published weights: the number of published updates."""
 
     async def update(
         self,
@@ -329,10 +329,11 @@ class Learner(Protocol):
         agreement: Agreement = "exact",
         num_minibatches: int | None = None,
     ) -> Metrics:
-        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch, of
-        which there are `num_minibatches`, at most one a group, or as few as groups_per_minibatch
-        allows. Trees without entropies get those of their trained tokens, exact ones under the
-        weights with which the token was computed first, and nan elsewhere; all get `scored`."""
+        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch.
+        There are `num_minibatches`, at most one per group, by default as few as
+        groups_per_minibatch allows. Trees without entropies get those of their trained tokens,
+        exact ones under the weights of the token's first pass, and nan elsewhere; all get
+        `scored`."""
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
@@ -343,35 +344,35 @@ class Learner(Protocol):
         """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """Log-probs of given sequences under the current weights; trains nothing."""
+        """Log-probs of given sequences under the current weights, without training."""
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Start over with an optimizer without state, as between SFT and RL."""
+        """Replace the optimizer by one without state, for instance between SFT and RL."""
 
     async def save_optimizer(self, config: OptimizerConfig) -> None:
-        """The same for a while: the state is kept in the main memory of the ranks, not in
-        checkpoints, until `take_optimizer_back`."""
+        """As `reset_optimizer`, but keep the old state in the ranks' main memory, not in
+        checkpoints, until `restore_optimizer`."""
 
     async def restore_optimizer(self, config: OptimizerConfig) -> None:
-        """Go on with the state that was set aside, which is of an optimizer of `config`."""
+        """Restore the saved state, which must belong to an optimizer of `config`."""
 
     async def publish(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory and count one policy version up."""
+        """Write the weights as a Hugging Face directory and increment the policy version."""
 
     async def export(self, directory: Path) -> Path:
-        """Write the same directory without counting."""
+        """Write the same directory without a new version."""
 
     async def save(self, directory: Path) -> None:
-        """Write everything a bit-exact resume needs; atomic."""
+        """Write a checkpoint for a bitwise exact resume; atomic."""
 
     async def load(self, directory: Path) -> None:
-        """Resume from a checkpoint, its policy version included."""
+        """Resume from a checkpoint, including its policy version."""
 
     async def close(self) -> None:
         """Stop the ranks; idempotent."""
 
 
-# Metadata of a checkpoint, also for readers that do not load it.
+# Metadata of a checkpoint, also for code that does not load it.
 
 SAVED_FILE = "learner.json"
 
@@ -386,7 +387,7 @@ class Sample(NamedTuple):
 
 
 class Trial(Struct):
-    """The updates of one kind so far, and the times of those that count."""
+    """The number of updates of one kind so far, and the times of measured ones."""
 
     num_updates: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -411,7 +412,7 @@ class Saved(Struct, kw_only=True):
 
 
 def read_saved(directory: Path) -> Saved:
-    """Of a checkpoint, whose ranks may still be writing it anew. Raises DataError for no whole
+    """The metadata of a checkpoint, even while ranks rewrite it. Raises DataError for an incomplete
     one."""
     directory = finished_folder(directory)
     try:
@@ -423,7 +424,7 @@ def read_saved(directory: Path) -> Saved:
 
 
 def frozen_model(checkpoint: Path | None) -> Path | None:
-    """The directory of the weights that a checkpoint's adapters belong to, if it has adapters."""
+    """The directory of the frozen weights of a checkpoint with adapters; None without adapters."""
     folder = None if checkpoint is None else checkpoint / "trainer"
     if folder is None or not finished_folder(folder).is_dir():
         return None

@@ -17,7 +17,7 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import ActionTokens, EncodedTree, encode
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import Agreement
-from agentenv.learners.partition import forget_entropies, write_back, partition, split_by_tree
+from agentenv.learners.partition import forget_entropies, partition, split_by_tree, write_back
 from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.tree import TrajectoryTree
 from tests.learners.test_trainer_options import trainer
