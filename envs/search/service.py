@@ -205,7 +205,7 @@ def _distinct(hits: list[Hit]) -> list[Hit]:
 # The tools of web search: `search` and `open_page`.
 
 
-def tell_tools(states: Iterable[Any], question: str, action: Message) -> None:
+def update_episodes(states: Iterable[Any], question: str, action: Message) -> None:
     """Note in the states of these tools what the episode asks and what the policy wrote.
 
     An environment calls it at the start of each step; the states of other tools are left alone.
