@@ -404,12 +404,12 @@ async def check_namespaces() -> None:
 
 
 class _Host:
-    """What the programs of a process share: a folder, below which they have their own, and the
-    sockets that lead to ports of the loopback."""
+    """The resources that the programs of a process share: a parent folder, and the sockets that
+    lead to ports of the loopback."""
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._short = Path()  # the same, for names of sockets, which have at most 107 bytes
+        self._short = Path()  # a short path to it for sockets, whose names have at most 107 bytes
         self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()

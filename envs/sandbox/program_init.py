@@ -137,10 +137,10 @@ def main() -> None:
                     branches += [copy] if copy is not None else []
                     copies += copy is not None
                     continue
-                report = None  # the host is gone, or wants an end
+                report = None  # the host has ended, or requests the end
             elif not (report := branch.watch.ended(ended.get(branch.pid)) or branch.watch.limit()):
                 continue
-            if copies or not is_alone:  # else the end of process 1 ends them
+            if copies or not is_alone:  # otherwise the end of process 1 ends them
                 _end_all(branch.watch.processes, ended)
             if report is not None:
                 branch.report(report)
@@ -195,7 +195,7 @@ def _be(uid: int | None, saved: int | None = None) -> None:
 def _become(
     settings: dict[str, Any], output: int, channel: program_snapshot.Channel | None
 ) -> None:
-    """In the child: the program, with its limits and without privileges."""
+    """In the child: become the program, with its limits and without privileges."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -356,8 +356,9 @@ class _Output:
 
 
 class _Watch:
-    """What all processes of a program take together: those below this one, or with copies those of
-    its space. A copy has the descriptors `folders`, and has used `cpu_s` before it was made."""
+    """Resource usage of all processes of a program: the descendants of this process or, with
+    copies, those in its network namespace. A copy has the descriptors `folders`, and the CPU time
+    `cpu_s` before its creation."""
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ class Copy:
 
 
 class Snapshots:
-    """Of one sandbox. `channel` leads to the program's hook, and first brings the listener of its
-    filter of system calls."""
+    """The snapshots of one sandbox. `channel` leads to the program's hook, which first sends the
+    listener of its system-call filter."""
 
     def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
         _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
@@ -95,8 +95,8 @@ class Snapshots:
             self.answer_next()
 
     def answer_next(self, granted: int = 0) -> bool:
-        """Answer one system call of the program; whether it was the clone that process `granted`
-        may make."""
+        """Answer one system call of the program; returns whether it was the permitted clone of
+        process `granted`."""
         data = bytearray(80)
         try:
             fcntl.ioctl(self.listener, fork_broker.RECEIVE, data)
