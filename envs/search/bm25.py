@@ -1,4 +1,4 @@
-"""BM25 over a local corpus without a server: arrays in this process, or tantivy's index on disk."""
+"""BM25 over a local corpus without a server: arrays in this process, or a tantivy index on disk."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class BM25Index:
         return [self.passages[place] for place, _ in self.ranked(query, k)]
 
     def ranked(self, query: str, k: int) -> list[tuple[int, float]]:
-        """Places in the corpus and BM25 scores, best first."""
+        """(index in the corpus, BM25 score) of each hit, best first."""
         ids = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
         if not ids:
             return []
-        # the scores alone: bm25s's own retrieve() costs five times as much on small corpora
+        # get_scores_from_ids(), as retrieve() of bm25s takes five times as long on small corpora
         scores = np.asarray(self._bm25.get_scores_from_ids(ids))
         candidates = np.flatnonzero(scores)
         if len(candidates) > k:
@@ -83,7 +83,7 @@ class BM25Index:
 
 
 class BM25Backend(LocalBackend[BM25Index]):
-    """The embedded index as a backend. Threads build it, and search it if it is large."""
+    """The embedded index as a backend. Threads build it; they also search it if it is large."""
 
     def __init__(self, corpus: Path) -> None:
         super().__init__("bm25", NUM_THREADS)

@@ -30,12 +30,12 @@ from agentenv.untrusted import decode, decode_text
 
 T = TypeVar("T")
 
-VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
-ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
+VERSION = 1  # of the table and its values; files written before versions were recorded have 0
+ARPO_PREFIX = "arpo:"  # prefix of the keys of entries imported from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
-# The second: a message about a damaged file may quote undecodable bytes.
+# UnicodeDecodeError: a message about a damaged file may quote undecodable bytes.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-# An answer without results may be an engine's bad hour, so it is not believed for longer.
+# An empty answer may be due to a temporary fault of the engine, so it expires after an hour.
 EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, written_at REAL) "
@@ -284,8 +284,8 @@ def _now() -> float:
 
 
 def _open(path: Path, key: str) -> sqlite3.Connection | None:
-    """A connection, and None for a file that is damaged or of another version. ConfigError: it
-    cannot be opened, or is no SQLite file."""
+    """Open the file; returns None if it is damaged or has another version. Raises ConfigError if
+    it cannot be opened or is not an SQLite file."""
     connection = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

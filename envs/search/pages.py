@@ -38,12 +38,12 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class RefusedAddress(OSError):
-    """The address is private, loopback, or otherwise not of the public internet; the text says
-    what it is."""
+    """The address is private, loopback, or otherwise not on the public internet; the message names
+    its kind."""
 
 
-# What Python 3.11 takes for public and is not: the metadata services of Azure and Oracle, relays of
-# 6to4, networks of a site, IPv4 in IPv6 of the old form and of local translators, documentation.
+# Networks that Python 3.11 wrongly counts as public: metadata services of Azure and Oracle, 6to4
+# relays, site-local, IPv4-compatible IPv6, local-use NAT64, and documentation addresses.
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -138,17 +138,17 @@ class GuardedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the resolver behind."""
+        """Close the wrapped resolver."""
         if self._inner is not None:
             await self._inner.close()
 
 
-# Fetching pages that the policy names: nothing private is reached, nothing endless is read.
+# Fetching pages that the policy names, with no access to private addresses and bounded reads.
 
 MAX_REDIRECTS = 5
 MAX_BYTES = 2_000_000  # of a page; the rest is not read
 MAX_PAGE_CHARS = 100_000  # of the text of a page; the rest is not kept
-MAX_CONCURRENCY = 64  # pages that are fetched at once
+MAX_CONCURRENCY = 64  # pages fetched at the same time
 NUM_RETRIES = 2  # after 429 and 5xx
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -286,7 +286,7 @@ _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOT
 
 
 def _named(url: str, error: BaseException) -> ToolError | InfraError:
-    """Why a page could not be fetched: a fact of its address, or our own machine."""
+    """The error of a failed fetch: ToolError if the page is the cause, InfraError if this host."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RefusedAddress):

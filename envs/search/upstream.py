@@ -58,17 +58,17 @@ class TokenBucket:
                 await asyncio.sleep(delay)
 
     def pause(self, seconds: float) -> None:
-        """Give nobody a token for so long: the provider has asked for it, or fails."""
+        """Issue no token for this time, as the provider requested it or fails."""
         until = asyncio.get_running_loop().time() + seconds
         self._paused_until = max(self._paused_until, until)
 
 
 MAX_REPLY_BYTES = 8_000_000
-BURST = 20  # requests that may start at once
+BURST = 20  # requests that may start at the same time
 FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
 MAX_DELAY_S = 30.0  # the longest wait between attempts
-MAX_FAILURES = 20  # calls that fail in a row until the service is left alone
-COOL_DOWN_S = 30.0  # how long the service is left alone
+MAX_FAILURES = 20  # consecutive failed calls until requests to the service pause
+COOL_DOWN_S = 30.0  # length of this pause
 
 
 # A wrong key, one that may not do this, or a plan that is used up: Tavily says 432 and 433.
