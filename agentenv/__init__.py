@@ -7,52 +7,52 @@ Custom environments can import their names from here; the rest is in these files
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree
                errors     every failure by its name; bugs of users' code; hints in errors
-    rollout    actor      rolls out tasks, with hooks; questions asked with the same actor
+    rollout    actor      rolls out tasks, with hooks; evaluates with the same actor
                rollout    grows a tree: turns, forks, ends
-               recovery   what is tried again, and how a killed rollout goes on
-               given      turns of an earlier trajectory that a tree begins after
-               branch     one growing trajectory, and the envs that are open
-               copies     environments kept at tool results, for siblings that come later
-               deadline   how long is waited, and what ends in spite of cancellations
-               plan       the seam that decides on roots and forks
-               forecast   success and calls after a tool result, as plans expect them
+               recovery   retries after failures, and resuming a killed rollout
+               given      initial turns that a tree takes from an earlier trajectory
+               branch     one growing trajectory, and the open environments
+               copies     environments kept at tool results, for later siblings
+               deadline   time limits of waits, and sections that cancellation cannot interrupt
+               plan       the interface of the plans: roots and forks
+               forecast   expected success and calls after a tool result, for plans
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
-               frames     its frames; trees made of them again
-               archive    every tree that was taken for a step
+               frames     its frames; trees restored from them
+               archive    every tree of every training step
                metrics    figures of rollouts
-               failures   of rollouts: logged once without secrets, counted, bounded
+               failures   of rollouts: logged once, without secrets; counted and limited
     tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
-               tags       its calls: read, written, described
+               tags       its calls: parsed, written, described
                native     the same by the chat template of the model
                call_syntax   forms in which models write tool calls
                encoder    a process that tokenizes long texts
-    tools      tools      what the policy can call, and its bounds
+    tools      tools      the tools of the policy, and their limits
                tool_env   the environment that runs tool calls and grades
-               http       APIs over HTTP as tools: clients, logins, what a status means
+               http       APIs over HTTP as tools: clients, logins, meanings of status codes
                env        the environment contract, the registry, shared resources
-               gym        the environments as Gymnasium's, one or many at once
+               gym        Gymnasium versions of the environments, single and vector
                testing    a conformance kit for environments
-               cold_start demonstrations, and a small untrained model with words of one's own
-    data       data_files, rows, dataset: from files to tasks in order
-               curriculum  tasks drawn by the success that the policy has with them
-               prefix_starts   which groups begin after given turns, and how many
-               untrusted  what this program did not write, decoded
-    endpoint/  the APIs that programs speak, and the capture of their calls
-    engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers
-               engine     the seam to them, and settings of those that are servers
+               cold_start demonstrations, and a small untrained model with a custom vocabulary
+    data       data_files, rows, dataset: from files to an ordered list of tasks
+               curriculum  tasks sampled by the policy's success rate on them
+               prefix_starts   the groups that begin after given turns
+               untrusted  decoding of untrusted input
+    endpoint/  the APIs for agent programs, and the capture of their calls
+    engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers
+               engine     the interface of the engines, and their settings
     settings   config     TOML files to structs
-               server_config   settings of engines that are servers
-               registry   parts chosen by name, also from a package of the user's own
-               old_keys   keys of earlier configurations: why they went, what replaces them
-    processes  cluster/   rollouts and environments in processes of their own
-               offload    threads and processes beside the event loop
-               guard      none outlives its starter
-               supervisor  one process, where it runs, restarts; and workers of one kind
-               worker_group, link   handshake, liveness, messages; ports held for servers
-               worker_pool   jobs that may hang or crash
-    files      model_files   what a model directory says; models and datasets on the hub
-               disk          files that are whole whenever somebody reads them
+               server_config   settings of engine servers
+               registry   parts chosen by name, also from the user's own package
+               old_keys   keys of earlier versions: the reason for their removal, and replacements
+    processes  cluster/   rollouts and environments in separate processes
+               offload    threads and processes outside the event loop
+               guard      ends a process with its starter
+               supervisor  one process: placement and restarts; groups of equal workers
+               worker_group, link   handshake, liveness, messages; ports reserved for servers
+               worker_pool   a process pool for jobs that may hang or crash
+    files      model_files   metadata of a model directory; models and datasets on the hub
+               disk          atomic writes of files
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The actor: rolls out tasks with one engine, renderer and kind of environment.
+"""The actor: rolls out tasks with one engine, renderer and environment type.
 
 It serves any number of concurrent rollouts, each of which grows one tree (`rollout.py`) with
 `RolloutHooks`. Evaluation (`ask`, `evaluate`) is the same rollout with the plan `Independent` and a
@@ -41,10 +41,10 @@ class RolloutHooks:
 
         prefix     the prompt was rendered
         sampling   a turn will be sampled
-        step       the policy has acted and the env is to answer
-        redirect   the env has answered, and the episode goes on
-        finish     a limit ends the episode: the env is to grade
-        end        the branch is over in any way, cancelled too
+        step       the policy acted; the hook returns the env's answer
+        redirect   the env answered, and the episode continues
+        finish     a limit ended the episode; the hook returns the grade
+        end        the branch ended for any reason, including cancellation
 
     Its constructor may reject the rollout with a ConfigError.
     """
@@ -69,8 +69,8 @@ class RolloutHooks:
         return await self.rollout.actor.envs.step(branch.env, action)
 
     async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        """Whether the branch continues elsewhere than after this observation. If so, the branch is
-        already there: `Branch.take_back` and `Branch.restart` move it.
+        """Whether the hook moved the branch elsewhere, by `Branch.take_back` or `Branch.restart`,
+        instead of letting it continue after this observation.
         """
         return False
 
@@ -91,8 +91,8 @@ PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
-    """A wait of a branch, since `since` (time of the loop, seconds); `branch` is "" for a wait of
-    the tree itself."""
+    """A branch's current wait for `what`, since `since` (loop time, seconds); `branch` is "" for a
+    wait of the tree itself."""
 
     task_id: str
     tree: int
@@ -134,8 +134,8 @@ class Actor:
         self.envs = OpenEnvs(limits.env_timeout_s)
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()
-        self.rollouts: set[Rollout] = set()  # that go on
-        self._unpaused = asyncio.Event()  # unless turns are paused
+        self.rollouts: set[Rollout] = set()  # running ones
+        self._unpaused = asyncio.Event()  # cleared while turns are paused
         self._unpaused.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since creating it costs as much as a draw
@@ -155,18 +155,19 @@ class Actor:
         cancelled: str = "",
         order: Order | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order, `order` what else is decided of it.
+        """Grow one tree. `index` is its place in start order; `order` has the other decisions made
+        before its start.
 
         Its events are written to `record`, and the tree is returned once they are on disk.
-        `recorded` is the tree of an earlier process, which resumes; it restarts if the prompt of
-        its task has changed, or if hooks took part in it. With a reason in `cancelled` the tree
-        ends at once: its live branches fail as cancelled, and no environment is made and no turn is
-        sampled.
+        `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
+        if the prompt of its task changed, or if the actor has hooks. A reason in `cancelled` ends
+        the tree at once: its live branches fail as cancelled, no environment is made, and no turn
+        is sampled.
 
-        For trees that hold parts of one group: `session` names those whose prompts are alike (by
-        default `index` does), and the first from-scratch branch gets the name `first_root`.
-        `max_failures` takes the place of that of the limits; the caller rolls out the same tree
-        `again` if it fails.
+        For a group that is split over several trees: `session` identifies trees with equal prompts
+        (default: `index`), and `first_root` is the name of the first from-scratch branch.
+        `max_failures` overrides the limits' value. `again` means that the caller retries the tree
+        if it fails.
 
         Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
@@ -190,7 +191,7 @@ class Actor:
                 return await self._resume_recorded(make, recorded, record, cancelled)
             except* OtherPromptError:
                 logger.warning(
-                    "task %s has a different prompt than its tree: it starts again", task.id
+                    "task %s: its prompt differs from the recorded one; its tree restarts", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None, info=dict(order.facts))
@@ -209,7 +210,7 @@ class Actor:
         return [one for rollout in self.rollouts for one in awaited_by(rollout)]
 
     def longest(self) -> dict[str, float]:
-        """Each wait, and the start of its longest one (time of the loop)."""
+        """By kind of wait, the start of the longest current one (loop time, seconds)."""
         found: dict[str, float] = {}
         for rollout in self.rollouts:
             for clock in rollout.clocks():
@@ -256,7 +257,7 @@ class Actor:
 
 
 class Question(NamedTuple):
-    """A requested trajectory: sample number `sample` of a task, by an actor."""
+    """A request for one trajectory: sample number `sample` of a task, by an actor."""
 
     actor: Actor
     task: Task
@@ -293,9 +294,9 @@ async def ask(
 
     async def work() -> None:
         for question in waiting:
-            heard = on_answer(await _answer(question, on_retry))
-            if heard is not None:
-                await heard
+            handled = on_answer(await _answer(question, on_retry))
+            if handled is not None:
+                await handled
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

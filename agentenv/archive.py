@@ -1,16 +1,16 @@
-"""The archive: every tree of every training step, as it was trained, for people and programs.
+"""The archive: every tree of every training step, as it was trained, for inspection and analysis.
 
-    RUN/trees/step-000001.frames    a header; then of each tree a line of an index, and the tree
+    RUN/trees/step-000001.frames    a header; then for each tree an index entry, and the tree
 
     step = read_step(path)          header and index, without reading a tree
-    for entry in step.entries: ...  rewards, sizes, what became of it and why
-    kept = step.tree(entry)         one tree, from its place in the file
+    for entry in step.entries: ...  rewards, sizes, the tree's fate and the reason
+    kept = step.tree(entry)         reads one tree, at its offset in the file
     kept.columns(leaf)              its tokens as arrays: ids, log-probs, credit, versions, mask
 
-Frames are those of frames.py. A truncated file is readable up to the cut. Filtered and failed trees
-are included. A thread writes a step once, after the update; a run that resumes from a checkpoint
-removes later files, so that the files belong to the surviving weights. A sampled token takes 16 to
-24 bytes, an observed one 4.
+The frames have the format of frames.py. A truncated file is readable up to the cut. Filtered and
+failed trees are included. A thread writes a step once, after the update; a run that resumes from a
+checkpoint removes later files, so that the files match the weights. A sampled token takes 16 to 24
+bytes, an observed one 4.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Fate = Literal["trained", "filtered", "failed"]
 
 
 class StepHeader(Struct, frozen=True):
-    """Header of a step. `policy_version` is the learner's when it took the trees, `incarnation`
-    counts starts of the run; `settings` names what trees depend on, `vocab_size` what plans are
-    made with. `metrics` are those of the update.
+    """Header of a step. `policy_version` is the learner's when it took the trees; `incarnation`
+    counts starts of the run; `settings` is a digest of the settings that trees depend on;
+    `vocab_size` is an input of the plans; `metrics` has those of the update.
     """
 
     step: int
@@ -59,8 +59,8 @@ class StepHeader(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """A tree in the index. `why` is the reason if it was not trained; `rewards` are the returns of
-    its trajectories without failed ones; shared tokens count once.
+    """A tree in the index. `why` is the reason if it was not trained; `rewards` has the returns of
+    its trajectories, except failed ones; tokens that trajectories share count once.
     """
 
     tree: int
@@ -76,10 +76,10 @@ class Entry(Struct, frozen=True):
     num_forks: int
     num_tokens: int
     num_action_tokens: int
-    policy_version: int  # the engine's, when the tree began
-    oldest_version: int  # that chose a token
-    place: int = -1  # of the tree's frame in the file
-    num_changed: int = -1  # forks that ended otherwise than the branch they left; -1: not counted
+    policy_version: int  # the engine's at the start of the tree
+    oldest_version: int  # the oldest version that sampled a token
+    place: int = -1  # offset of the tree's frame in the file, bytes
+    num_changed: int = -1  # forks with another outcome than their parent branch; -1: not counted
 
     @classmethod
     def of(cls, kept: KeptTree) -> Entry:
@@ -106,8 +106,8 @@ class Entry(Struct, frozen=True):
 
 
 def changed_forks(tree: TrajectoryTree) -> int:
-    """The forks that ended with another success than the branch that they left, or, where the env
-    reports none, with another return; of two that did not fail."""
+    """The number of forks whose outcome differs from that of their parent branch: its success or,
+    where the env reports none, its return. Pairs with a failed branch do not count."""
     ends = {
         path.leaf.branch: path.success if "success" in path.leaf.info else path.reward
         for path in tree.trajectories()
@@ -118,7 +118,7 @@ def changed_forks(tree: TrajectoryTree) -> int:
 
 class Credit(Struct, array_like=True):
     """Credit of a tree, an entry per node: the sums of the positive and of the negative advantages
-    of the leaves below it and their number, and return and advantage of a leaf, nan elsewhere."""
+    of the leaves below it, their number, and the return and advantage of a leaf (elsewhere nan)."""
 
     adv_pos: list[float]
     adv_neg: list[float]
@@ -136,8 +136,8 @@ class Columns(NamedTuple):
     mask: NDArray[np.bool_]  # sampled by the policy
     logprobs: NDArray[np.float32]  # the engine's
     proximal: NDArray[np.float32]  # the learner's before the update
-    learner_logprobs: NDArray[np.float32]  # the learner's when it trained the token first
-    entropies: NDArray[np.float32]  # the learner's where it computed them
+    learner_logprobs: NDArray[np.float32]  # the learner's when it first trained the token
+    entropies: NDArray[np.float32]  # the learner's where it computed them, nats
     adv_pos: NDArray[np.float64]
     adv_neg: NDArray[np.float64]
     weight: NDArray[np.float64]  # trajectories that share the token; 0: not trained
@@ -259,16 +259,16 @@ def steps_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def readable_steps(folder: Path, say: Callable[[str], None]) -> list[Step]:
-    """The files of RUN/trees, oldest first. Unreadable ones are logged and skipped: the last one of
-    a killed run may be empty.
+def readable_steps(folder: Path, report: Callable[[str], None]) -> list[Step]:
+    """The files of RUN/trees, oldest first. Unreadable ones are reported and skipped: the last one
+    of a killed run may be empty.
     """
     found = []
     for path in steps_of(folder).values():
         try:
             found.append(read_step(path))
         except DataError as error:
-            say(f"{error}; it is left out")
+            report(f"{error}; it is skipped")
     return found
 
 
@@ -290,9 +290,9 @@ class Archive:
                 path.unlink()
 
     async def write_behind(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
-        """Write a step in the background, after waiting for the previous one. The trees must not
-        change any more. Raises ConfigError when that one could not be written; this one is tried
-        all the same, and the next call reports its failure.
+        """Write a step in the background, after waiting for the previous step's write. The trees
+        must not change anymore. Raises ConfigError if that write failed; this step is written
+        anyway, and the next call reports its failure.
         """
         try:
             await self.written()
@@ -302,7 +302,7 @@ class Archive:
                 self._writing = asyncio.create_task(work)
 
     async def written(self) -> None:
-        """Wait until everything is written. Raises ConfigError when it cannot be."""
+        """Wait for the pending write. Raises ConfigError if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await uncancelled(writing)

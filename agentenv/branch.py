@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, said
+from agentenv.call_syntax import call_marks, split_thoughts
 from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
 from agentenv.errors import (
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 class Branch:
     """State of a trajectory: its tokens so far, its counts, its env.
 
-    `cursor` is the last node with an observation; `pending` an action below it without an
-    observation so far, in the end the leaf. `clock` counts the seconds of work that the trajectory
-    has cost. `actions` are those that the env has seen, in order; None: its env was led elsewhere,
-    so that they do not tell its state.
+    `cursor` is the last node with an observation; `pending` is an action below it that has no
+    observation yet, finally the leaf. `clock` counts the working seconds of the trajectory.
+    `actions` lists the actions that the env received; None: the env's state does not follow from
+    them, because the branch was moved.
 
-    Of a program (agentenv/endpoint): `next_turn` is how the next turn begins, `turns` are those
-    taken so far, and `tips` the ones that nothing has answered yet, with the tokens up to them.
+    For an agent program (agentenv/endpoint): `next_turn` describes the start of the next turn,
+    `turns` lists the turns so far, and `tips` maps unanswered turns to the tokens up to them.
     """
 
     def __init__(self, name: str, cursor: Node, clock: WorkClock) -> None:
@@ -48,33 +48,33 @@ class Branch:
         self.pending: Node | None = None
         self.clock = clock
         self.env: Env | None = None
-        self.is_open = False  # it has its env and its prompt
+        self.is_open = False  # has its env and its prompt
         self.actions: list[Message] | None = []
-        self.action: Message | None = None  # that the policy took last
+        self.action: Message | None = None  # the policy's last one
         self.tools: ToolSchemas = ()
         self.prefix_ids = Prefix()
         self.num_prompt_tokens = 0
         self.num_turns = 0
         self.num_tool_calls = 0
-        self.num_led = 0  # calls that led its env here, until its first turn names them
-        self.num_given = 0  # turns that its tree begins after
+        self.num_replayed = 0  # replayed calls that brought its env here, until its first turn
+        self.num_given = 0  # given turns, after which its tree begins
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
-        self.was_asked = False  # the plan, whether to fork in this turn
+        self.was_asked = False  # the plan has decided whether to fork in this turn
         self.next_turn: NextTurn | None = None
         self.turns: list[Node] = []
         self.tips: dict[int, Prefix] = {}
-        self.cut: set[int] = set()  # turns without the token that ends them
-        self.holding: list[asyncio.Event] = []  # by the siblings of this turn: set with their env
+        self.cut: set[int] = set()  # turns without an end token
+        self.holding: list[asyncio.Event] = []  # one per sibling of this turn: set with its env
 
     def sibling(self, name: str, outer: WorkClock) -> Branch:
-        """A branch at the same place: same prefix, counts and seconds, no env yet. Its clock is
-        inside `outer`."""
+        """A branch at the same place: same prefix, counts and seconds, no env yet. `outer` is the
+        parent of its clock."""
         other = Branch(name, self.cursor, WorkClock(self.clock(), outer))
         other.start_at(self)
         return other
 
     def start_at(self, other: Branch) -> None:
-        """Take the prefix and the counts of another branch at the same place."""
+        """Copy the prefix and the counts of another branch at the same place."""
         self.actions = None if other.actions is None else list(other.actions)
         self.action = other.action
         self.tools = other.tools
@@ -86,9 +86,9 @@ class Branch:
         self.turns, self.tips, self.cut = [*other.turns], dict(other.tips), set(other.cut)
 
     def begin_after(self, num_turns: int, num_tool_calls: int) -> None:
-        """Count these turns, which its tree begins after and its env was led by."""
+        """Count the given turns, which were replayed in the env."""
         self.num_turns = self.num_given = num_turns
-        self.num_tool_calls = self.num_led = num_tool_calls
+        self.num_tool_calls = self.num_replayed = num_tool_calls
 
     async def held(self) -> None:
         """Wait until each sibling that starts in this turn holds its env, or has failed."""
@@ -97,16 +97,16 @@ class Branch:
 
     @property
     def is_root(self) -> bool:
-        """Whether the branch began from scratch, which forks did not."""
+        """Whether the branch began from scratch; False for forks."""
         return "+" not in self.name
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens behind the prompt, sampled and observed: what max_response_tokens bounds."""
+        """Tokens after the prompt, sampled and observed; max_response_tokens limits them."""
         return len(self.prefix_ids) - self.num_prompt_tokens
 
     def add_action(self, tree: TrajectoryTree, completion: Completion) -> Node:
-        """Go on to a new node, which holds the action and no observation yet."""
+        """Add a node with the action, which has no observation yet."""
         self.pending = tree.add(
             self.cursor,
             branch=self.name,
@@ -124,7 +124,7 @@ class Branch:
         return self.pending
 
     def expect(self, info: Info) -> None:
-        """Take what an environment says of the next turn out of the facts of a step or reset."""
+        """Remove the description of the next turn, if any, from the info of a step or reset."""
         given = info.pop("turn", None)
         if given is not None:
             self.next_turn = convert(given, NextTurn)
@@ -134,14 +134,14 @@ class Branch:
     def as_program_reads(
         self, action: Message, completion: Completion, renderer: ContextRenderer, size: int
     ) -> Message:
-        """The action with how it was sampled, behind `size` tokens, for an environment that hands
-        it on to a program."""
+        """The action with the facts of its sampling, after `size` tokens, for an environment that
+        passes it to an agent program."""
         assert self.next_turn is not None
         stop = completion.stop if completion.stop in self.next_turn.stop else None
         text = action.content.removesuffix(stop or "")
         readable = any("problem" not in call.arguments for call in action.tool_calls)
         marks = call_marks(renderer.style, self.tools) if readable else ()
-        thoughts, text = said(text, renderer.style, marks)
+        thoughts, text = split_thoughts(text, renderer.style, marks)
         reason: Literal["stop", "length"] = "stop"
         if completion.finish_reason == "length":
             reason = "length"
@@ -150,7 +150,7 @@ class Branch:
         return replace(action, turn=turn)
 
     def ids_of(self, turn: int, end_id: int) -> Ids:
-        """The tokens of one of the turns, with the one that ends it."""
+        """The tokens of one of the turns, end token included."""
         node = self.turns[turn]
         return node.action_ids + packed_ids([end_id] if node.index in self.cut else [])
 
@@ -159,9 +159,9 @@ class Branch:
         return packed_ids([renderer.end_id]) if node.index in self.cut else node.action_ids
 
     def proceed(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
-        """Go on where `next_turn` says: from a turn that its tokens extend, else from a context of
-        its own. Texts of tools have at most `most` tokens. Returns the turn that is left without
-        an answer, if it is another one. Raises what `context_ids` does."""
+        """Continue at `next_turn`: after the turn whose tokens it extends, else in a new context.
+        Tool results have at most `most` tokens. Returns the pending turn if it remains unanswered.
+        Raises the errors of `context_ids`."""
         then, left = self.next_turn, self.pending
         assert then is not None
         assert left is not None
@@ -198,8 +198,8 @@ class Branch:
 
     @property
     def continues_episode(self) -> bool:
-        """Whether the next turn of a program answers something new in the middle of an episode,
-        also where its context is another one."""
+        """Whether the next turn of an agent program continues the episode, even in a new context;
+        a new prompt and a retry do not."""
         then = self.next_turn
         if then is None or self.cursor.parent is not None:
             return True
@@ -207,23 +207,23 @@ class Branch:
         return bool(own) and then.kind != "retry"
 
     def add_observation(self, observation_ids: Sequence[int]) -> None:
-        """The pending action is answered; the next turn starts behind the observation."""
+        """Answer the pending action; the next turn starts after the observation."""
         assert self.pending is not None
         self.pending.observation_ids = packed_ids(observation_ids)
         self.prefix_ids = self.prefix_ids.plus(self.pending.observation_ids)
         self.cursor, self.pending = self.pending, None
 
     def leaf(self, tree: TrajectoryTree, end: End) -> Node:
-        """The node that the branch ends with: the pending action, or one without any."""
+        """The last node of the branch: the pending action, or an empty node."""
         if self.pending is None:
             self.pending = tree.add(self.cursor, branch=self.name)
         self.pending.end = end
         return self.pending
 
     def take_back(self, name: str, num_tool_calls: int) -> None:
-        """Undo the pending action, which made these calls, but for its node on the tree.
+        """Undo the pending action, which made `num_tool_calls` calls; its node stays on the tree.
 
-        The turn is taken again under `name`, so that another seed samples it.
+        The turn is sampled again under `name`, and therefore with another seed.
         """
         assert self.pending is not None
         self.prefix_ids = Prefix(self.prefix_ids.parts[:-1])
@@ -234,9 +234,9 @@ class Branch:
     def restart(
         self, tree: TrajectoryTree, prompt_ids: list[int], num_response_tokens: int
     ) -> None:
-        """Go on behind another prompt instead of the context so far, which stays on the tree.
+        """Continue after another prompt instead of the present context, which stays on the tree.
 
-        `num_response_tokens` of max_response_tokens count as used from there on.
+        `num_response_tokens` of max_response_tokens count as used.
         """
         root = tree.add(
             None, branch=self.name, observation_ids=prompt_ids, continues=self.cursor.index
@@ -255,12 +255,12 @@ class Branch:
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
         self.num_tool_calls += len(action.tool_calls)
-        if limits.on_limit == "result":  # the env answers that the limit is reached
+        if limits.on_limit == "result":  # the env reports the limit to the policy
             return None
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 
     def limit_of_observation(self, observation_ids: Sequence[int], limits: Limits) -> Limit | None:
-        """The limit that leaves no room for a turn behind this observation, or None."""
+        """The limit that leaves no room for a turn after this observation, or None."""
         if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
             return Limit.RESPONSE_TOKENS
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
@@ -268,7 +268,8 @@ class Branch:
 
 @contextmanager
 def as_program(*, is_one: bool = True) -> Iterator[None]:
-    """A program's request that cannot be rendered fails its own trajectory. Raises EnvError."""
+    """Within the block, convert errors of rendering into EnvError, since a program's invalid
+    request may fail only its own trajectory. No conversion unless `is_one`."""
     try:
         yield
     except (ConfigError, CrashError, DataError) as error:
@@ -278,11 +279,11 @@ def as_program(*, is_one: bool = True) -> Iterator[None]:
 
 
 class OpenEnvs:
-    """The open envs of an actor: each is closed once, and every call of one has a deadline.
+    """The open envs of an actor: each is closed once, and every call has a deadline.
 
-    All methods but `close` raise CrashError for a bug of the env. After `timeout_s` seconds, less
-    those that the rollout waits, `reset` and `fork` raise EnvError, and `finish` InfraError: it
-    changes nothing and may be called again.
+    All methods except `close` raise CrashError for a bug of the env. After `timeout_s` seconds,
+    not counting waits of the rollout, `reset` and `fork` raise EnvError, and `finish` raises
+    InfraError: it changes nothing and may be retried.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -296,14 +297,14 @@ class OpenEnvs:
             return check_reset(await guarded(env.reset(seed=seed), "the environment's reset"))
 
     async def fork(self, env: Env) -> Env:
-        """A copy of the env, which is open."""
+        """An open copy of the env."""
         with self._deadline("fork"):
             copy = await guarded(env.fork(), "the environment's fork")
         self.count += 1
         return copy
 
     async def finish(self, env: Env, limit: Limit, action: Message | None) -> tuple[float, Info]:
-        """The reward and the facts of an episode that a limit ends."""
+        """Reward and info of an episode that a limit ended."""
         with self._deadline("finish", InfraError):
             found = await guarded(env.finish(limit, action), "the environment's finish")
             return check_finish(found)
@@ -314,8 +315,8 @@ class OpenEnvs:
         return check_step(result)
 
     async def close(self, env: Env, task_id: str) -> None:
-        """Close the env, even while being cancelled. One that does not close is only logged."""
-        close_now = getattr(env, "close_now", None)  # of an env that often has nothing to wait for
+        """Close the env, even while being cancelled. A failure is only logged."""
+        close_now = getattr(env, "close_now", None)  # closes without waiting, where it can
         if close_now is not None and close_now():
             self.count -= 1
             return

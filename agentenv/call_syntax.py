@@ -1,7 +1,7 @@
 """Tool-call formats of models, and parsers that extract calls from the text of a turn.
 
     hermes    <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>   Qwen2.5, 3
-    llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code behind
+    llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code after
               <|python_tag|>                                                              Llama 3.1
     qwen_xml  <tool_call><function=search><parameter=query>Lima</parameter></function></tool_call>
                                                                         Qwen3.5 to 3.8, Nemotron 3
@@ -12,15 +12,14 @@
     harmony   to=functions.search<|channel|>commentary json<|message|>{"query": "Lima"}    gpt-oss
     gemma     <|tool_call>call:search{query:<|"|>Lima<|"|>}<tool_call|>                    Gemma 4
 
-The tag protocol has a form of its own (agentenv/tags.py).
+agentenv/tags.py has the format of the tag protocol.
 
-A parser takes the text and the schemas of the tools, which give the values a type where the form
-has none, and never raises. A call that cannot be read is a call too, to MALFORMED_CALL: the policy
-reads what is wrong. Calls within thoughts do not count.
+A parser takes the text and the schemas of the tools, which determine the types of values in
+formats without types. It never raises: an invalid call becomes a call of MALFORMED_CALL, whose
+result tells the policy the error. Calls within thoughts are ignored.
 
-A value is read as one from the marker that opens its call on, whatever markers its texts hold: only
-after it can the call end, and only outside of it a thought. The forms of tags have values that
-nothing quotes: one that holds an opening tag of the form is malformed.
+Markers inside the strings of a call's value are part of the value: they end neither the call nor a
+thought. The tag formats do not quote their values; a value with an opening tag is malformed.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from agentenv.types import MALFORMED_CALL, ToolCall
 from agentenv.untrusted import decode, decode_first, typed
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
-MAX_QUOTED = 100  # markers in a thought that open nothing; beyond, none is tried any more
+MAX_QUOTED = 100  # invalid call markers in a thought, after which the rest are not parsed
 
-ValueEnd = Callable[[str, int], int]  # where the value that begins there ends; -1 if none does
+ValueEnd = Callable[[str, int], int]  # (text, start of a value) -> its end, or -1 if invalid
 
 
 class MalformedCall(Exception):
@@ -47,8 +46,8 @@ class MalformedCall(Exception):
 
 
 class Markers(NamedTuple):
-    """Markers around a call, the end of its value, and markers around a thought: None if a style
-    has thoughts in separate messages.
+    """Markers around a call, a function that finds the end of its value, and markers around a
+    thought; None if the style puts thoughts in separate messages.
     """
 
     opening: str
@@ -64,8 +63,8 @@ def after_thoughts(text: str) -> str:
 
 
 def blocks(text: str, markers: Markers) -> Iterator[Any]:
-    """The texts between the markers outside of thoughts; for one that is not closed, what is
-    wrong. A turn may begin within a thought, which the prompt has opened."""
+    """The texts between the markers, outside of thoughts; a MalformedCall for an unclosed one. A
+    turn may begin inside a thought, which the prompt opened."""
     opens, _ = markers.thought or (None, None)
     found = re.compile("|".join(map(re.escape, filter(None, (opens, markers.opening)))))
     place = max(0, thought_end(text, 0, markers))
@@ -85,7 +84,7 @@ def blocks(text: str, markers: Markers) -> Iterator[Any]:
 
 
 def thought_end(text: str, place: int, markers: Markers) -> int:
-    """The offset after the first mark that closes a thought outside of a value; -1 for none."""
+    """The offset after the first marker that closes a thought, outside of values; -1 if none."""
     _, closes = markers.thought or (None, None)
     if closes is None or closes not in text:
         return -1
@@ -101,22 +100,22 @@ def thought_end(text: str, place: int, markers: Markers) -> int:
     return -1
 
 
-CALL_MARKS = {  # with which the first call of a turn begins; of the tag protocol its tag
+CALL_MARKS = {  # the beginning of a turn's first call; the tag protocol uses the tool's tag
     "llama": "<|python_tag|>", "atem": "<atem:invoke", "lfm": "<|tool_call_start|>",
     "harmony": "<|channel|>commentary", "gemma": "<|tool_call>",
 }  # fmt: skip
 
 
 def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The texts one of which begins a call; `style` is that of a renderer."""
+    """The texts that can begin a call; `style` is that of a renderer."""
     if style == "tags":
         return tuple(f"<{tool['name']}>" for tool in tools)
     return (CALL_MARKS.get(style, CALL_OPEN),)
 
 
-def said(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
-    """The thoughts that a turn begins with, and what it says before its first call, which begins
-    with one of `marks`; of a turn that is not over yet, as far as it came."""
+def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
+    """The leading thoughts of a turn, and its text before the first call, which begins with one of
+    `marks`. Incomplete turns are accepted."""
     if style == "harmony":
         parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
         bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
@@ -128,7 +127,7 @@ def said(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
     if body.startswith(opens):
         thoughts, _, text = body.removeprefix(opens).partition(closes)
         thoughts = thoughts.strip()
-    elif closes in text:  # the prompt has opened it
+    elif closes in text:  # the prompt opened the thought
         thoughts, _, text = text.partition(closes)
     if style == "llama" and text.lstrip().startswith("{"):
         return thoughts, ""
@@ -140,7 +139,7 @@ _BLANKS = re.compile(r"\s*")
 
 
 def json_end(text: str, start: int) -> int:
-    """The offset after the JSON object or list that begins there, blanks skipped."""
+    """The offset after the JSON object or list at `start`, leading blanks skipped; -1 if none."""
     start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
     if text[start : start + 1] not in ("{", "["):
         return -1
@@ -192,7 +191,7 @@ _HARMONY_END = re.compile(r"<\|(?:start|end|call|return)\|>")
 
 
 def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The messages of a turn that are addressed to a function; other channels are no calls."""
+    """The messages of a turn that are addressed to a function; other channels have no calls."""
     calls: list[ToolCall] = []
     place = 0
     while place < len(text):
@@ -237,7 +236,7 @@ def _read(text: str, problem: str, expected: str) -> Any:
 
 
 def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
-    """Arguments; some models write them as a text of JSON."""
+    """Arguments; some models write them as a JSON string."""
     if isinstance(value, str):
         value = _read(value, "the arguments cannot be parsed", expected)
     if not isinstance(value, dict):
@@ -277,24 +276,24 @@ def _gemma_end(text: str, start: int) -> int:
 
 
 def _gemma_call(body: str) -> ToolCall:
-    """JSON with bare keys, and <|"|> around texts, which nothing escapes."""
+    """JSON with bare keys, and <|"|> around strings, which have no escapes."""
     found = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
     expected = f"expected call:NAME{{key:value}}, texts between {_GEMMA_QUOTE}"
     if found is None:
         raise MalformedCall(f"no name and arguments; {expected}")
     parts = found[2].split(_GEMMA_QUOTE)
-    # texts are at odd places; what stands between them is the structure
+    # texts have odd indices; the parts between them are the structure
     parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
     return ToolCall(found[1], _object("".join(parts), expected))
 
 
-# forms of tags, whose values have no type of their own
+# tag formats, whose values have no types
 
 
 class _Tags(NamedTuple):
-    """`call` finds name and arguments in a block, `opening` the key of an argument, whose value
-    ends at `closing` and holds nothing that `reserved` finds."""
+    """`call` matches name and arguments in a block, `opening` the key of an argument, whose value
+    ends at `closing` and must not contain a match of `reserved`."""
 
     call: re.Pattern[str]
     opening: re.Pattern[str]
@@ -337,7 +336,7 @@ def glm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...
 
 
 def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The <atem:invoke> of the messages of a turn; what it says to itself is a thought."""
+    """The <atem:invoke> of the messages of a turn; a message to=self is a thought."""
     messages = []
     for part in text.split("<|start|>"):
         header, _, body = part.partition("<|message|>")
@@ -345,8 +344,8 @@ def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ..
             header, body = "", part
         if "to=self" not in header:
             messages.append(body)
-    said = "<|start|>".join(messages)
-    return _tagged_calls(said, "<atem:invoke", "</atem:invoke>", _ATEM, tools, None)
+    spoken = "<|start|>".join(messages)
+    return _tagged_calls(spoken, "<atem:invoke", "</atem:invoke>", _ATEM, tools, None)
 
 
 def _tagged_calls(
@@ -425,7 +424,7 @@ def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...
 
 
 def _python_end(text: str, start: int) -> int:
-    """The end of the calls that begin there: the first closing marker outside of a string."""
+    """The end of the calls at `start`: the first closing marker outside of a string."""
     for part in _PYTHON_PART.finditer(text, start):
         if part[0] == LFM_CLOSE:
             try:
@@ -441,7 +440,7 @@ def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
         raise block
     expected = "expected a list of calls such as [NAME(key='value')]"
     try:
-        with warnings.catch_warnings():  # of escapes that Python does not know
+        with warnings.catch_warnings():  # about unknown escapes
             warnings.simplefilter("ignore")
             parsed = ast.parse(block.strip(), mode="eval").body
         written = parsed.elts if isinstance(parsed, ast.List) else [parsed]
@@ -452,12 +451,12 @@ def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
             pairs = [(keyword.arg, _literal(keyword.value)) for keyword in one.keywords]
             calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        said = str(error).partition(" (<unknown>")[0]
-        raise MalformedCall(f"the calls cannot be parsed ({said}); {expected}") from error
+        reason = str(error).partition(" (<unknown>")[0]
+        raise MalformedCall(f"the calls cannot be parsed ({reason}); {expected}") from error
     return calls
 
 
-_HUGE = 1e300  # beyond, and infinite: numbers that JSON does not hold everywhere
+_HUGE = 1e300  # not every JSON reader accepts larger numbers, or infinity
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -482,11 +481,11 @@ def _literal(node: ast.expr) -> Any:
     raise ValueError("an argument is not a literal")
 
 
-# what the forms share
+# shared by the formats
 
 
 def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]:
-    """The calls, each read on its own."""
+    """The calls, each parsed independently."""
     calls = []
     for one in written:
         try:
@@ -508,7 +507,7 @@ def _unique(pairs: Any) -> dict[str, Any]:
 
 
 def malformed(problem: str) -> ToolCall:
-    """A call that cannot be read; the policy reads the problem."""
+    """An invalid call; its result tells the policy the problem."""
     return ToolCall(MALFORMED_CALL, {"problem": problem})
 
 

@@ -9,9 +9,9 @@
     write_rows("data/sft.jsonl", played)
     tiny_model("model", texts_of(played), tools=["stock"])
 
-Demonstrations are played in the environment itself: what tools answer is what they really answer,
-and each row says what it earned. The model is a Qwen3 of about half a million parameters, whose
-words are those of the texts; it knows nothing until the cold start taught it.
+Demonstrations run in the environment itself: tool results are real, and each row has its reward.
+The model is a Qwen3 of about half a million parameters, with the words of the texts as its
+vocabulary. Its weights are random until the cold start trains them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from agentenv.data_files import RawRow, plain
 from agentenv.deadline import backoff_s
 from agentenv.disk import write_whole
-from agentenv.env import Env, check_observation, check_reset, check_step, shared_apart
+from agentenv.env import Env, check_observation, check_reset, check_step, isolated_shared
 from agentenv.errors import (
     ConfigError,
     CrashError,
@@ -39,7 +39,7 @@ from agentenv.errors import (
     OutageError,
     require_train,
 )
-from agentenv.offload import apart
+from agentenv.offload import in_new_thread
 from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import TAGS, tag_calls
 from agentenv.types import Message, Task
@@ -52,7 +52,7 @@ Make = Callable[[Task], Env]
 Turn = Callable[[Task, Sequence[str]], str | Message]
 
 MAX_TURNS = 100
-MAX_FAILURES = 4  # of an episode, which is then played again
+MAX_FAILURES = 4  # retries of an episode
 NUM_CONCURRENT = 16
 
 
@@ -64,15 +64,15 @@ def demonstrate(
     stage: str = "",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """A row for each task, or row of a dataset: its messages, prompt included, "kind", "stage",
-    and what it earned as "reward" and "success".
+    """Play one demonstration per task, or per row of a dataset. A returned row has "messages"
+    (prompt included), "kind", "stage", "reward" and "success".
 
-    `turn` writes the next turn of the policy, from the task and the texts of all results so far: a
-    text in the tag protocol, or a Message with `tool_calls`, whose rows suit any renderer (they
-    have "tools" too). A turn without a call ends the episode. Where an event loop runs, as in a
-    notebook, the episodes are played in a thread. An episode that fails is played again, as in a
-    run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
-    what the environment raises for a bug and for an outage that lasts.
+    `turn` returns the next turn of the policy, from the task and the texts of all results so far: a
+    text in the tag protocol, or a Message with `tool_calls`, whose rows also have "tools" and suit
+    any renderer. A turn without a call ends the episode. If an event loop is running, as in a
+    notebook, the episodes run in a thread. A failed episode is retried, as in a run. Raises
+    DataError for an episode that does not end, CrashError for invalid results of the environment,
+    and the environment's own errors for bugs and long outages.
     """
     reader = RowReader(RowsConfig(), "demonstrated")
     read = [
@@ -82,9 +82,9 @@ def demonstrate(
     played = partial(_demonstrate, make, read, turn, stage, seed)
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # none runs
+    except RuntimeError:  # no running loop
         return asyncio.run(played())
-    return apart(lambda: asyncio.run(played()), "demonstrate").result()
+    return in_new_thread(lambda: asyncio.run(played()), "demonstrate").result()
 
 
 async def _demonstrate(
@@ -108,7 +108,7 @@ async def _demonstrate(
                 )
         raise AssertionError
 
-    async with shared_apart():
+    async with isolated_shared():
         return await asyncio.gather(*map(one, tasks))
 
 
@@ -162,12 +162,12 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def texts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """All texts of demonstrations, whose words a `tiny_model` should know."""
+    """All texts of demonstrations, for the vocabulary of a `tiny_model`."""
     return [message["content"] for row in rows for message in row["messages"]]
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """A JSONL file of these rows, and the folders above it."""
+    """Write these rows to a JSONL file, and create its parent folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (f"{json.dumps(plain(row), ensure_ascii=False)}\n".encode() for row in rows))
@@ -181,9 +181,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Lower-case words and signs absorb the spaces around them, so that a name is the same token
-# wherever it stands; digits go in pairs, and what stands between names and values of an object of
-# JSON is one token. All of it shortens the traces and makes copying easy to learn.
+# Lower-case words and signs absorb the spaces around them, so that a name is the same token in any
+# position; digits form pairs, and the punctuation between names and values of a JSON object is one
+# token. This shortens the traces and makes copying easy to learn.
 PIECE = r"\\boxed\{| ?[a-z]+ ?| ?[A-Z][a-z]+|[0-9]{1,2}| [*+-] |\{\"|\": \"|\": |\", \"|, \"|\"\}"
 
 
@@ -198,12 +198,12 @@ def tiny_model(
     hidden_size: int = 128,
     num_layers: int = 2,
 ) -> Path:
-    """Writes model and tokenizer to the folder `path`, and returns it.
+    """Write model and tokenizer to the folder `path`, and return it.
 
-    Every word of `texts`, and each of `words` as it is, becomes a token, and so do the tags of
-    `tools`; what they lack is spelled in bytes. So the texts should hold what questions, tools and
-    demonstrations say. `max_tokens` is the longest sequence, prompt included. Equal arguments give
-    equal files. Needs the extra `train`. Raises ConfigError.
+    Every word of `texts`, each of `words`, and the tags of `tools` become tokens; other text is
+    encoded as bytes. So `texts` should cover questions, tool results and demonstrations.
+    `max_tokens` is the maximum sequence length, prompt included. Equal arguments give equal files.
+    Needs the extra `train`. Raises ConfigError.
     """
     require_train("torch", "tokenizers", "transformers")
     tokenizer = tiny_tokenizer(texts, tools=tools, words=words, max_tokens=max_tokens)
@@ -218,9 +218,10 @@ def tiny_tokenizer(
     words: Iterable[str] = (),
     max_tokens: int = 1024,
 ) -> PreTrainedTokenizerFast:
-    """Word-level where the texts have words, bytes for the rest: any text survives a round trip.
+    """A tokenizer with a token per word of the texts, and bytes for the rest: any text survives a
+    round trip.
 
-    The tags are ordinary tokens (they stay in decoded text), the chat markers special ones.
+    Tags are ordinary tokens (they remain in decoded text), chat markers are special tokens.
     """
     require_train("tokenizers", "transformers")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -269,9 +270,9 @@ def _write_model(
     hidden_size: int,
     num_layers: int,
 ) -> None:
-    """Head size 64 is one that every serving engine has kernels for. The output head is a tensor
-    of its own (tied weights are not reloaded correctly by vLLM on CPU), but starts equal to the
-    embedding: copying a token then works before its output row has been trained.
+    """Every serving engine has kernels for head size 64. The output head is a separate tensor (vLLM
+    on CPU does not reload tied weights correctly), but starts equal to the embedding, so that
+    copying a token works before its output row has been trained.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM

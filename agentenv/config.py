@@ -41,13 +41,13 @@ Tree = dict[str, Any]
 Say = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
-# Marks of a key, given as Meta(extra=...): --help shows it; it names files that must be there;
-# these are rows of data, looked for before anything starts.
+# Marks of a key, set by Meta(extra=...): shown by --help; names files that must exist; names
+# dataset files, which are searched before anything starts.
 ESSENTIAL = {"essential": True}
 PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
-SAME = 0.8  # how alike two keys are of which one is a misspelling
-MAX_PLACES = 3  # that are suggested for a key
+SAME = 0.8  # minimum similarity of a misspelled key to the right one
+MAX_PLACES = 3  # suggestions for a key in other tables
 RUN = "{run}"  # in a path of a configuration: the run's directory
 
 
@@ -64,8 +64,8 @@ def load_config(
 ) -> T:
     """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
 
-    `say` is given what `override_kinds` leaves out. `explain` is given refused values and the path,
-    and may raise a better error.
+    `say` reports keys that `override_kinds` removes. `explain` gets rejected values and the path,
+    and may raise a better error. Raises ConfigError.
     """
     return resolve_config(
         config_type, read_toml(path), str(path), overrides, say=say, explain=explain
@@ -81,7 +81,7 @@ def resolve_config(
     say: Say | None = None,
     explain: Callable[[Tree, str], None] | None = None,
 ) -> T:
-    """`load_config` of plain values, which are changed; errors name `source`."""
+    """As `load_config`, from plain values, which it modifies; errors name `source`."""
     override_kinds(config_type, raw, overrides, say)
     with blaming(source, overrides):
         try:
@@ -102,7 +102,7 @@ def read_toml(path: Path) -> Tree:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         is_yaml = path.suffix in (".yaml", ".yml")
-        hint = "; expected TOML: docs/from-verl.md has the names for a YAML of verl"
+        hint = "; expected TOML: docs/from-verl.md maps the keys of verl's YAML"
         hint = hint if is_yaml else ""
         raise ConfigError(f"{path}: not valid TOML: {error}{hint}") from error
 
@@ -122,9 +122,9 @@ def _meant(path: Path) -> str:
 def override_kinds(
     config_type: type[T], raw: Tree, overrides: Sequence[str], say: Say | None = None
 ) -> None:
-    """Apply overrides to `raw`. Where one chooses another kind of a part (algorithm.name=grpo),
-    keys of the old kind that the new one does not have are left out, unless they are overrides
-    themselves; `say` gets a line that lists them, by default as a warning."""
+    """Apply overrides to `raw`. If one selects another kind of a part (algorithm.name=grpo), keys
+    that only the old kind has are removed, unless they are overrides themselves; `say` reports
+    them, by default as a warning."""
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides, config_type)
     named = {override.partition("=")[0].strip() for override in overrides}
@@ -134,8 +134,8 @@ def override_kinds(
 def leave_out_old_kinds(
     config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
 ) -> None:
-    """If a part of `raw` is of a different kind than in `before`, remove the keys that only the old
-    kind has, but for those in `named`; `say` gets a line for each that was set.
+    """If a part of `raw` has another kind than in `before`, remove the keys that only the old kind
+    has, except those in `named`; `say` reports each that was set.
     """
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
         (say or logger.warning)(line)
@@ -150,8 +150,8 @@ def keys_in(raw: Tree, path: str = "") -> Iterator[str]:
 
 @contextmanager
 def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
-    """Inside, a ConfigError about a key of `source`, maybe of one of its sets, that an override
-    has set names the override."""
+    """Within the block, a ConfigError about a key of `source` (or of one of its sets) that an
+    override has set names the override."""
     try:
         yield
     except ConfigError as error:
@@ -168,9 +168,9 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
 def apply_overrides(
     raw: Tree, overrides: Sequence[str], config_type: type[msgspec.Struct] | None = None
 ) -> None:
-    """Set the keys of `key.sub=value` texts in `raw`; a value that is not TOML is a string, but
-    `none` removes an optional table or value of `config_type`. Raises ConfigError, also for a table
-    of which there is always one kind.
+    """Set the keys of `key.sub=value` texts in `raw`; a value that is not TOML is a string, and
+    `none` removes an optional table or value of `config_type`. Raises ConfigError, also for `none`
+    on a table that must exist.
     """
     for override in overrides:
         key, value = _read(override)
@@ -200,7 +200,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
     except msgspec.ValidationError as error:
         reason, *places = str(error).split(" - at `$")  # inner tables of parts come first
-        reason = reason.replace(" | null`", "`")  # which TOML has no word for
+        reason = reason.replace(" | null`", "`")  # TOML has no null
         key = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
         value = _lookup(raw, key)
         choices = _choices(type_info(config_type), key)
@@ -215,17 +215,16 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
 
 
 def upgrade(config_type: type[T], raw: Tree) -> Tree:
-    """Change the plain values of a stored configuration, which an earlier version may have
-    written, in place, into those of today: see agentenv/old_keys.py. A deleted key that was set
-    to something else than its default stays."""
+    """Update in place the plain values of a stored configuration, which an earlier version may have
+    written: see agentenv/old_keys.py. A deleted key with a value other than its default remains."""
     for table, struct, _ in _tables(raw, type_info(config_type), ""):
         _upgrade(table, struct)
     return raw
 
 
 def resolver(run: Path | str) -> Resolve:
-    """What makes a path of a text in a configuration; {run} is the directory of the run, and an id
-    of the hub that was found (agentenv/model_files.py) the place in its cache."""
+    """A function from a text of the configuration to a path: {run} is the run's directory, and a
+    hub id that was found (agentenv/model_files.py) becomes its location in the cache."""
     return lambda text: place_on_hub(text) or Path(text.replace(RUN, str(run)))
 
 
@@ -286,17 +285,17 @@ def _leave_out_old_kinds(
 
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:
-    """The struct of this name; of a part also one of the user's own, module:Class."""
+    """The struct of this name; a part may also be the user's own, module:Class."""
     registry = registry_of(kind)
     if registry is None:
         return next((one for one in struct_types(kind) if str(one.tag) == str(name)), None)
-    with suppress(ConfigError):  # said where keys are checked
+    with suppress(ConfigError):  # the check of keys reports it
         return struct_type(registry.find(name))
     return None
 
 
 def _tag_field(kind: mi.Type) -> str:
-    """The key by which a table says of which kind it is; empty where there is one kind alone."""
+    """The key that selects the kind of a table; empty if there is only one kind."""
     if registry_of(kind) is not None:
         return TAG
     structs = struct_types(kind)
@@ -325,15 +324,14 @@ def _read(override: str) -> tuple[str, Any]:
 
 
 def _is_named(config_type: type[msgspec.Struct], key: str) -> bool:
-    """Whether a key holds tables under names of the user's."""
+    """Whether a key holds tables under user-chosen names."""
     kind = unwrap(_type_at(type_info(config_type), key)) if key else None
     return isinstance(kind, mi.DictType) and bool(struct_types(kind.value_type))
 
 
 def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) -> bool:
-    """Whether a key holds tables under names of the user's, of which there may be none, or a table
-    that has such a key. Raises ConfigError for a table that says by a key of its own of which kind
-    it is."""
+    """Whether a key holds tables under user-chosen names, possibly none, or a table with such a
+    key. Raises ConfigError for a table that has several kinds."""
     kind = unwrap(_type_at(type_info(config_type), key))
     if isinstance(kind, mi.DictType):
         return True
@@ -353,7 +351,7 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
 
 
 def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
-    """Whether no value can stand at a key, and "none" is none of its values."""
+    """Whether a key may be unset, and "none" is not one of its values."""
     kind = unwrap(_type_at(type_info(config_type), key))
     kinds = [unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
     has_none = any(isinstance(one, mi.NoneType) for one in kinds)
@@ -361,8 +359,8 @@ def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
-    """Refuse unknown keys with the nearest known one, and deleted keys with the reason; types
-    are msgspec's business."""
+    """Reject unknown keys with a suggestion, and deleted keys with the reason. msgspec checks the
+    types."""
     for table, struct, path in _tables(raw, kind, "", source):
         _upgrade(table, struct)
         known = [field.encode_name for field in struct.fields]
@@ -408,8 +406,8 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
 
 
 def _places(kind: mi.Type, key: str, cutoff: float) -> list[str]:
-    """The keys of other tables with this name, or else with one that is as alike as `cutoff`; only
-    those of the tables that are least deep: not of each set what is above all sets, too."""
+    """The keys of other tables with this name, or else with a similar one (`cutoff`); only those
+    of the shallowest tables, since sets repeat the keys of the tables above them."""
     names = list(dict.fromkeys(_all_keys(kind)))
     leaves = [name.rpartition(".")[2] for name in names]
     near = difflib.get_close_matches(key, set(leaves), n=1, cutoff=cutoff)
@@ -419,7 +417,7 @@ def _places(kind: mi.Type, key: str, cutoff: float) -> list[str]:
 
 
 def _all_keys(kind: mi.Type, path: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
-    """The dotted keys of all tables below; NAME stands for a name of the user's."""
+    """The dotted keys of all tables below; NAME stands for a user-chosen name."""
     kind = unwrap(kind)
     if isinstance(kind, mi.DictType):
         kind, path = kind.value_type, _join(path, "NAME")
@@ -448,10 +446,9 @@ def _upgrade(table: Tree, struct: mi.StructType) -> None:
 def _tables(
     raw: Any, kind: mi.Type, path: str, source: str = ""
 ) -> Iterator[tuple[Tree, mi.StructType, str]]:
-    """Every table of `raw` with the struct that describes it and its key; a table comes before
-    those that it holds. A table that does not say of which kind it is, is of the default one.
-    Raises ConfigError for an unknown kind where there is a `source` to name; else such a table
-    is passed over."""
+    """Every table of `raw` with its struct and its key; a table comes before its subtables. A table
+    without a kind has the default one. Raises ConfigError for an unknown kind if there is a
+    `source` to name; otherwise skips the table."""
     kind = unwrap(kind)
     if isinstance(kind, mi.DictType) and isinstance(raw, dict):
         for key, value in raw.items():
@@ -472,7 +469,7 @@ def _tables(
 
 
 def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
-    """Name the default kind in the tables below that do not say of which kind they are."""
+    """Set the default kind in subtables without a kind."""
     for field in struct.fields:
         value, tag = raw.get(field.encode_name), _tag_field(field.type)
         default = field.default
@@ -483,7 +480,7 @@ def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
 
 
 def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
-    """The struct that describes `raw`: of several kinds the one its tag names."""
+    """The struct of `raw`; its tag selects one of several kinds."""
     registry = registry_of(kind)
     if registry is not None:
         try:
@@ -504,9 +501,7 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
 
 
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
-    """The registry of parts from which a table of a configuration chooses; None: it does not
-    choose.
-    """
+    """The registry that a table's `name` selects from; None if it has no registry."""
     return registry_of(_type_at(type_info(config_type), key))
 
 
@@ -520,7 +515,7 @@ def _lookup(raw: Any, key: str) -> Any:
 
 
 def _choices(kind: mi.Type, key: str) -> list[str]:
-    """The values of a key that takes some texts only; empty for others."""
+    """The allowed texts of a key; empty if it is not restricted."""
     kind = unwrap(_type_at(kind, key))
     kinds = [*map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])]
     texts = [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
@@ -529,7 +524,7 @@ def _choices(kind: mi.Type, key: str) -> list[str]:
 
 
 def _type_at(kind: mi.Type, key: str) -> mi.Type:
-    """The type of a key; any type in a list or below a user-chosen name."""
+    """The type of a key; AnyType in a list or below a user-chosen name."""
     for part in key.split("."):
         fields = [field for struct in struct_types(kind) for field in struct.fields]
         kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())

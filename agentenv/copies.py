@@ -1,4 +1,4 @@
-"""Copies of environments at tool results, for siblings that a plan asks for after a path ended."""
+"""Copies of environments at tool results, for siblings that a plan adds after a path ended."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 class KeptCopies:
-    """At most `most` copies of a tree. A full one gives up the shallowest place, to which a fresh
-    environment is led by the fewest calls. Environments that copy by replay are not kept."""
+    """At most `most` copies of a tree. When it is full, it drops the shallowest copy, which takes
+    the fewest calls to reproduce. Environments that fork by replay are not kept."""
 
     def __init__(self, envs: OpenEnvs, task_id: str, most: int) -> None:
         self._envs, self._task_id, self._most = envs, task_id, most
-        self._kept: dict[int, tuple[Branch, Env]] = {}  # by node, the branch as it was there
-        self._lock = asyncio.Lock()  # no copy is closed while it is forked
+        self._kept: dict[int, tuple[Branch, Env]] = {}  # by node, with the branch's state there
+        self._lock = asyncio.Lock()  # prevents closing a copy during its fork
 
     def wants(self, env: Env) -> bool:
-        """Whether copies of such an environment are kept."""
+        """Whether copies of this environment are kept."""
         return self._most > 0 and env.fork_mode in ("pure", "snapshot")
 
     async def keep(self, place: Branch, env: Env) -> None:
-        """Keep a copy of `env`, which is at `place`. One that fails to be made is only logged."""
+        """Keep a copy of `env`, which is at `place`. A failed copy is only logged."""
         async with self._lock:
             is_full = len(self._kept) >= self._most
             if is_full and self._depth(self._shallowest()) >= place.num_tool_calls:
@@ -35,7 +35,7 @@ class KeptCopies:
             try:
                 copy = await self._envs.fork(env)
             except AgentEnvError as error:
-                logger.warning("task %s: no copy of an env was kept: %r", self._task_id, error)
+                logger.warning("task %s: copying an env failed: %r", self._task_id, error)
                 return
             self._kept[place.cursor.index] = place, copy
             if is_full:
@@ -48,7 +48,7 @@ class KeptCopies:
         return self._kept[index][0].num_tool_calls
 
     async def lend(self, branch: Branch) -> bool:
-        """Give a branch a fork of the copy at its place; False where there is none."""
+        """Give a branch a fork of the copy at its place; False if there is none."""
         async with self._lock:
             if branch.cursor.index not in self._kept:
                 return False
@@ -56,7 +56,7 @@ class KeptCopies:
             try:
                 branch.env = await self._envs.fork(env)
             except AgentEnvError as error:
-                logger.warning("task %s: a kept env was not forked: %r", self._task_id, error)
+                logger.warning("task %s: forking a kept env failed: %r", self._task_id, error)
                 return False
         branch.start_at(place)
         return True

@@ -1,10 +1,9 @@
-"""A curriculum: questions are drawn by the policy's success rate on them.
+"""A curriculum: samples questions by the policy's success rate on them.
 
-The weight of a question is floor + (1 - floor) * f(p), where p estimates the share of its
-trajectories that succeed and f is 4 p (1 - p) for "half", p for "easy", 1 - p for "hard". A group
-whose trajectories are equal teaches nothing, and p (1 - p) is the variance of their outcomes
-(Bae 2025, arXiv 2504.03380); the floor keeps every question in play, so that an estimate can
-change.
+The weight of a question is floor + (1 - floor) * f(p), where p estimates its success rate and f is
+4 p (1 - p) for "half", p for "easy", 1 - p for "hard". A group of equal outcomes gives no gradient,
+and p (1 - p) is the variance of the outcomes (Bae 2025, arXiv 2504.03380). The floor gives every
+question some weight, so that its estimate can change.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from agentenv.rows import CurriculumConfig
 from agentenv.tree import GIVEN, TrajectoryTree
 from agentenv.types import Task
 
-PRIOR = 1.0  # trees that the guess of an estimate counts for
-KEPT = 0.5  # of what a question's earlier trees count for, after each new one
-KEPT_OF_KIND = 0.98  # of a kind's: it has many trees, and half of them count after 34 more
+PRIOR = 1.0  # weight of the prior of an estimate, in trees
+KEPT = 0.5  # discount of a question's earlier trees at each new one
+KEPT_OF_KIND = 0.98  # the same of a kind, which has many trees: a half-life of 34 trees
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +36,7 @@ class Outcomes(Struct):
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, task: Task, success: float) -> None:
-        """A tree of this task, in which this share of the trajectories succeeded."""
+        """Count a tree of this task; `success` is the share of its trajectories that succeeded."""
         for table, key, kept in (
             (self.questions, task.id, KEPT),
             (self.kinds, task.kind, KEPT_OF_KIND),
@@ -47,8 +46,8 @@ class Outcomes(Struct):
 
 
 class Curriculum:
-    """Draws from `parts`, one after the other. `outcomes` is the state that a checkpoint keeps:
-    with equal outcomes, seed and draws under way, equal questions are drawn."""
+    """Draws questions from `parts`. `outcomes` is the state that a checkpoint keeps: equal
+    outcomes, seed and in-flight draws give equal questions."""
 
     def __init__(
         self,
@@ -69,14 +68,14 @@ class Curriculum:
         self._kind = np.array([of_kind[task.kind] for task in self._tasks])
         self._trees, self._successes = np.zeros((2, len(self._tasks)))
         for id in outcomes.questions:
-            self._take_over(id)
+            self._load(id)
         self._under_way = np.zeros(len(self._tasks))
         self._weights: Floats | None = None
 
     def draw(self, position: int, part: int, known: str = "") -> Task:
-        """The task of this place of the stream: the one that an earlier process drew, if its id is
-        `known`, else one of the part by weight. A question is not drawn again before its tree is
-        delivered, unless all of the part are under way."""
+        """The task at this position of the stream: the one that an earlier process drew, if its id
+        is `known`, else one of the part, sampled by weight. A question is not drawn again before
+        its tree is delivered, unless all questions of the part are in flight."""
         span = self._spans[part]
         found = [one for one in self._of_id.get(known, ()) if span.start <= one < span.stop]
         number = found[0] if found else span.start + self._drawn(position, span)
@@ -84,19 +83,19 @@ class Curriculum:
         return self._tasks[number]
 
     def add(self, trees: Iterable[TrajectoryTree]) -> None:
-        """These trees were delivered, failed trajectories in them left out, and trees that began
-        after given turns, which were chosen to change their success."""
+        """Count delivered trees. Failed trajectories are excluded, and so are trees that began
+        after given turns, which were chosen to change the success rate."""
         for tree in trees:
             places = self._of_id.get(tree.task.id, [])
             self._under_way[places] = np.maximum(self._under_way[places] - 1, 0)
             done = [path.success for path in tree.trajectories() if path.leaf.end != "failed"]
             if done and GIVEN not in tree.root.info:
                 self.outcomes.add(tree.task, fmean(done))
-                self._take_over(tree.task.id)
+                self._load(tree.task.id)
                 self._weights = None
 
     def success(self) -> Floats:
-        """The estimated share of successes of each task."""
+        """The estimated success rate of each task, [num_tasks]."""
         found = [self.outcomes.kinds.get(kind, (0.0, 0.0)) for kind in self._kinds]
         trees, successes = np.array(found).T
         of_kind: Floats = ((successes + 0.5 * PRIOR) / (trees + PRIOR))[self._kind]
@@ -105,7 +104,7 @@ class Curriculum:
         return np.asarray((self._successes + PRIOR * of_kind) / (self._trees + PRIOR))
 
     def weights(self) -> Floats:
-        """The weight of each task, from `floor` to 1."""
+        """The weight of each task, from `floor` to 1, [num_tasks]."""
         if self._weights is None:
             p = self.success()
             value = {"half": 4 * p * (1 - p), "easy": p, "hard": 1 - p}[self.config.prefer]
@@ -113,9 +112,9 @@ class Curriculum:
         return self._weights
 
     def stats(self) -> Metrics:
-        """curriculum/seen: the share of questions that had a tree; curriculum/spread: over how many
-        questions the draws are spread, as a share of all, 1 for equal weights; and
-        curriculum/success: the success expected of a draw."""
+        """curriculum/seen: the share of questions that had a tree; curriculum/spread: the effective
+        number of questions that are drawn, as a share of all (1 for equal weights);
+        curriculum/success: the expected success rate of a draw."""
         weights = self.weights()
         return {
             "curriculum/seen": float((self._trees > 0).mean()),
@@ -130,7 +129,7 @@ class Curriculum:
         place = Random(f"{self.seed}/curriculum/{position}").random() * sums[-1]
         return min(int(np.searchsorted(sums, place, side="right")), len(sums) - 1)
 
-    def _take_over(self, id: str) -> None:
-        """The outcomes of a question into the arrays."""
+    def _load(self, id: str) -> None:
+        """Copy the outcomes of a question into the arrays."""
         places = self._of_id.get(id, [])
         self._trees[places], self._successes[places] = self.outcomes.questions[id]

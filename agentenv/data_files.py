@@ -1,6 +1,6 @@
 """Files into raw rows: JSONL, JSON, CSV, parquet, and folders of the `datasets` library.
 
-A row is what the file holds, not yet understood: a dict, or the text of what is wrong with it.
+A raw row is the file's content without interpretation: a dict, or a description of the error.
 Rows are counted from 1; in JSONL the number is that of the line.
 """
 
@@ -25,11 +25,11 @@ from agentenv.untrusted import decode_loose
 
 Row = dict[str, Any]
 ARROW = (".parquet", ".arrow")
-TABLES = (".csv", ".tsv")  # whose fields are texts
+TABLES = (".csv", ".tsv")  # without types: all fields are texts
 SUFFIXES = (".jsonl", ".json", *TABLES, *ARROW)
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
 ROWS_PER_BATCH = 1024
-# rows that are made, not read, by what comes before the colon in place of a path
+# functions that generate rows, by the prefix before the colon that replaces a path
 GENERATORS = {
     "openenv": "agentenv.envs.openenv:rows",
     "reasoning_gym": "agentenv.envs.reasoning:rows",
@@ -38,7 +38,7 @@ GENERATORS = {
 
 
 class RawRow(NamedTuple):
-    """Row `number` of `path`; `problem` says why there is no `row`."""
+    """Row `number` of `path`; `problem` describes the error of an invalid row."""
 
     path: Path
     number: int
@@ -47,10 +47,10 @@ class RawRow(NamedTuple):
 
 
 def find_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The data files that files, folders and patterns name, in order, each once.
+    """The data files of these files, folders and patterns, in order, without duplicates.
 
-    A folder stands for its own data files, sorted, or for the one split that `datasets` saved in
-    it. Raises DataError for what names no file, or for a folder that mixes splits.
+    A folder stands for its data files, sorted, or for the one split that `datasets` saved in it.
+    Raises DataError for a path without files, and for a folder that mixes splits.
     """
     found: dict[Path, None] = {}
     for path in map(str, paths):
@@ -72,7 +72,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def is_generated(path: str | Path) -> bool:
-    """Whether a path stands for rows that are made: NAME:WHICH."""
+    """Whether a path stands for generated rows: NAME:WHICH."""
     name, colon, _ = str(path).partition(":")
     return bool(colon) and name in GENERATORS
 
@@ -80,8 +80,8 @@ def is_generated(path: str | Path) -> bool:
 def generated_rows(
     path: Path, options: Mapping[str, Any], *, held_out: bool, most: int = 0
 ) -> Iterator[RawRow]:
-    """The rows that such a path stands for, or the first `most`; not of training if `held_out`.
-    Raises DataError for what the generator does not know."""
+    """The generated rows of such a path, `most` at most; rows outside the training set if
+    `held_out`. Raises DataError for an unknown WHICH."""
     name, _, which = str(path).partition(":")
     rows = loaded(GENERATORS[name])(which, options, held_out=held_out)
     for number, row in enumerate(islice(rows, most or None), 1):
@@ -89,8 +89,8 @@ def generated_rows(
 
 
 def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
-    """The rows of one file, or the first and the last `ends` of them. Raises DataError for a file
-    that cannot be read at all, and ConfigError where pyarrow is needed and not installed."""
+    """The rows of one file, or only the first and the last `ends`. Raises DataError for an
+    unreadable file, and ConfigError if pyarrow is needed but not installed."""
     if not path.exists():
         raise DataError(f"{path}: no such dataset file")
     readers = {
@@ -108,7 +108,7 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
             "folder of such files"
         )
     try:
-        if ends and reader in (_read_jsonl, _read_arrow):  # which need not parse what lies between
+        if ends and reader in (_read_jsonl, _read_arrow):  # they need not parse the rows between
             yield from reader(path, ends)
         else:
             yield from of_both_ends(reader(path), ends)
@@ -120,7 +120,7 @@ T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """The value with arrays and numbers of numpy, as pandas gives them, as lists and numbers."""
+    """The value with numpy arrays and numbers, as in pandas, converted to lists and numbers."""
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, Mapping):
@@ -163,7 +163,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _saved(path: Path) -> Row | None:
-    """A JSON file that the datasets library wrote, if it is there."""
+    """The object in a JSON file of the datasets library; None without such a file."""
     if not path.is_file():
         return None
     try:
@@ -231,7 +231,7 @@ def _read_squad(path: Path, articles: list[Row]) -> Iterator[RawRow]:
 
 def _read_csv(path: Path) -> Iterator[RawRow]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    csv.field_size_limit(sys.maxsize)  # of the process: Python's own ends at 131,072 characters
+    csv.field_size_limit(sys.maxsize)  # process-wide; Python's default is 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
         names = reader.fieldnames or []

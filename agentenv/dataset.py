@@ -1,7 +1,7 @@
-"""Datasets: rows into tasks, in an order that a seed fixes and a position resumes.
+"""Datasets: rows to tasks, in an order that a seed determines and a position resumes.
 
-Files are read by `agentenv/data_files.py`, rows understood by `agentenv/rows.py`. A
-`PromptFitter` finds prompts that are too long before a run starts.
+`agentenv/data_files.py` reads the files, `agentenv/rows.py` converts the rows. A `PromptFitter`
+finds prompts that are too long before a run starts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentenv.renderer import CUT_MARKER, Renderer, ToolSchemas
 from agentenv.rows import MixPart, Overlong, RowReader, RowsConfig
 from agentenv.types import Limits, Message, Task
 
-MAX_LISTED = 50  # bad rows that are named one by one
+MAX_LISTED = 50  # invalid rows that are listed individually
 MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
 
 Paths = str | Path | Sequence[str | Path]
@@ -65,12 +65,12 @@ def load_tasks(
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
-    `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
-    all), `ends` reads only so many rows of each end of a file (0: all). `say` reports rows that
-    `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
-    leave it out. Rows that are made are those of training unless `held_out`. `key` begins the keys
-    of `config` in messages. Raises DataError with file, row, key and what was expected, or for no
-    rows at all, and ConfigError for an environment of `config.env_by` that no row chooses.
+    `env_id` is the environment of rows that name none; `max_samples` takes the first n (0: all);
+    `ends` reads only that many rows at each end of a file (0: all). `say` reports rows that
+    `config.skip_bad_rows` skips. `adapt` converts a row to a known schema, or returns None to skip
+    it. Generated rows are those of training unless `held_out`. `key` is the prefix of the keys of
+    `config` in messages. Raises DataError with file, row, key and expectation, also if there are no
+    rows, and ConfigError for an environment of `config.env_by` that no row selects.
     """
     reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None, key=key)
     tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends, held_out=held_out)
@@ -88,7 +88,7 @@ def load_mix(
     ends: int = 0,
     say: Callable[[str], None] = logger.warning,
 ) -> TaskMix:
-    """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` makes its paths."""
+    """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` converts its paths."""
     readers, loaded = [], []
     for number, part in enumerate(parts):
         own = RowsConfig(
@@ -109,10 +109,10 @@ def load_mix(
 
 
 class TaskMix(Sequence[Task]):
-    """Tasks in parts of given weights, and as a sequence all of them, part after part.
+    """Tasks in weighted parts; as a sequence, all of them, part by part.
 
-    `pattern` is one period of part numbers: at every place each part was drawn as often as its
-    weight says, to within one task. Weights are counted to one in 10,000.
+    `pattern` is one period of part numbers: after every position, the number of draws of each part
+    is proportional to its weight, to within one task. Weights have a resolution of 1 in 10,000.
     """
 
     def __init__(self, parts: Sequence[Sequence[Task]], weights: Sequence[float]) -> None:
@@ -133,11 +133,11 @@ class TaskMix(Sequence[Task]):
 
 
 class TaskStream:
-    """Endless epochs over `tasks`; each epoch in an order of its own, fixed by the seed.
+    """Endless epochs over `tasks`; the seed determines a separate order for each epoch.
 
-    The parts of a `TaskMix` have epochs of their own and take turns by weight; with a curriculum
-    each place is drawn by it. `position` counts tasks handed out; a stream made with the position
-    of another one continues it exactly.
+    The parts of a `TaskMix` have separate epochs and alternate by weight; a curriculum, if any,
+    draws the task of each position. `position` counts returned tasks; a stream created with the
+    position of another one continues it exactly.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class TaskStream:
             yield self.position, self.next()
 
     def next(self, drawn: str = "") -> Task:
-        """The task at `position`, which goes on. `drawn` is the id of the task that an earlier
-        process drew for this place, if a curriculum did."""
+        """The task at `position`, which advances. `drawn` is the id of the task that the curriculum
+        of an earlier process drew for this position, if any."""
         number = self._pattern[self.position % len(self._pattern)]
         self.position += 1
         if self.curriculum is not None:
@@ -182,7 +182,7 @@ def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
 
 
 class _Part:
-    """The tasks of one part of a stream in epochs; `drawn` counts those handed out."""
+    """The tasks of one part of a stream in epochs; `drawn` counts returned tasks."""
 
     def __init__(self, tasks: Sequence[Task], key: str) -> None:
         self.tasks = tasks
@@ -265,7 +265,7 @@ def _adapted(raw: RawRow, adapt: Adapt) -> RawRow | None:
 
 
 def _check_env_by(readers: Sequence[RowReader]) -> None:
-    """Refuse a key of env_by that chooses nothing, since a misspelled one would go unnoticed."""
+    """Reject a key of env_by that selects no row; a misspelled one would go unnoticed."""
     used = {value for reader in readers for value in reader.env_by_used}
     seen = {value for reader in readers for value in reader.env_by_seen}
     for value in readers[0].config.env_by:
@@ -289,7 +289,7 @@ def _whole(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave(weights: Sequence[int]) -> list[int]:
-    """One period of part numbers: each place goes to the part furthest behind its share."""
+    """One period of part numbers: each position goes to the part furthest below its share."""
     total = sum(weights)
     behind = [0] * len(weights)
     pattern = []
@@ -301,7 +301,7 @@ def _interleave(weights: Sequence[int]) -> list[int]:
     return pattern
 
 
-CUT_KEY = "num_cut_chars"  # of Task.metadata: characters that were taken out of the question
+CUT_KEY = "num_cut_chars"  # in Task.metadata: characters removed from the question
 MAX_STARTED = 8
 BATCH = 256
 MAX_LISTED_PROMPTS = 10
@@ -314,13 +314,13 @@ class _Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class PromptFitter:
-    """Renders the prompts of tasks and refuses, leaves out or cuts those that are longer than
+    """Renders the prompts of tasks, and rejects, skips or cuts those that are longer than
     limits.max_prompt_tokens.
 
-    A prompt is not rendered when its last message has fewer bytes than the limit leaves beside
-    a rendered prompt that is otherwise equal, since a token stands for a byte at least; nor are
-    more than MAX_STARTED of environments with an attribute `starts_processes`. The actor looks at
-    the length again. `key` is the one that chooses `mode`, for the messages.
+    Rendering is skipped for a prompt that certainly fits: a rendered prompt differs only in the
+    last message, and this message has fewer bytes (a token has at least one) than the limit leaves.
+    At most MAX_STARTED prompts are rendered of environments with an attribute `starts_processes`.
+    The actor checks the length again. `key` names the key of `mode` in messages.
     """
 
     make_env: Callable[[Task], Env]
@@ -336,8 +336,8 @@ class PromptFitter:
         self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
 
     async def fit(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks whose prompts fit, in order. Raises DataError for the first that does not, or
-        when none is left, and ConfigError for an environment that cannot be made."""
+        """The tasks whose prompts fit, in order. Raises DataError for a prompt that does not fit,
+        or if no task remains, and ConfigError for an environment that cannot be made."""
         kept: list[Task] = []
         overlong: list[str] = []
         for start in range(0, len(tasks), BATCH):
@@ -359,7 +359,7 @@ class PromptFitter:
         return kept
 
     def _report_not_begun(self, num_tasks: int) -> None:
-        """Tasks that would fail in a rollout, if they fail again."""
+        """Warn about tasks whose rollouts would fail if the failure repeats."""
         if self._not_begun:
             task_id, problem = next(iter(self._not_begun.items()))
             self.say(
@@ -382,9 +382,8 @@ class PromptFitter:
         self.say(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
-        """The prompt of a task; None if its env could not be made or reset, which is reported, and
-        the rollout's business. Other errors are returned, so that all envs of a batch are
-        closed."""
+        """The prompt of a task; None if its env could not be reset, which is reported and left to
+        the rollout. Other errors are returned, so that all envs of a batch are closed."""
 
         async def made() -> Env:
             return self.make_env(task)
@@ -421,7 +420,7 @@ class PromptFitter:
         return found
 
     def _lengths(self, prompts: Sequence[_Prompt | AgentEnvError | None]) -> list[int]:
-        """Tokens of each prompt, or 0 where the prompt certainly fits."""
+        """Tokens of each prompt, or 0 for a prompt that certainly fits."""
         lengths = []
         for prompt in prompts:
             if isinstance(prompt, AgentEnvError):
@@ -441,7 +440,7 @@ class PromptFitter:
         return length
 
     async def _cut(self, task: Task) -> Task:
-        """The task with as much of its question's head and tail as fits."""
+        """The task with the middle of its question removed so that it fits."""
         fits, low, high = None, 0, len(task.question) - 1
         while low <= high:
             middle = (low + high) // 2
@@ -461,7 +460,7 @@ class PromptFitter:
 
 
 def _shortened(task: Task, num_chars: int) -> Task:
-    """The task with that many characters of its question, half of them from the end."""
+    """The task with `num_chars` characters of its question, half of them from the end."""
     text, tail = task.question, num_chars // 2
     question = text[: num_chars - tail] + CUT_MARKER + text[len(text) - tail :]
     metadata = {**task.metadata, CUT_KEY: len(text) - num_chars}

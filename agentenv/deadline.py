@@ -1,19 +1,19 @@
 """Deadlines and time budgets of waits, and sections that complete despite cancellation.
 
-    with Deadline(when, clock, error): ...         raises `error` once the clock has passed `when`
-    with working(clock): ...                       the clock of what happens inside runs ...
-    with waiting("a place"): ...                   ... but not here: nobody works for it
-    async with admitted(semaphore, "a place"): ...    a place, waited for without the clock
-    with doing("the tool 'search'"): ...           what a rollout awaits, for those who watch it
-    with doubting(look): ...                       what is worked may be lost: a deadline asks first
-    await uncancelled(env.close())                 ends it, however often the waiter is cancelled
-    await within(60.0, "..", reading)              what it gives, or StallError
-    backoff_s(attempt, key, first_s=.., max_s=..)  how long to wait before another try
+    with Deadline(when, clock, error): ...         raises `error` once the clock passes `when`
+    with working(clock): ...                       runs the clock during the block ...
+    with waiting("a place"): ...                   ... and pauses it during this one
+    async with admitted(semaphore, "a place"): ...    acquires a semaphore, with the clock paused
+    with doing("the tool 'search'"): ...           names the rollout's current wait, for monitoring
+    with deferring(defer_s): ...                   the work may be lost: deadlines can be deferred
+    await uncancelled(env.close())                 completes the call despite cancellations
+    await within(60.0, "..", reading)              its result, or StallError
+    backoff_s(attempt, key, first_s=.., max_s=..)  the wait before the next attempt
 
-A trajectory is timed by a `WorkClock`. Whoever makes it wait for a place, for a rate limit, or for
-a server that is paused, asleep, updating or gone says so with `waiting`: load and outages are not
-the policy's fault, and without this a busy engine would end every trajectory by its seconds.
-Work that is lost with a server is given back (`Work`).
+A `WorkClock` times a trajectory. Code that waits for a slot, for a rate limit, or for a server that
+is paused, asleep, updating or lost does so inside `waiting`: load and outages are not the policy's
+fault, and otherwise a busy engine would end every trajectory by its time limit. Work that is lost
+with a server does not count (`Work`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from agentenv.errors import AgentEnvError, StallError
 T = TypeVar("T")
 Clock = Callable[[], float]  # seconds; must not run faster than the event loop's time
 
-CLOSE_S = 1e-6  # a deadline as near as this has passed
-SPAN_S = 1.0  # timers of so long share one
-LOOK_S = 0.01  # how often at most a deadline looks whether its clock runs again
+CLOSE_S = 1e-6  # a deadline that is nearer than this counts as passed
+SPAN_S = 1.0  # deadlines within such an interval share a timer
+CHECK_S = 0.01  # minimum interval between checks of a deadline whose clock may be paused
 
 
 class WorkClock:
     """Working time of a rollout, in seconds, from `elapsed_s` on.
 
-    It runs while `go` was called more often than `stop`, and `outer` runs while any of the
-    clocks inside it do. `doing` says what the rollout awaits, and `since` from which time of the
-    loop on.
+    It runs while `go` was called more often than `stop`; `outer` runs while any of its inner clocks
+    runs. `doing` names the rollout's current wait, and `since` is the start of that wait (loop
+    time, seconds).
     """
 
     def __init__(self, elapsed_s: float = 0.0, outer: WorkClock | None = None) -> None:
         self._elapsed_s = elapsed_s
         self._outer = outer
-        self._count = 0  # above 0: it runs
-        self._since = 0.0  # time of the loop when it began to run
+        self._count = 0  # running if above 0
+        self._since = 0.0  # loop time of the last start
         self._loop_time: Clock | None = None if outer is None else outer._loop_time
         self.doing = ""
         self.since = 0.0
-        self.doubt: Callable[[], float] | None = None  # see `doubting`
+        self.deferral: Callable[[], float] | None = None  # see `deferring`
 
     def __call__(self) -> float:
         if self._count <= 0:
@@ -61,14 +61,14 @@ class WorkClock:
         return self._elapsed_s + self._now() - self._since
 
     def _now(self) -> float:
-        """Time of the loop, which is looked up once: Python asks the system each time whether the
-        process is still the same."""
+        """The loop's time. The loop is looked up only once, since each lookup makes a system call
+        to check the process."""
         if self._loop_time is None:
             self._loop_time = asyncio.get_running_loop().time
         return self._loop_time()
 
     def at(self, now: float) -> float:
-        """The reading at this time of the loop."""
+        """The reading at this loop time."""
         return self._elapsed_s + (now - self._since if self._count > 0 else 0.0)
 
     def go(self) -> None:
@@ -86,66 +86,67 @@ class WorkClock:
         self._count -= 1
 
     def now(self, what: str) -> None:
-        """The rollout awaits this from now on."""
+        """Record that the rollout now waits for `what`."""
         self.doing = what
         self.since = self._now()
 
     def marks(self, now: float) -> tuple[float, float]:
-        """The reading at this loop time, and the outer clock's."""
+        """The readings of this clock and of the outer one at this loop time."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
 
-    def lose(self, seconds: float) -> None:
-        """So much of what was worked last is lost and does not count."""
+    def discard_last(self, seconds: float) -> None:
+        """Discard the last `seconds` of work, which was lost."""
         at, outer = self.marks(asyncio.get_running_loop().time())
-        self.give_back((at - seconds, outer - seconds))
+        self.discard((at - seconds, outer - seconds))
 
-    def give_back(self, marks: tuple[float, float]) -> None:
-        """Discard the work since then. On the outer clock, shared time counts once."""
+    def discard(self, marks: tuple[float, float]) -> None:
+        """Discard the work since these `marks`. On the outer clock, shared time counts once."""
         self._elapsed_s -= max(0.0, self() - marks[0])
         if self._outer is not None:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
 
 
 class ReportingClock(WorkClock):
-    """The clock of what is done for a rollout of another process, to which it reports when that
-    one's clock has to stand, and how many seconds of work are lost."""
+    """The clock of work for a rollout in another process. It calls `report` with (whether that
+    rollout's clock must pause, seconds of lost work)."""
 
     def __init__(self, report: Callable[[bool, float], None]) -> None:
         super().__init__()
         self.report: Callable[[bool, float], None] | None = report
-        self._stood = False
+        self._was_paused = False
 
-    def _look(self, lost_s: float = 0.0) -> None:
-        stands = self._count <= 0
-        if self.report is not None and (stands is not self._stood or lost_s):
-            self.report(stands, lost_s)
-            self._stood = stands
+    def _report_change(self, lost_s: float = 0.0) -> None:
+        is_paused = self._count <= 0
+        if self.report is not None and (is_paused is not self._was_paused or lost_s):
+            self.report(is_paused, lost_s)
+            self._was_paused = is_paused
 
     def go(self) -> None:
         super().go()
-        self._look()
+        self._report_change()
 
     def stop(self) -> None:
         super().stop()
-        self._look()
+        self._report_change()
 
-    def give_back(self, marks: tuple[float, float]) -> None:
+    def discard(self, marks: tuple[float, float]) -> None:
         before = self()
-        super().give_back(marks)
-        self._look(before - self())
+        super().discard(marks)
+        self._report_change(before - self())
 
 
 _current: ContextVar[WorkClock | None] = ContextVar("clock", default=None)
 
 
 def work_clock() -> WorkClock | None:
-    """The clock of the rollout that this is done for; None: of none."""
+    """The clock of the current rollout; None outside of rollouts."""
     return _current.get()
 
 
 @contextmanager
 def working(clock: WorkClock) -> Iterator[WorkClock]:
-    """The clock runs, and is that of `waiting` inside, also in tasks that are started there."""
+    """Run the clock within the block, and make it the current one, also in tasks that are created
+    there."""
     token = _current.set(clock)
     clock.go()
     try:
@@ -156,8 +157,7 @@ def working(clock: WorkClock) -> Iterator[WorkClock]:
 
 
 class Wait:
-    """Time in which nobody works for the rollout that is current now: its clock stands still from
-    `begin` to `end`, both of which may be called again."""
+    """Pauses the clock of the current rollout from `begin` to `end`; both are idempotent."""
 
     def __init__(self) -> None:
         self._clock = _current.get()
@@ -175,7 +175,7 @@ class Wait:
 
 
 class Work:
-    """Work for the current rollout, from `begin` on; can be marked as lost."""
+    """Work for the current rollout since `begin`; can be discarded if it is lost."""
 
     def __init__(self) -> None:
         self._clock = _current.get()
@@ -187,15 +187,15 @@ class Work:
             self._clock.since = now = self._clock._now()
             self._marks = self._clock.marks(now)
 
-    def give_back(self) -> None:
-        """It is lost: its seconds are the rollout's again."""
+    def discard(self) -> None:
+        """Do not count the seconds of this work, which was lost."""
         if self._clock is not None:
-            self._clock.give_back(self._marks)
+            self._clock.discard(self._marks)
             self.begin()
 
 
-class doing:  # a context manager, named as those of contextlib
-    """The rollout that is current now awaits `what`, inside."""
+class doing:  # a context manager, in lower case like those of contextlib
+    """Within the block, the current rollout waits for `what`."""
 
     __slots__ = ("_before", "_clock", "_what")
 
@@ -213,28 +213,27 @@ class doing:  # a context manager, named as those of contextlib
             self._clock.now(self._before)
 
 
-class doubting:
-    """What is worked inside for the rollout that is current now may turn out to be lost, so that a
-    deadline which is due asks `look` after how many seconds it is to look again; 0: it has
-    passed."""
+class deferring:
+    """Within the block, the work for the current rollout may turn out to be lost. A deadline that
+    is due therefore calls `check`, and is deferred by the returned seconds; 0: it expires."""
 
-    __slots__ = ("_before", "_clock", "_look")
+    __slots__ = ("_before", "_check", "_clock")
 
-    def __init__(self, look: Callable[[], float]) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], float]) -> None:
+        self._check = check
         self._clock = _current.get()
 
     def __enter__(self) -> None:
         if self._clock is not None:
-            self._before, self._clock.doubt = self._clock.doubt, self._look
+            self._before, self._clock.deferral = self._clock.deferral, self._check
 
     def __exit__(self, *_: object) -> None:
         if self._clock is not None:
-            self._clock.doubt = self._before
+            self._clock.deferral = self._before
 
 
 class waiting:
-    """Waits inside do not count as work; see Wait."""
+    """Within the block, time does not count as work; see Wait."""
 
     __slots__ = ("_doing", "_wait")
 
@@ -253,7 +252,7 @@ class waiting:
 
 @asynccontextmanager
 async def admitted(places: asyncio.Semaphore, what: str) -> AsyncIterator[None]:
-    """A place, which nobody works for while it is waited for."""
+    """Acquire one of `places`; the wait for it does not count as work."""
     with waiting(what):
         await places.acquire()
     try:
@@ -263,55 +262,55 @@ async def admitted(places: asyncio.Semaphore, what: str) -> AsyncIterator[None]:
 
 
 class Timers:
-    """Timers of one event loop, nearly all of which are cancelled long before they are due: those
-    of one span share a timer of the loop, which gives each of them its own when the span begins.
+    """Timers of one event loop, nearly all of which are cancelled long before they are due. Those
+    of one span share a loop timer, which creates their own timers when the span begins.
 
-    One of the loop's costs a place in its heap, and there would be several for each turn.
+    Otherwise each turn would add several timers to the loop's heap.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._spans: dict[int, dict[_Timed, None]] = {}  # in the order they were set
+        self._spans: dict[int, dict[_Timed, None]] = {}  # in insertion order
 
     def add(self, alarm: _Timed, seconds: float) -> None:
-        """Let the alarm look at its clock in so many seconds."""
+        """Let the alarm check its clock in so many seconds."""
         now = self.loop.time()
         when = now + seconds
         span = int(when // SPAN_S)
         if span * SPAN_S <= now:
-            alarm.timer, alarm.span = self.loop.call_at(when, alarm.look), None
+            alarm.timer, alarm.span = self.loop.call_at(when, alarm.check), None
             return
         if span not in self._spans:
             self._spans[span] = {}
             self.loop.call_at(span * SPAN_S, self._begin, span)
-        alarm.timer, alarm.span, alarm.look_at = None, self._spans[span], when
+        alarm.timer, alarm.span, alarm.check_at = None, self._spans[span], when
         alarm.span[alarm] = None
 
     def _begin(self, span: int) -> None:
-        for alarm in sorted(self._spans.pop(span), key=lambda alarm: alarm.look_at):
-            alarm.timer, alarm.span = self.loop.call_at(alarm.look_at, alarm.look), None
+        for alarm in sorted(self._spans.pop(span), key=lambda alarm: alarm.check_at):
+            alarm.timer, alarm.span = self.loop.call_at(alarm.check_at, alarm.check), None
 
 
-_timers: Timers | None = None  # of the loop that set an alarm last
+_timers: Timers | None = None  # of the loop that last set an alarm
 
 
 class _Timed:
-    """A callback as soon as `clock()` has passed `when`; see `ring`."""
+    """Calls `ring` as soon as `clock()` has passed `when`."""
 
-    __slots__ = ("_clock", "_when", "look_at", "span", "timer")
+    __slots__ = ("_clock", "_when", "check_at", "span", "timer")
 
     def __init__(self, when: float, clock: Clock) -> None:
         self._when, self._clock = when, clock
         self.timer: asyncio.TimerHandle | None = None
-        self.span: dict[_Timed, None] | None = None  # where it waits without a timer of its own
-        self.look_at = 0.0
+        self.span: dict[_Timed, None] | None = None  # its span, while it has no timer of its own
+        self.check_at = 0.0
 
     def ring(self) -> None:
-        """It is time; called once."""
+        """Called once, when it is due."""
         raise NotImplementedError
 
     def set(self) -> None:
-        self._look_in(self._when - self._clock(), asyncio.get_running_loop())
+        self._check_in(self._when - self._clock(), asyncio.get_running_loop())
 
     def cancel(self) -> None:
         if self.timer is not None:
@@ -319,21 +318,21 @@ class _Timed:
         elif self.span is not None:
             self.span.pop(self, None)
 
-    def _look_in(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_in(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         global _timers
         if _timers is None or _timers.loop is not loop:
             _timers = Timers(loop)
         _timers.add(self, seconds)
 
-    def look(self) -> None:
-        """Ring if it is time, else look again later."""
+    def check(self) -> None:
+        """Ring if it is due, else check again later."""
         left_s = self._when - self._clock()
-        if left_s <= CLOSE_S and isinstance(self._clock, WorkClock) and self._clock.doubt:
-            left_s = self._clock.doubt()
+        if left_s <= CLOSE_S and isinstance(self._clock, WorkClock) and self._clock.deferral:
+            left_s = self._clock.deferral()
         if left_s <= CLOSE_S:
             self.ring()
         else:
-            self._look_in(max(left_s, LOOK_S), asyncio.get_running_loop())
+            self._check_in(max(left_s, CHECK_S), asyncio.get_running_loop())
 
 
 class Alarm(_Timed):
@@ -350,11 +349,11 @@ class Alarm(_Timed):
 
 
 class Deadline(_Timed):
-    """What is awaited inside is cancelled, and `error`, or what it makes, is raised, once `clock()`
-    has passed `when`."""
+    """Once `clock()` has passed `when`, cancels the block and raises `error`, or the error that the
+    function `error` returns."""
 
-    # No Alarm: one that knows its deadline would be a cycle for each call of a tool, and those are
-    # what the garbage collector would have to find among the tokens of all rollouts.
+    # Not an Alarm: an alarm that refers to its deadline would be a reference cycle per tool call,
+    # and the garbage collector would have to find it among the tokens of all rollouts.
     __slots__ = ("_error", "_is_over", "_num_cancelled", "_task")
 
     def __init__(
@@ -362,14 +361,14 @@ class Deadline(_Timed):
     ) -> None:
         super().__init__(when, clock)
         self._error = error
-        self._task: asyncio.Task[Any] | None = None  # that is inside
-        self._num_cancelled = 0  # cancellations of the task before it came in
+        self._task: asyncio.Task[Any] | None = None  # the task in the block
+        self._num_cancelled = 0  # cancellations of the task before it entered
         self._is_over = False
 
     @classmethod
     def after(cls, seconds: float, what: str, error: type[AgentEnvError]) -> Self:
-        """`seconds` from now on, less those that the rollout waits; the error says that `what`
-        took longer."""
+        """A deadline in `seconds` of the current rollout's clock; the error says that
+        `what` took longer."""
         clock = work_clock() or asyncio.get_running_loop().time
         return cls(clock() + seconds, clock, lambda: error(f"{what} took over {seconds} s"))
 
@@ -377,7 +376,7 @@ class Deadline(_Timed):
         self.expire()
 
     def expire(self) -> None:
-        """It has passed, whatever the clock says."""
+        """Expire now, independently of the clock."""
         if self._task is not None and not self._is_over:
             self._is_over = True
             self._task.cancel()
@@ -387,7 +386,7 @@ class Deadline(_Timed):
         self._task = asyncio.current_task(loop)
         assert self._task is not None
         self._num_cancelled = self._task.cancelling()
-        self._look_in(self._when - self._clock(), loop)
+        self._check_in(self._when - self._clock(), loop)
 
     def __exit__(
         self,
@@ -405,35 +404,35 @@ class Deadline(_Timed):
 
 
 async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
-    """What `work` gives; StallError says that `what` took longer, by the time of the loop."""
+    """The result of `work`. Raises StallError, naming `what`, after `seconds` of loop time."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
     except TimeoutError as error:
-        if not limit.expired():  # it is what `work` raised
+        if not limit.expired():  # `work` raised it
             raise
         raise StallError(
-            f"{what} did not finish within {seconds:g} s: a disk, or the server that provides it, "
-            "hangs"
+            f"{what} did not finish within {seconds:g} s: a disk or its file server hangs"
         ) from error
 
 
 def end(waited_for: asyncio.Future[None], work: object = None) -> None:
-    """The awaited event happened; idempotent."""
+    """Complete the future; idempotent."""
     if not waited_for.done():
         waited_for.set_result(None)
 
 
-def heed(done: asyncio.Future[Any]) -> None:
-    """Nobody may be left to hear what it has raised; for `add_done_callback`."""
+def retrieve_exception(done: asyncio.Future[Any]) -> None:
+    """Mark the future's exception as retrieved, since there may be no waiter left; for
+    `add_done_callback`."""
     if not done.cancelled():
         done.exception()
 
 
 async def uncancelled(work: Awaitable[T]) -> T:
-    """Wait for `work` to its end in spite of any number of cancellations of the waiter.
+    """Wait until `work` is done, despite any number of cancellations of the waiter.
 
-    Then what `work` raised goes on, or else the cancellation.
+    Then raises the error of `work`, if any, else the cancellation.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -453,31 +452,31 @@ async def uncancelled(work: Awaitable[T]) -> T:
 def backoff_s(
     attempt: int, key: str, *, first_s: float, max_s: float, at_least_s: float = 0.0
 ) -> float:
-    """Seconds to wait after try number `attempt`, from 0, has failed.
+    """Seconds to wait after attempt number `attempt` (from 0) failed.
 
-    `first_s`, doubled with each try, or what the other side asks for by `at_least_s` if that is
-    more; at most `max_s`; and then up to half as long again, so that those who failed together do
-    not come back together. The spread is drawn from `key` and `attempt` alone: equal runs wait
-    equally long.
+    The wait is `first_s`, doubled with each attempt, or `at_least_s` (requested by a server) if
+    that is longer; at most `max_s`. A jitter of up to half of it is added, so that clients which
+    failed together do not return together. The jitter depends on `key` and `attempt` only: equal
+    runs wait equally long.
     """
     delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)
 
 
 class Restarts:
-    """The restarts of one process: how long to wait before the next, and when to stop trying."""
+    """The restarts of one process: the back-off, and the limit of consecutive losses."""
 
     def __init__(self, limit: int, key: str, *, first_s: float, max_s: float) -> None:
-        self.num = 0  # losses in a row
+        self.num = 0  # consecutive losses
         self._limit, self._key = limit, key
         self._first_s, self._max_s = first_s, max_s
 
     def progressed(self) -> None:
-        """The process worked before it was lost."""
+        """Reset the count: the process made progress before it was lost."""
         self.num = 0
 
     def lost(self) -> float | None:
-        """Count a loss. Seconds to wait before the next start; None: there is no next one."""
+        """Count a loss. Returns the seconds before the next start; None: do not restart."""
         self.num += 1
         if self.num > self._limit:
             return None

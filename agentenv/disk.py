@@ -1,5 +1,5 @@
-"""Atomic writes of files and folders, also across crashes; and process folders that the next
-process removes after a crash.
+"""Atomic, crash-safe writes of files and folders; and temporary folders of a process, which the
+next process removes after a crash.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PARTIAL, OLD = ".partial", ".old"
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
-    """Write a file beside its name and rename it, so that no reader ever sees half of the file.
+    """Write a file under a temporary name and rename it, so that readers never see a partial file.
 
-    Text is written as UTF-8. A `durable` file is on the disk before it has its name, and so is its
-    name at the end: both survive a crash of the machine. Where it fails, nothing is left of what
-    was written. Raises OSError.
+    Text is written as UTF-8. A `durable` file is synced before the rename, and its name is synced
+    afterwards: both survive a crash of the machine. A failure leaves nothing behind. Raises
+    OSError.
     """
     if isinstance(data, str):
         data = data.encode()
@@ -41,8 +41,8 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
 
 
 def append_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
-    """Add to the end of a file, which one process writes, all of this or nothing; `durable` as in
-    `write_whole`. Raises OSError."""
+    """Append all of `data` to a file, or nothing; the file must have a single writer. `durable` as
+    in `write_whole`. Raises OSError."""
     view = memoryview(data.encode() if isinstance(data, str) else data)
     with naming(path), path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -55,13 +55,13 @@ def append_whole(path: Path, data: str | bytes, *, durable: bool = False) -> Non
             with suppress(OSError):
                 file.truncate(size)
             raise
-    if durable and not size:  # it may be new
+    if durable and not size:  # the file may be new
         sync(path.parent)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, whose names survive a crash of the
-    machine. Raises OSError."""
+    """Create a folder and its missing parents; their names survive a crash of the machine. Raises
+    OSError."""
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in made:
@@ -70,8 +70,8 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def removing(*paths: Path) -> Iterator[None]:
-    """Files that are written inside do not stay where that fails: the disk may be full, and what
-    else is to be written needs the space."""
+    """Remove these files if the block fails: the disk may be full, and other writes need the
+    space."""
     try:
         yield
     except BaseException:
@@ -83,7 +83,7 @@ def removing(*paths: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system on writing a file inside, such as a full disk, name the file."""
+    """Within the block, an OSError such as a full disk names this file."""
     try:
         yield
     except OSError as error:
@@ -94,8 +94,8 @@ def naming(path: Path) -> Iterator[None]:
 def replace_folder(partial: Path, folder: Path) -> None:
     """Give the complete folder `partial` the name `folder`, in place of an older one, durably.
 
-    A crash between the two renames leaves the older one as FOLDER.old, which `finished_folder`
-    finds. Raises OSError.
+    A crash between the two renames leaves the older one as FOLDER.old; see `finished_folder`.
+    Raises OSError.
     """
     for inside in partial.rglob("*"):
         sync(inside)
@@ -110,14 +110,14 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def finished_folder(folder: Path) -> Path:
-    """The folder, or the one put aside for it if a crash cut `replace_folder` in two."""
+    """The folder, or FOLDER.old if a crash interrupted `replace_folder`."""
     old = folder.with_name(folder.name + OLD)
     return old if old.is_dir() and not folder.exists() else folder
 
 
 def remove_left(place: Path, prefix: str) -> None:
-    """Remove the folders of `own_folder` that nobody holds, since their processes were killed;
-    where the file system knows no locks, none."""
+    """Remove folders of `own_folder` without a lock, whose processes were killed; does nothing on a
+    file system without locks."""
     for left in place.glob(f"{prefix}*"):
         with suppress(OSError), locked(left, fcntl.LOCK_NB):
             shutil.rmtree(left)
@@ -125,13 +125,13 @@ def remove_left(place: Path, prefix: str) -> None:
 
 @contextmanager
 def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
-    """A folder of this process in `place` (by default where temporary files are), which holds a
-    lock on it: it has its name once it is locked. Those that were left there are removed first."""
+    """A folder of this process in `place` (default: the folder of temporary files), which it locks
+    before the folder gets its name. Leftovers of killed processes are removed first."""
     remove_left(Path(place or tempfile.gettempdir()), prefix)
     own = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
     try:
         with ExitStack() as lock:
-            with suppress(OSError):  # there are no locks
+            with suppress(OSError):  # no locks on this file system
                 lock.enter_context(locked(own))
             own = own.rename(own.with_name(own.name[1:]))
             yield own
@@ -141,8 +141,8 @@ def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, more: int = 0) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError where the file system knows none, and, with
-    LOCK_NB, BlockingIOError if somebody has it."""
+    """Hold the lock of a folder during the block. Raises OSError on a file system without locks
+    and, with LOCK_NB, BlockingIOError if another process holds it."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | more)
@@ -152,7 +152,7 @@ def locked(folder: Path, more: int = 0) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a crash of the machine."""
+    """Sync the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,45 +161,45 @@ def sync(path: Path) -> None:
 
 
 def undecodable(text: str) -> str:
-    """The text, as of a path, with its bytes that are no UTF-8 written out, as \\xff; empty: there
-    are none. Python reads them as lone surrogates, which neither logs nor JSON can hold."""
+    """A text such as a path with its invalid UTF-8 bytes escaped, as \\xff; empty if it has none.
+    Python decodes them to lone surrogates, which neither logs nor JSON can represent."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        with suppress(UnicodeEncodeError):  # surrogates that stand for no byte
+        with suppress(UnicodeEncodeError):  # surrogates that represent no byte
             return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return ascii(text)[1:-1]
     return ""
 
 
 def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest existing parent."""
     path = path.absolute()
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
 def free_bytes(folder: Path) -> float:
-    """Bytes that this process may still write there; infinite where the file system has no bound.
+    """Bytes that this process may still write there; infinite if the file system has no limit.
     Raises OSError."""
     found = os.statvfs(folder)
     return float(found.f_bavail * found.f_frsize) if found.f_blocks else math.inf
 
 
 SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder through which new weights pass
+WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder for the transfer of new weights
 WEIGHTS_KEY = "resources.weights_dir"
-DIR_KEY = "run.dir"  # which places a run
+DIR_KEY = "run.dir"  # the key of a run's location
 
 
 def written(error: OSError) -> Any:
-    """The file at fault: of a copy to a full disk the target, which comes second."""
+    """The file that could not be written: the second one of a copy, its target."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (is_full and error.filename2) or error.filename
 
 
 def explain(error: OSError, key: str = "") -> str:
-    """A reason a user can act on. `key` is that of the configuration which places the file; the
-    folder of new weights is known by its name."""
+    """The reason and the remedy, for users. `key` is the configuration key of the file's location;
+    the folder of new weights is recognized by its name."""
     name = written(error)
     path = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else None
     if path is not None and any(part.startswith(WEIGHTS_PREFIX) for part in path.parts):
@@ -215,7 +215,7 @@ def explain(error: OSError, key: str = "") -> str:
             elsewhere = f"make {SHARED_MEMORY} larger (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
             full = "disk quota exceeded"
-        again = "repeat the command, with --resume if the run had begun"
+        again = "repeat the command, with --resume if the run had started"
         return f"{full}; free some space and {again}, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"

@@ -3,10 +3,10 @@
     loop       texts of the last COLLECT_S -----> WorkerPool of one worker
     worker     [their ids]                 -----> loop
 
-Encoding a tool result costs more than all else that an env step does in the controller, and a long
-text blocks every rollout meanwhile; a thread would hold the interpreter's lock. The worker starts
-with the first text. Only tokenizers of the library `tokenizers` can be sent there. After a failure
-texts are encoded on the loop for a while, and then the worker starts again.
+Encoding a tool result is the most expensive part of an env step in the controller, and a long text
+would block every rollout; a thread would hold the interpreter's lock. The worker starts with the
+first text. It supports only tokenizers of the library `tokenizers`. After a failure, texts are
+encoded on the loop for a while, and then the worker restarts.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from agentenv.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.offload import check_outside
 from agentenv.worker_pool import JobError, WorkerPool
 
-COLLECT_S = 0.01  # texts of so long travel together
-ANSWER_S = 60.0  # of CPU time, or asleep, of a batch; the loop encodes then
-FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a worker that failed starts again
-MAX_LOST = 3  # failures in a row, without an answer; then the loop encodes for good
+COLLECT_S = 0.01  # texts within this interval form a batch
+ANSWER_S = 60.0  # limit of a batch, in CPU time and in time asleep; then the loop encodes it
+FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a failed worker restarts
+MAX_LOST = 3  # consecutive failures without an answer; then the loop encodes permanently
 
 logger = logging.getLogger(__name__)
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of the library `tokenizers` inside one of transformers; None: it has none."""
+    """The tokenizer of the library `tokenizers` inside one of transformers; None if it has none."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     return inner if hasattr(inner, "encode_batch_fast") else None
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Ids to the text of all of them, special tokens included, exactly as sampled."""
+    """A function from ids to their text, special tokens included, exactly as sampled."""
     inner = fast_tokenizer(tokenizer)
     own = getattr(type(tokenizer), "_decode", None)
     if inner is None or getattr(own, "__qualname__", "") != "TokenizersBackend._decode":
@@ -52,8 +52,8 @@ def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def fast_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """The same of a tokenizer of the library `tokenizers`, a tenth of its time where tokens are
-    pieces of bytes."""
+    """As `decoder`, for a tokenizer of the library `tokenizers`; ten times as fast if its tokens
+    are pieces of bytes."""
     if type(tokenizer.decoder).__name__ != "ByteLevel":
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     pieces = _Pieces(tokenizer)
@@ -61,8 +61,8 @@ def fast_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
-    """Of a tokenizer of the library `tokenizers`: ids to the text of each of them, which together
-    are the text of all; of a character in several tokens the last one has it."""
+    """A function from ids to the text of each, for a tokenizer of the library `tokenizers`. The
+    texts joined are the whole text; a character in several tokens belongs to the last one."""
     if type(tokenizer.decoder).__name__ != "ByteLevel":
         return lambda ids: _differences(tokenizer, ids)
     pieces = _Pieces(tokenizer)
@@ -78,7 +78,7 @@ def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
 
 
 def _differences(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds after the one before, which decides on spaces."""
+    """The text that each token adds to the previous one, which determines spaces."""
     found = []
     before: list[int] = []
     for token in ids:
@@ -90,7 +90,7 @@ def _differences(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of each token, looked up once."""
+    """The bytes of each token, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -107,20 +107,20 @@ class _Pieces(dict[int, bytes]):
         return piece
 
 
-def encode_beside(renderer: Any, stack: AsyncExitStack) -> None:
-    """Let a renderer have long texts encoded beside the event loop, if its tokenizer can be sent
-    there; `stack` ends the worker, which starts with the first long text."""
+def encode_in_process(renderer: Any, stack: AsyncExitStack) -> None:
+    """Let a renderer encode long texts in a worker process, if its tokenizer supports it. The
+    worker starts with the first long text; `stack` stops it."""
     if fast_tokenizer(getattr(renderer, "tokenizer", None)) is not None:
         renderer.encoder = Encoder(renderer.tokenizer, renderer.special_ids)
         stack.push_async_callback(renderer.encoder.close)
 
 
 class EncoderLostError(EnvError):
-    """There is no worker, or it gave no answer."""
+    """There is no worker, or it did not answer."""
 
 
 class EncodeTexts:
-    """In the worker: texts to the ids of each, int32, without those `left_out`."""
+    """In the worker: texts to the ids of each, int32, without the ids `left_out`."""
 
     def __init__(self, tokenizer: str, left_out: list[int]) -> None:
         from tokenizers import Tokenizer
@@ -135,23 +135,23 @@ class EncodeTexts:
 
 
 class Encoder:
-    """Texts to ids as `tokenizer.encode(text, add_special_tokens=False)` gives them, less those in
-    `left_out`. `close` ends the worker, if there is one."""
+    """Texts to ids, as `tokenizer.encode(text, add_special_tokens=False)` without those in
+    `left_out`. `close` stops the worker, if any."""
 
     def __init__(self, tokenizer: Any, left_out: Collection[int] = ()) -> None:
         self._tokenizer, self._left_out = tokenizer, left_out
-        self._pool: WorkerPool | None = None  # from the first text on
+        self._pool: WorkerPool | None = None  # created with the first text
         self._texts: list[str] = []
         self._waiting: list[asyncio.Future[array[int]]] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._closed = False
         key = f"encoder/{os.getpid()}"
         self._restarts = Restarts(MAX_LOST - 1, key, first_s=FIRST_PAUSE_S, max_s=MAX_PAUSE_S)
-        self._rests_until = -inf  # time of the loop
+        self._rests_until = -inf  # loop time
 
     @property
     def rests(self) -> bool:
-        """Whether no worker takes texts now."""
+        """Whether the worker currently accepts no texts, after a failure."""
         if self._rests_until == -inf:
             return self._closed
         return self._closed or asyncio.get_running_loop().time() < self._rests_until
@@ -171,7 +171,7 @@ class Encoder:
 
     def _send(self) -> None:
         texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []
-        # in no rollout's context, whose clock would stand still
+        # without the context of a rollout, whose clock would stop
         batch = asyncio.get_running_loop().create_task(
             self._encode(texts, waiting), context=Context()
         )
@@ -192,7 +192,7 @@ class Encoder:
             self._lose(why)
         finally:
             for index, future in enumerate(waiting):
-                if future.done():  # its rollout may be gone
+                if future.done():  # its rollout may be cancelled
                     continue
                 if found:
                     future.set_result(found[index])
@@ -216,7 +216,7 @@ class Encoder:
         return self._pool
 
     def _lose(self, why: str) -> None:
-        """Rest after a failure; one of texts that failed together counts."""
+        """Pause after a failure; texts of one batch count as one failure."""
         if self.rests:
             return
         pause_s = self._restarts.lost()
@@ -230,7 +230,7 @@ class Encoder:
         logger.warning(text, why, pause_s, extra=SHOWN)
 
     async def close(self) -> None:
-        """End the worker. Texts that wait raise EncoderLostError. Idempotent."""
+        """Stop the worker. Pending texts raise EncoderLostError. Idempotent."""
         self._closed = True
         if self._texts:
             self._send()

@@ -1,5 +1,5 @@
-"""The interface between actors and engines, and the configuration of engines, apart from their
-clients so that reading it is cheap.
+"""The interface between actors and engines, and the configuration of engines; without the engines'
+clients, so that importing it is cheap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that choose the next token."""
+        """Version of the weights that sample the next token."""
         ...
 
     async def generate(
@@ -45,25 +45,24 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one turn.
 
-        `session` names the tree: requests of one session share prefixes, so that they should reach
-        the same cache. `on_tokens` is called on the event loop with the tokens not yet reported
-        each time at least `stream_interval` of them are known, and never after generate has
-        returned; tokens of an incomplete last chunk appear only in the Completion. Entropies that
-        cost an engine time may be NaN but for the tokens of the first chunk. Where turns wait for a
-        slot, those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
-        number of the tree in start order), so that a tree continues while its prefixes are still in
-        the cache. The clock of a rollout stops while its turn waits (agentenv/deadline.py).
-        Cancelling the call aborts the request. Raises EngineError for a request the engine cannot
-        serve (empty or too long prompt, ids outside the vocabulary, max_tokens < 1), and
-        EngineDeadError when the engine is permanently lost.
+        `session` identifies the tree: requests of one session share prefixes and should reach the
+        same cache. `on_tokens` is called on the event loop with new tokens, as soon as there are at
+        least `stream_interval` of them, and never after generate has returned; tokens of an
+        incomplete last chunk appear only in the Completion. Entropies that are expensive for an
+        engine may be NaN after the first chunk. When turns wait for a slot, the smallest `order`
+        goes first: (1 for the first turn of a trajectory, else 0; number of the tree in start
+        order), so that a tree continues while its prefixes are cached. A rollout's clock stops
+        while its turn waits (agentenv/deadline.py). Cancelling the call aborts the request. Raises
+        EngineError for a request the engine cannot serve (empty or too long prompt, ids outside the
+        vocabulary, max_tokens < 1), and EngineDeadError when the engine is permanently lost.
         """
         ...
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Replace the weights by those of a Hugging Face directory while requests are running.
-        Running requests keep their tokens and continue under the new weights, as their version
-        spans record. New requests never use a prefix cache of another version. Raises EngineError
-        and keeps the old weights and version if the directory does not fit.
+        Running requests keep their tokens and continue under the new weights, which their version
+        spans record. New requests never use a prefix cache of another version. If the directory
+        does not fit, raises EngineError and keeps the old weights and version.
         """
         ...
 
@@ -82,8 +81,8 @@ class SleepingEngine(Engine, Protocol):
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which the engine could not sample, asleep or lost. They do not count
-        against deadlines of rollouts (agentenv/deadline.py).
+        """Total seconds in which the engine could not sample, because it was asleep or lost. They
+        do not count against deadlines of rollouts (agentenv/deadline.py).
         """
         ...
 
@@ -99,7 +98,7 @@ class SleepingEngine(Engine, Protocol):
 
 
 class ServerStarter(Protocol):
-    """Starts engine servers for a run, and stops them with it."""
+    """Starts engine servers for a run, and stops them when it ends."""
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
         """URLs of the ready servers. `key` is the setting for error messages. Raises
@@ -107,14 +106,14 @@ class ServerStarter(Protocol):
         ...
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
-        """Report added and removed URLs of servers that may move."""
+        """Call back with added and removed URLs of servers that may move."""
         ...
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
-    """Arguments of an engine's start: the engine serves `model` as `policy_version`, `stack` closes
-    it. With an `adapter`, the policy is that LoRA adapter on top of `model`. Servers that start
-    beside the learner, on its GPUs, look at their memory once the file `gate` is there."""
+    """Arguments of an engine's start: the engine serves `model` as `policy_version`; `stack` closes
+    it. With an `adapter`, the policy is that LoRA adapter on top of `model`. Servers that share the
+    learner's GPUs measure their memory once the file `gate` exists."""
 
     model: Path
     tokenizer: Any
@@ -123,16 +122,16 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     stack: AsyncExitStack
     servers: ServerStarter
     seed: int = 0
-    use: str = "policy"  # names the servers that are started
-    colocated: bool | str = False  # with the learner on the same GPUs: in turn, or "at_once"
-    lora_rank: int = 0  # of the adapters that the engine gets as new weights; 0: whole models
+    use: str = "policy"  # name of the servers that are started
+    colocated: bool | str = False  # shares the learner's GPUs: alternating, or "at_once"
+    lora_rank: int = 0  # of adapters that are sent as new weights; 0: whole models
     adapter: Path | None = None
     gate: Path | None = None
 
 
 class LocalModel(Struct, frozen=True):
-    """The model that an engine holds in the controller's process, with a KV cache for so many
-    sequences of full length."""
+    """The model of an engine in the controller's process, and the number of full-length sequences
+    in its KV cache."""
 
     dtype: str
     num_sequences: int
@@ -140,13 +139,13 @@ class LocalModel(Struct, frozen=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's configuration
-    answers questions about the engine before it runs.
+    """The keys of an engine, tagged with the engine's name. The methods describe the engine before
+    it runs.
     """
 
     max_model_len: Annotated[
         int,
-        Meta(ge=0, description="most tokens of prompt and output; 0: the model's", extra=ESSENTIAL),
+        Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
     has_weights: ClassVar[bool] = True  # False: inference only, with any weights
@@ -171,7 +170,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether running servers are used."""
+        """Whether the engine uses servers that already run."""
         return False
 
     @property
@@ -180,19 +179,19 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return "directory"
 
     @property
-    def tells_entropies(self) -> bool:
-        """Whether entropies of all tokens are those of the engine; else the learner's take their
-        place once forks are decided."""
+    def reports_entropies(self) -> bool:
+        """Whether the engine reports entropies of all tokens; otherwise the learner's replace them
+        once forks are decided."""
         return True
 
     @property
     def local_model(self) -> LocalModel | None:
-        """The model in the controller's process; None: there is none."""
+        """The model in the controller's process; None if there is none."""
         return None
 
     def check_colocated(self, key: str, how: bool | str = True) -> None:
-        """Raises ConfigError if engine and learner cannot have the same GPUs in turn, or
-        "at_once"; `key` is the setting that asks for it."""
+        """Raises ConfigError if engine and learner cannot share GPUs in the way `how`: alternating,
+        or "at_once". `key` is the setting that requests it."""
         if how == "at_once" and not self.starts_servers:
             raise ConfigError(
                 f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
@@ -202,9 +201,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
-        """Tokens of prompt and response that the engine, configured in the table `key`, can hold
-        with this model. Raises ConfigError for a max_model_len beyond what the model was made
-        for."""
+        """Context length (prompt and response, tokens) of the engine with this model; `key` is the
+        engine's table. Raises ConfigError for a max_model_len above the model's context."""
         of_model = self._positions(read_model_config(model))
         if of_model and self.max_model_len > of_model:
             raise ConfigError(
@@ -219,15 +217,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return min(filter(None, (self.max_model_len, of_model)))
 
     async def check_reachable(self, key: str = "engine") -> None:
-        """Raises ConfigError if servers that should run already, named in the table `key`, do not
-        answer."""
+        """Raises ConfigError if a server that must already run does not answer; `key` is the table
+        that names it."""
 
     async def start(self, given: EngineStart) -> Engine:
-        """The engine, ready to sample. Raises ConfigError if it cannot serve that model."""
+        """Start the engine, ready to sample. Raises ConfigError if it cannot serve that model."""
         raise NotImplementedError
 
     def _positions(self, model_config: dict[str, Any]) -> int:
-        """Tokens that the model holds in this engine; 0: its config.json does not say."""
+        """The model's context length in this engine, tokens; 0 if config.json does not state it."""
         return num_positions(model_config)
 
 
@@ -255,8 +253,8 @@ def check_request(
     max_model_len: int,
     min_temperature: float = MIN_TEMPERATURE,
 ) -> None:
-    """Raises EngineError for a request that a server would clamp, truncate, silently change or
-    crash on.
+    """Raises EngineError for a request that a server would clamp, truncate or change silently, or
+    that would crash it.
     """
     if not len(prompt):
         raise EngineError("the prompt is empty; it needs at least one token id")
@@ -264,7 +262,7 @@ def check_request(
     if low < 0 or high >= vocab_size:
         raise EngineError(
             f"the prompt has token ids from {low} to {high}, the vocabulary has 0 to "
-            f"{vocab_size - 1}; do tokenizer and served model belong together?"
+            f"{vocab_size - 1}; does the tokenizer match the served model?"
         )
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
@@ -291,7 +289,8 @@ def check_request(
 
 
 def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    """Append a span; merge it with the last one if both have the same version. Empty spans are
+    dropped."""
     if span.start == span.end:
         return
     if spans and spans[-1].version == span.version:
@@ -307,15 +306,15 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
 MAX_AT_ONCE = 2000  # tokens of a vocabulary that are checked on the event loop
-MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
+MARGIN = 8  # extra tokens to decode before the longest stop: the first ones may be incomplete
 
 
 class StopMatcher:
-    """The stop strings of a request, and the tokens with which one of them can end.
+    """The stop strings of a request, and the tokens that can end one of them.
 
-    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
-    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
-    model that knows it will hardly ever spell it in other tokens.
+    `whole` are the tokens that contain a whole stop string, unless they are many: an engine can
+    stop at them without decoding. `has_tokens`: each stop string has such a token, so that a model
+    rarely spells it with other tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
@@ -335,13 +334,13 @@ class StopMatcher:
         self.has_tokens = all(any(stop in text for text in held) for stop in stops)
 
     def match(self, token_ids: list[int]) -> str | None:
-        """The stop string that comes first in the text of the sampled tokens, if there is one.
+        """The first stop string in the text of the sampled tokens, or None.
 
-        To be asked after each token of `candidates`: only the end of the list is decoded.
+        Call it after each token of `candidates`: it decodes only the end of the list.
         """
         start = max(0, len(token_ids) - self._window)
         text = self._decode(token_ids[start:])
-        while start and text.startswith(PARTIAL):  # the cut went through a character
+        while start and text.startswith(PARTIAL):  # the cut split a character
             start -= 1
             text = self._decode(token_ids[start:])
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
@@ -352,7 +351,7 @@ class StopMatcher:
 
 
 class StopStrings:
-    """Makes and keeps the matchers of one model directory; reads tokenizer.json when first used."""
+    """Creates and caches the matchers of one model; reads its tokenizer.json on first use."""
 
     def __init__(self, model_path: Path, vocab_size: int) -> None:
         self._path = model_path / "tokenizer.json"
@@ -364,8 +363,8 @@ class StopStrings:
         self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
 
     async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """Like `matcher`, which looks at each token of the vocabulary for new strings, and for the
-        first ones decodes them all: seconds of a large one, off the event loop."""
+        """As `matcher`, off the event loop: new strings are compared with each token of the
+        vocabulary, and the first use decodes all tokens, which can take seconds."""
         if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
             return self.matcher(stops)
         if stops not in self._making:
@@ -379,9 +378,9 @@ class StopStrings:
             del self._making[stops]
 
     def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """The matcher of these strings, None for none.
+        """The matcher of these strings; None if there are none.
 
-        Raises EngineError for an empty string or when the directory has no tokenizer.json.
+        Raises EngineError for an empty string, and for a directory without tokenizer.json.
         """
         if not stops:
             return None
@@ -403,8 +402,8 @@ class StopStrings:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(self._path))
-            # Each token twice: some decoders strip a space at the start, the second one has it.
-            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            # Each token twice: some decoders strip a leading space, but only of the first one.
+            # Individually, since decode_batch starts a thread pool, which is not safe with forks.
             self._texts = [
                 tokenizer.decode([index, index], skip_special_tokens=False)
                 for index in range(self._vocab_size)

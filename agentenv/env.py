@@ -49,7 +49,7 @@ from agentenv.registry import loaded
 from agentenv.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
-StepResult = tuple[list[Message], float, bool, bool, Info]  # as Env.step says
+StepResult = tuple[list[Message], float, bool, bool, Info]  # see Env.step
 
 ENTRY_POINT_GROUP = "agentenv.envs"
 
@@ -77,8 +77,8 @@ class Env(Protocol):
         ...
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade the policy's text so far; called when a limit of the actor ends a leaf, and again
-        after an InfraError or `limits.env_timeout_s`.
+        """Grade the policy's text so far: reward and info. Called when a limit of the actor ends a
+        leaf, and again after an InfraError or `limits.env_timeout_s`.
 
         `action` is a last, possibly unfinished action that `step` never saw.
         """
@@ -167,8 +167,8 @@ def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
 
 @contextmanager
 def registered(env_id: str, maker: Callable[..., Env]) -> Iterator[None]:
-    """Inside, `env_id` is made by this class or function, which need not be importable: it is known
-    to this process alone."""
+    """Within the block, register `env_id` for this class or function, which need not be importable:
+    the registration applies to this process only."""
     before = _registry.get(env_id)
     _registry[env_id] = EnvSpec(maker, {}, "the caller")
     try:
@@ -269,7 +269,7 @@ def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
 
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.
 # An env class requests one by key in its constructor; the first request builds it. The run closes
-# all of them at its end, so that envs need no factories and no globals:
+# all of them when it ends, so that envs need no factories and no globals:
 #
 #     index = shared(("bm25", corpus), lambda: BM25Index.load(corpus))
 # A resource reports its counters by `stats() -> dict[str, float]`, with names such as
@@ -307,8 +307,8 @@ def forget_shared() -> None:
 
 
 @asynccontextmanager
-async def shared_apart() -> AsyncIterator[None]:
-    """Separate resources for a block with its own event loop, closed at its end."""
+async def isolated_shared() -> AsyncIterator[None]:
+    """Isolate the shared resources of a block with its own event loop; they are closed after it."""
     kept = dict(_resources)
     _resources.clear()
     try:
@@ -321,8 +321,8 @@ async def shared_apart() -> AsyncIterator[None]:
 
 
 async def close_shared() -> None:
-    """Close every shared resource, last built first, however often it is cancelled; those without
-    `close` are just dropped."""
+    """Close every shared resource in reverse order of creation, despite cancellations; those
+    without `close` are just dropped."""
     await uncancelled(_close_shared())
 
 
@@ -397,8 +397,8 @@ def _wrong(method: str, form: str, result: Any) -> CrashError:
 
 
 class Grade(Struct, frozen=True):
-    """A verdict: the reward, whether the answer counts as correct, the parts of the reward (metric
-    name -> value), and the reason.
+    """A grader's result: the reward, whether the answer counts as correct, the parts of the reward
+    (metric name -> value), and the reason.
     """
 
     reward: float

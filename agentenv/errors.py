@@ -2,29 +2,28 @@
 
     AgentEnvError
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts
-    |   +-- MissingError   a package that the chosen parts need is not installed here
+    |   +-- MissingError   a required package is not installed
     +-- DataError      a file, a dataset row or a model directory is wrong
     +-- ToolError      the tool call is at fault; its text is what the policy reads
-    +-- InfraError     machinery of a tool or a grader is down; retried, never shown to the policy
-    +-- EnvError       an environment could not go on; the leaf is marked failed
-    |   +-- OutageError   what it needs was gone for longer than is waited for
+    +-- InfraError     infrastructure of a tool or a grader is down; retried, hidden from the policy
+    +-- EnvError       an environment could not continue; the leaf is marked failed
+    |   +-- OutageError   an outage lasted longer than its deadline
     |   +-- CrashError    a tool, an environment or a grader has a bug (`guarded`)
     +-- TooManyFailuresError   so many rollouts failed that the run ends
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
-    +-- GraderError    a grader could not give a verdict
-    +-- GivenUpError   a person has given the rollout up
+    +-- GraderError    a grader could not grade the episode
+    +-- CancelledRolloutError   a person cancelled the rollout
     +-- LearnerError   the learner process failed or died
     +-- WorkerError    no rollout worker is left, or one cannot start; the run ends with the reason
-    +-- StallError     a disk, or what else a thread waits for, gave no answer
+    +-- StallError     a blocking call, such as a disk access, did not return in time
     +-- ForeignError   untrusted input that cannot be decoded; its reader raises another error
 
-What a user's tool, environment or grader raises beside these fails its rollout, as a CrashError.
-Anything else that is not an AgentEnvError is a bug of the core: it stops the run with its
-traceback.
+Any other exception of a user's tool, environment or grader fails its rollout, as a CrashError. Any
+other exception of the core is a bug of this project: it ends the run with its traceback.
 
-    await guarded(env.step(action), "the environment's step")   a CrashError says what it raised
-    install_hint("train")        how to add an extra to this installation: no index has the package
+    await guarded(env.step(action), "the environment's step")   converts exceptions to CrashError
+    install_hint("train")        the command that adds an extra to this installation
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-SHOWN = {"shown": True}  # `extra` of a warning in the log that people are to see at once
+SHOWN = {"shown": True}  # `extra` of a log warning that also appears on the terminal
 
 
 class AgentEnvError(Exception):
-    """Base of all errors this project raises on purpose; the text is meant for the user. It may
-    quote what others wrote, so halves of characters, which no file takes, become "?"."""
+    """Base of all errors that this project raises on purpose; the text is for the user. Lone
+    surrogates, which quoted text may contain and files cannot, become "?"."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(
@@ -62,8 +61,8 @@ class ConfigError(AgentEnvError):
 
 
 class MissingError(ConfigError):
-    """A package that the chosen parts need is not installed here; the text has the command that
-    installs it. A dry run, which may be one for another machine, lists it and goes on."""
+    """A required package is not installed; the text has the command that installs it. A dry run,
+    which may be for another machine, lists it and continues."""
 
 
 class DataError(AgentEnvError):
@@ -80,8 +79,8 @@ class ToolError(AgentEnvError):
 
 
 class InfraError(AgentEnvError):
-    """The tool's machinery failed (time-out, connection, worker died); retried, never shown.
-    `retry_after_s`: for how long it asks not to be called again, 0 where it does not say."""
+    """The tool's infrastructure failed (time-out, connection, dead worker). The call is retried,
+    and the policy is not informed. `retry_after_s`: the delay that the server requests, or 0."""
 
     def __init__(self, text: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -89,21 +88,21 @@ class InfraError(AgentEnvError):
 
 
 class EnvError(AgentEnvError):
-    """An environment cannot go on; its leaf ends as failed and never counts as reward 0."""
+    """An environment cannot continue; its leaf ends as failed and never counts as reward 0."""
 
 
 class OutageError(EnvError):
-    """An outage of a service that an environment needs lasted beyond its deadline: another try of
-    the same step would wait as long again, so the trajectory begins afresh."""
+    """An outage of a service that an environment needs lasted beyond its deadline. A retry of the
+    same step would wait as long again, so the trajectory restarts instead."""
 
 
 class CrashError(EnvError):
-    """A tool, an environment or a grader raised or returned what it should not. Taking the step
-    again would meet the bug again, so the trajectory fails at once. `said` is the text without the
-    arguments of the call, equal for calls that meet the same bug; empty: the text is. `place` is
-    that of the user's code, if no traceback leads there."""
+    """A tool, an environment or a grader raised an unexpected exception or returned an invalid
+    result. A retry would meet the same bug, so the trajectory fails at once. `summary` is the text
+    without the arguments of the call, equal for calls with the same bug; empty: use the text.
+    `place` is the location in the user's code, if there is no traceback."""
 
-    said = ""
+    summary = ""
     place = ""
 
 
@@ -115,8 +114,8 @@ class TooManyFailuresError(AgentEnvError):
 
 
 class EngineError(AgentEnvError):
-    """An engine refused a request, failed, or died. `is_final`: asking again would not help, since
-    the request is refused as such or has been sent as often as it may."""
+    """An engine rejected a request, failed, or died. `is_final`: do not retry, since the request is
+    invalid or its retries are exhausted."""
 
     is_final = False
 
@@ -126,11 +125,12 @@ class EngineDeadError(EngineError):
 
 
 class GraderError(AgentEnvError):
-    """A grader could not reach a verdict; the leaf ends as failed."""
+    """A grader could not grade the episode; the leaf ends as failed."""
 
 
-class GivenUpError(AgentEnvError):
-    """A person has given the rollout up; its tree is in no group, whatever else ended well."""
+class CancelledRolloutError(AgentEnvError):
+    """A person cancelled the rollout; its tree is excluded from training, even if some of its
+    trajectories ended well."""
 
 
 class LearnerError(AgentEnvError):
@@ -138,7 +138,7 @@ class LearnerError(AgentEnvError):
 
 
 class WorkerError(AgentEnvError):
-    """A rollout worker does not start, or none is left that grows trees."""
+    """A rollout worker does not start, or no worker is left."""
 
 
 class StallError(AgentEnvError):
@@ -164,7 +164,7 @@ def install_hint(extra: str) -> str:
 
 
 def _origin() -> str:
-    """The address that pip installed this package from; empty: an index, or unknown."""
+    """The URL that pip installed this package from; empty: an index, or unknown."""
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         found = json.loads(text or "{}")
@@ -175,7 +175,7 @@ def _origin() -> str:
 
 
 def require_train(*modules: str) -> None:
-    """Raises MissingError if one of these modules of the extra `train` is missing; loads none."""
+    """Raises MissingError if one of these modules of the extra `train` is missing; imports none."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingError(needs_train(", ".join(missing)))
@@ -189,12 +189,13 @@ def needs_train(missing: str) -> str:
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound="AgentEnvError")
 
-MAX_SHOWN = 500  # characters of what was called with which arguments
+MAX_SHOWN = 500  # characters of a description of a call and its arguments
 
 
 async def guarded(work: Awaitable[T], what: str | Callable[[], str]) -> T:
-    """What `work` gives, which is code of a user. Raises CrashError for all that it raises but an
-    AgentEnvError, also where it cancels or ends itself; `what` says what it was."""
+    """The result of `work`, a user's code. Converts every exception that is not an AgentEnvError to
+    a CrashError, including SystemExit and a cancellation by the code itself; `what` describes the
+    work."""
     try:
         return await work
     except AgentEnvError:
@@ -212,22 +213,21 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
     text = what if isinstance(what, str) else what()
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
-    said = f"raised {type(error).__name__}: {error}{place_of(error)}"
-    crash = CrashError(f"{text} {said}")
-    crash.said = f"{text.partition(', called with')[0]} {said}"
+    summary = f"raised {type(error).__name__}: {error}{place_of(error)}"
+    crash = CrashError(f"{text} {summary}")
+    crash.summary = f"{text.partition(', called with')[0]} {summary}"
     return crash
 
 
 def named(who: str, error: ErrorT) -> ErrorT:
-    """A copy of the error whose text begins with the part that failed, unless it names it."""
+    """A copy of the error with the failed part `who` before its text, unless the text has it."""
     found, text = copy.copy(error), str(error)
     found.args = (text if who in text else f"{who}: {text}",)
     return found
 
 
 async def at_start(work: Awaitable[T], what: str) -> T:
-    """Like `guarded`, before a run starts: a bug is then a mistake to mend first. Raises
-    ConfigError."""
+    """As `guarded`, before a run starts, when a bug must be fixed first: raises ConfigError."""
     try:
         return await guarded(work, what)
     except CrashError as error:
@@ -235,7 +235,7 @@ async def at_start(work: Awaitable[T], what: str) -> T:
 
 
 def not_a_text(name: str, found: Any, function: Any) -> CrashError:
-    """The error of a tool whose function or method returned something else than a text."""
+    """The error of a tool whose function or method did not return a text."""
     code = getattr(function, "__code__", None)
     place = f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
     kind = "None" if found is None else f"a value of type {type(found).__name__}"
@@ -247,20 +247,20 @@ def not_a_text(name: str, found: Any, function: Any) -> CrashError:
     return crash
 
 
-OURS = "agentenv"  # the package whose lines say nothing about a bug of a user, but for these parts
+OURS = "agentenv"  # the package whose lines do not locate a user's bug, except in these parts
 NAMED = ("agentenv.envs.", "agentenv.learners.", "agentenv.reference.")
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of a user's code that an error went through, as " (my_env.py, line 12)"; empty
-    where there is none."""
+    """The last line of a user's code in the traceback, as " (my_env.py, line 12)"; empty if there
+    is none."""
     places = [place for place, is_theirs in _places(error) if is_theirs]
     return f" ({places[-1]})" if places else ""
 
 
 def origin_of(error: BaseException) -> str:
-    """The line that an error comes from: the last one of a user's code that it or its cause went
-    through, else the last one; empty for an error that was not raised here."""
+    """The origin of an error: the last line of a user's code in its traceback or in its cause's,
+    else the last line; empty without a traceback."""
     found: list[tuple[str, bool]] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -273,7 +273,7 @@ def origin_of(error: BaseException) -> str:
 
 
 def _places(error: BaseException) -> Iterator[tuple[str, bool]]:
-    """The lines that an error went through, and whether each is of a user's code."""
+    """The lines of a traceback, and whether each belongs to a user's code."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]

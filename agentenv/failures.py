@@ -1,12 +1,12 @@
-"""Failures of rollouts: each message is logged once with its location and counted, and too many end
-the run. `Redactor` removes secrets from logs and other outputs of a run.
+"""Failures of rollouts: each distinct message is logged once, with its location, and counted; too
+many failures end the run. `Redactor` removes secrets from logs and other outputs of a run.
 
-    failures.add(None)                                 as a rollout ends well
-    failures.add(failure_of(error, task, action))      as it fails
-    failures.log.report()                              at the end: each text with its count
+    failures.add(None)                                 when a rollout succeeds
+    failures.add(failure_of(error, task, action))      when it fails
+    failures.log.report()                              at the end: each message with its count
 
-One rollout in a thousand that fails is a rollout lost. The same text on every fourth is a bug: what
-is trained and measured is then the rest, which a policy may learn to belong to.
+An occasional failure only loses a rollout. The same message on every fourth rollout is a bug: then
+training and metrics cover only the others, and the policy may learn to select them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from msgspec import Struct
 
 from agentenv.errors import (
     SHOWN,
+    CancelledRolloutError,
     CrashError,
-    GivenUpError,
     GraderError,
     OutageError,
     TooManyFailuresError,
@@ -36,7 +36,7 @@ from agentenv.tree import CANCELLED
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Message, Task
 
 REDACTED = "[redacted]"
-MIN_CHARS = 8  # of a value: shorter ones occur in ordinary text
+MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
@@ -75,25 +75,25 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 class Redactor:
-    """Takes secrets (keys, tokens, passwords) out of texts and of trees of JSON.
+    """Removes secrets (keys, tokens, passwords) from texts and JSON values.
 
-    Two ways find them: by value, what the environment holds under names such as SERPER_API_KEY, and
-    under each name that the configuration gives in a key ending in `_env` or as "${NAME}"; and by
-    form, bearer tokens, user and password of an address, keys in its query, keys of known
-    providers. What a policy or a page wrote is treated alike: a tool may have said a key.
+    It recognizes them by value: the environment variables with names such as SERPER_API_KEY, and
+    those that the configuration names in a key that ends in `_env` or as "${NAME}". And by form:
+    bearer tokens, user and password of a URL, keys in its query, keys of known providers. Texts of
+    policies and web pages are redacted too, since a tool may have revealed a key.
     """
 
     def __init__(
         self, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
     ) -> None:
-        """`settings` is the configuration, which names variables that hold keys."""
+        """`settings` is the configuration, which names the variables that hold keys."""
         names = {name for name in environment if _NAMED.search(name)} | set(_variables(settings))
         values = {environment.get(name, "").strip() for name in names}
         known = sorted((one for one in values if len(one) >= MIN_CHARS), key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
     def text(self, text: str) -> str:
-        """The text with "[redacted]" in the place of each secret."""
+        """The text with each secret replaced by "[redacted]"."""
         if self._known is not None:
             text = self._known.sub(REDACTED, text)
         for form, kept in _FORMS:
@@ -101,8 +101,8 @@ class Redactor:
         return text
 
     def tree(self, value: Any) -> Any:
-        """The same of all texts of lists and dicts; the value of a key such as api_key as a whole,
-        for which a name that ends in `_env` is no secret."""
+        """As `text`, for all texts of lists and dicts; the value of a key such as api_key is
+        replaced as a whole. The value of a key that ends in `_env` is not a secret."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -121,7 +121,7 @@ class Redactor:
 
 
 def _variables(settings: Any) -> Iterator[str]:
-    """The names of environment variables in keys such as api_key_env, or as ${NAME}."""
+    """The names of environment variables, in keys such as api_key_env or as ${NAME}."""
     if isinstance(settings, str):
         yield from _VARIABLE.findall(settings)
     elif isinstance(settings, Mapping):
@@ -135,12 +135,12 @@ def _variables(settings: Any) -> Iterator[str]:
             yield from _variables(one)
 
 
-WINDOW = 200  # rollouts among which failures are counted
-LEAST = 20  # of which a share says something
-MAX_TEXT, MAX_ACTION = 600, 300  # characters that are logged
-MAX_TEXTS = 100  # counted separately; all others are counted by kind
-NUM_NAMED = 3  # in the error that ends a run
-NUM_SHOWN = 10  # on the terminal at the end
+WINDOW = 200  # rollouts for the share of failures
+LEAST = 20  # minimum number of rollouts for a meaningful share
+MAX_TEXT, MAX_ACTION = 600, 300  # logged characters
+MAX_TEXTS = 100  # messages that are counted separately; the others are counted by kind
+NUM_NAMED = 3  # messages in the error that ends a run
+NUM_SHOWN = 10  # messages on the terminal at the end
 
 # Parts that differ between failures of one cause: numbers, addresses, digests.
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b|\d+(?:[.,:]\d+)*")
@@ -149,10 +149,10 @@ logger = logging.getLogger(__name__)
 
 
 class Failure(Struct, array_like=True, frozen=True):
-    """Why a rollout failed: `kind` and `text` of its error, the file and line that raised it or the
-    environment, and the last action of the policy. `same` is equal for failures of one cause.
-    `counts`: toward limits.max_failed_share, which outages that were waited out do not;
-    `is_bug`: a CrashError, of which limits.strict allows none."""
+    """The failure of a rollout: `kind` and `text` of its error, its location (or the environment),
+    and the last action of the policy. `same` is equal for failures of one cause. `counts`: whether
+    it counts toward limits.max_failed_share (outages do not); `is_bug`: a CrashError, which
+    limits.strict does not tolerate."""
 
     task_id: str
     kind: str
@@ -172,31 +172,31 @@ class Failure(Struct, array_like=True, frozen=True):
 
 def kind_of(error: Exception) -> str:
     """The name of a failure in trees, rows and metrics."""
-    if isinstance(error, GivenUpError):
+    if isinstance(error, CancelledRolloutError):
         return CANCELLED
-    if isinstance(error, GraderError):  # of whatever kind: the episode can be graded again
+    if isinstance(error, GraderError):  # any subclass: the episode can be graded again
         return GraderError.__name__
     return type(error).__name__
 
 
 def failure_of(error: Exception, task: Task, action: Message | None = None) -> Failure:
-    """The failure of a rollout of `task` by `error`; `action` is what the policy did last."""
+    """The failure of a rollout of `task` by `error`; `action` is the policy's last action."""
     kind = kind_of(error)
-    said = error.said if isinstance(error, CrashError) and error.said else str(error)
+    summary = error.summary if isinstance(error, CrashError) and error.summary else str(error)
     return Failure(
         task_id=task.id,
         kind=kind,
         text=_bounded(str(error), MAX_TEXT),
         place=origin_of(error) or f"the environment {task.env_id}",
         action=_bounded(_described(action), MAX_ACTION),
-        same=f"{kind}: {_VARIES.sub('#', _bounded(said.replace(task.id, '#'), MAX_TEXT))}",
-        counts=not isinstance(error, OutageError | GivenUpError),
+        same=f"{kind}: {_VARIES.sub('#', _bounded(summary.replace(task.id, '#'), MAX_TEXT))}",
+        counts=not isinstance(error, OutageError | CancelledRolloutError),
         is_bug=isinstance(error, CrashError),
     )
 
 
 def _described(action: Message | None) -> str:
-    """The calls of an action; of one without calls the end of its text."""
+    """The calls of an action; without calls, the end of its text."""
     if action is None:
         return ""
     if not action.tool_calls:
@@ -206,14 +206,14 @@ def _described(action: Message | None) -> str:
 
 
 def _bounded(text: str, size: int) -> str:
-    """One line of at most so many characters."""
+    """The text as one line of at most `size` characters."""
     text = " ".join(text.split())
     return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
 class ToolFaults(NamedTuple):
-    """The calls of one tool: how many, how many of them failed, and how many with the most frequent
-    text, numbers aside, of which `text` is the first."""
+    """The calls of one tool: their number, the number of failures, and the number with the most
+    frequent error message (numbers in it ignored), of which `text` is the first."""
 
     num_calls: int
     num_failed: int
@@ -222,20 +222,20 @@ class ToolFaults(NamedTuple):
 
     @property
     def is_total(self) -> bool:
-        """Every call failed, with one text."""
+        """Whether every call failed, with one message."""
         return self.num_same == self.num_calls
 
     def named(self, tool: str) -> str:
         count = "all" if self.is_total else f"{self.num_same} of"
-        return f"{count} {self.num_calls} calls of the tool {tool!r} failed with one text: {self}"
+        return f"{count} {self.num_calls} calls of the tool {tool!r} failed with one error: {self}"
 
     def __str__(self) -> str:
         return _bounded(self.text, MAX_TEXT)
 
 
 def faults_of(calls: Iterable[Info]) -> dict[str, ToolFaults]:
-    """By tool, from the records of `ToolEnv.step`; calls beyond a limit, and those of no tool, are
-    not counted."""
+    """The faults by tool, from the records of `ToolEnv.step`. Calls beyond a limit and calls of
+    unknown tools are not counted."""
     num_calls: Counter[str] = Counter()
     texts: dict[str, Counter[str]] = {}
     firsts: dict[tuple[str, str], str] = {}
@@ -262,15 +262,15 @@ class _Seen(Struct):
 
 
 class FailureLog:
-    """Logs the first failure of each cause, with the traceback in the log, and counts the rest.
-    `redactor` takes secrets out of what is logged; several actors may share one log."""
+    """Logs the first failure of each cause, with its traceback in the log, and counts the rest.
+    `redactor` removes secrets from the log. Several actors may share one log."""
 
     def __init__(self, redactor: Redactor | None = None) -> None:
         self.redactor = redactor or Redactor({})
         self._seen: dict[str, _Seen] = {}
 
     def add(self, failure: Failure, error: BaseException | None, who: str) -> None:
-        """Count a failure; `who`: the process that it happened in."""
+        """Count a failure; `who` names the process in which it happened."""
         same = failure.same if len(self._seen) < MAX_TEXTS else failure.kind
         known = self._seen.get(failure.same) or self._seen.get(same)
         if known is not None:
@@ -283,7 +283,7 @@ class FailureLog:
         if failure.is_bug:
             logger.error("%s", text, exc_info=error)
             return
-        lines = [] if error is None else format_exception(error)  # whose frames hold the tree
+        lines = [] if error is None else format_exception(error)  # its frames refer to the tree
         trace = self.redactor.text("".join(lines)).rstrip()
         logger.warning("%s", f"{text}\n{trace}".rstrip(), extra=SHOWN)
 
@@ -321,7 +321,7 @@ class Failures:
         self.log = FailureLog()
         self._max_share = max_share
         self._strict = strict
-        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # causes of those that count
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # causes of counted failures
 
     def add(
         self,
@@ -331,8 +331,8 @@ class Failures:
         *,
         again: bool = False,
     ) -> None:
-        """A rollout has ended, with a failure or without. A failure after which the same rollout is
-        tried `again` is only logged. Raises TooManyFailuresError."""
+        """Count an ended rollout, with or without a failure. A failure after which the rollout is
+        retried (`again`) is only logged. Raises TooManyFailuresError."""
         counts = failure is not None and failure.counts and not again
         if not again:
             self._recent.append(failure.same if failure is not None and counts else None)
@@ -353,8 +353,8 @@ class Failures:
         return sum(one is not None for one in self._recent)
 
     def check_share(self) -> None:
-        """At the end of what had fewer than WINDOW rollouts, though LEAST: raises
-        TooManyFailuresError where too large a share of these failed."""
+        """Check the share at the end, if there were at least LEAST but fewer than WINDOW rollouts.
+        Raises TooManyFailuresError."""
         num = len(self._recent)
         if num >= LEAST and self._num_recent > self._max_share * num:
             raise self._too_many("too many", "")

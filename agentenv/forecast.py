@@ -1,20 +1,20 @@
-"""Forecasts of success and of calls after a tool result, learned from the trees of a run, for plans
-that fork where a call teaches most (`agentenv.plan.Spread`).
+"""Forecasts of the success and of the remaining calls after a tool result, learned from the trees
+of a run, for plans that fork where a call is most informative (`agentenv.plan.Spread`).
 
-The success after a place c of a tree is
+The success probability after a place c of a tree is
 
     logit p(c) = logit p0(c) + w x(c)
 
     p0   the estimate from the tree alone: the mean of the returns below c, each 1 or 0, and of
          `prior_weight` times the p0 of the turn before, 0.5 at the root
     x    1, depth, depth squared, mean entropy of the first 20 tokens of the turns after c, whether
-         the result was an error, whether the path had it before, average success of the question,
-         mean of the outcomes below c, their number
+         the result was an error, whether it occurred earlier on the path, average success of the
+         question, mean of the outcomes below c, number of these outcomes
 
-w is an online logistic ridge: each update adds the trees that it took to a Gaussian approximation
-of what is known, of which 0.9 is kept, and penalizes |w|^2 / 2; before anything is learned w is 0.
-A sample is a place and a leaf below it, whose own outcome is taken out of x and p0; the samples of
-a place count as one. Calls still to come are averages by depth.
+w is fitted by online logistic ridge regression: each update adds its trees to a Gaussian
+approximation of the posterior, which is discounted by 0.9, with the penalty |w|^2 / 2; initially w
+is 0. A sample is a place and a leaf below it, whose outcome is excluded from x and p0; the samples
+of a place have a total weight of 1. The remaining calls are averages by depth.
 
 A shared predictor of success that decides on rollouts is the idea of TRACE (arXiv 2606.11119); the
 features and the fit are this project's. Loads no torch.
@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from agentenv.tree import GIVEN, Node, TrajectoryTree
 
-FORECAST = "forecast"  # of the root's info
-WINDOW = 20  # tokens whose entropy counts
+FORECAST = "forecast"  # in the root's info
+WINDOW = 20  # tokens of the mean entropy
 RIDGE = 1.0
-KEPT = 0.9  # of what is known, at each update
-NEW = 0.3  # share of a new group, or update, in an average
-PRIOR_WEIGHT = 3.0  # outcomes that the p0 of the turn before counts for
-LONG, MANY = 8.0, 8.0  # turns and outcomes, to which features are scaled
+KEPT = 0.9  # discount of the posterior at each update
+NEW = 0.3  # weight of a new group, or update, in an average
+PRIOR_WEIGHT = 3.0  # weight of the previous turn's p0, in outcomes
+LONG, MANY = 8.0, 8.0  # turns and outcomes that scale the features
 NUM_FEATURES = 9
 NUM_STEPS, MAX_STEP, EPSILON = 30, 2.0, 1e-10  # of Newton's method
 MAX_LOGIT = 12.0
@@ -48,8 +48,8 @@ Floats = NDArray[np.float64]
 
 
 class Forecast(Struct):
-    """What a tree is begun with: w, the average success of its question (none: unknown), and the
-    calls still to come by depth."""
+    """The forecast at the start of a tree: w, the average success of its question (None: unknown),
+    and the remaining calls by depth."""
 
     weights: list[float]
     rate: float | None
@@ -57,7 +57,7 @@ class Forecast(Struct):
 
 
 class Known(Struct):
-    """The state that a checkpoint keeps: w and its precision, averages by question and by depth."""
+    """The state in a checkpoint: w and its precision, averages by question and by depth."""
 
     weights: list[float] = field(default_factory=lambda: [0.0] * NUM_FEATURES)
     precision: list[list[float]] = field(
@@ -68,8 +68,8 @@ class Known(Struct):
 
 
 class _Place(Struct):
-    """A turn on paths that ended, or the root: its depth with given turns, the place before,
-    outcomes below it and the right ones of them, and turns after it summed over these."""
+    """A turn on ended paths, or the root: its depth including given turns, the previous place, the
+    numbers of outcomes and of successes below it, and the turns after it summed over them."""
 
     depth: int
     above: int | None = None
@@ -90,12 +90,12 @@ class Places:
 
     def __init__(self, tree: TrajectoryTree) -> None:
         self.tree = tree
-        # By name: the order in which they ended is one of time.
+        # Sorted by name, since the order in which they ended depends on timing.
         self.paths = sorted(tree.trajectories(), key=lambda path: path.leaf.branch)
         returns = [path.reward for path in self.paths]
         middle = (min(returns) + max(returns)) / 2 if returns else 0.0
         if returns and min(returns) == max(returns):
-            middle = 0.0  # all alike: right if they are above 0
+            middle = 0.0  # equal returns: successes if above 0
         self.outcomes = [reward > middle for reward in returns]
         num_given = len(tree.given)
         self.of = {tree.root.index: _Place(num_given)}
@@ -114,7 +114,7 @@ class Places:
 
     @cached_property
     def _turns(self) -> dict[int, list[tuple[int, float]]]:
-        """The turns after a place: index and entropy."""
+        """By place, its next turns: index and entropy."""
         found: dict[int, list[tuple[int, float]]] = {}
         for index, one in self.of.items():
             if one.above is not None:
@@ -124,7 +124,7 @@ class Places:
 
     @cached_property
     def _repeats(self) -> set[int]:
-        """The nodes whose result a node above has too."""
+        """The nodes whose result also occurs above them."""
         return {
             node.index
             for nodes in self.nodes
@@ -141,7 +141,7 @@ class Places:
         return found
 
     def chances(self, prior_weight: float) -> dict[int, float]:
-        """p of each place, by the forecast that the tree was begun with, else p0."""
+        """p of each place, by the forecast of the tree, else p0."""
         found, forecast = self.estimates(prior_weight), self.tree.root.info.get(FORECAST)
         if forecast is None:
             return found
@@ -151,19 +151,19 @@ class Places:
         return dict(zip(found, _sigmoid(logits).tolist(), strict=True))
 
     def calls_after(self, index: int) -> float:
-        """Turns still to come: by the forecast, else the mean below the place."""
+        """Remaining turns: by the forecast, else the mean below the place."""
         one, forecast = self.of[index], self.tree.root.info.get(FORECAST)
         known = None if forecast is None else forecast["calls"].get(str(one.depth))
         return one.after / max(one.num, 1) if known is None else float(known)
 
     def samples(self, rate: float | None) -> Iterator[_Sample]:
-        """One for each place and leaf below it that is not the only one."""
+        """One for each pair of a place and a leaf below it, if there are other leaves."""
         for nodes, outcome in zip(self.nodes, self.outcomes, strict=True):
             before = 0.5
             for number, node in enumerate(nodes[:-1]):
                 one, following = self.of[node.index], nodes[number + 1].index
                 count, right = one.num - 1, one.right - outcome
-                if not count:  # nor is there another one below
+                if not count:  # nor below
                     break
                 before = (right + PRIOR_WEIGHT * before) / (count + PRIOR_WEIGHT)
                 own = following if self.of[following].num == 1 else None
@@ -187,20 +187,20 @@ class Places:
 
 
 class Forecaster:
-    """Learns from the trees of each update. With equal `known`, equal forecasts are made."""
+    """Learns from the trees of each update. Forecasts depend on `known` only."""
 
     def __init__(self, known: Known) -> None:
         self.known = known
 
     def forecast(self, question: str) -> Forecast:
-        """For a tree of this question that begins now."""
+        """The forecast for a new tree of this question."""
         known = self.known
         return Forecast(list(known.weights), known.rates.get(question), dict(known.calls))
 
     def learn(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered for an update; `known` is another one from then on, so that a
-        thread may do it. forecast/log_loss is that of their outcomes before they were learned from,
-        forecast/log_loss_of_tree that of p0."""
+        """Learn from the trees of an update. `known` is replaced, not modified, so that a thread
+        may call this. Returns forecast/log_loss, the log loss of the outcomes before the update,
+        and forecast/log_loss_of_tree, that of p0."""
         old = self.known
         new = Known(rates=dict(old.rates), calls=dict(old.calls))
         samples, calls = list[_Sample](), dict[int, list[float]]()
@@ -227,7 +227,7 @@ def _average(averages: dict[str, float], key: str, new: float) -> None:
 def _fitted(
     old: Known, samples: Sequence[_Sample]
 ) -> tuple[list[float], list[list[float]], dict[str, float]]:
-    """Weights and precision after these samples, and figures of the weights before."""
+    """Weights and precision after these samples, and metrics of the previous weights."""
     before, known = np.array(old.weights), KEPT * np.array(old.precision)
     if not samples:
         return old.weights, known.tolist(), {}
@@ -253,8 +253,8 @@ def _fitted(
 
 
 def _entropy(node: Node) -> float:
-    """The mean over the first tokens of a turn, nats; 0 where none is known."""
-    first = [one for one in node.entropies[:WINDOW] if one == one]  # nan: not known
+    """The mean over the first tokens of a turn, nats; 0 if none is known."""
+    first = [one for one in node.entropies[:WINDOW] if one == one]  # nan: unknown
     return sum(first) / len(first) if first else 0.0
 
 

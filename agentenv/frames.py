@@ -1,24 +1,24 @@
-"""Frames in files, the format of journal and archive, and the keys of both.
+"""Frames in files: the format of journal and archive, and the keys of both.
 
 A frame is MARK, length and CRC-32 of the payload (little-endian uint32), and the payload as
-MessagePack. Whole frames are found again whatever lies between them, and cut ones are known as
-such. The journal has one for each event of a tree or a step:
+MessagePack. Complete frames can be found even after damaged data, and truncated ones are
+recognized. The journal has one for each event of a tree or a step:
 
-    Started    the feeder starts a tree that no process began before, at this moment of the run
-    Began      a tree begins; with its next frame, what the journal says of it before holds no more
-    Grown      what happened to it at once: branches that began, nodes that are complete
-    Finished   all its branches are at their end: from here on the queue may deliver it
+    Started    the feeder starts a new tree, at this point of the run
+    Began      a tree begins; its next frame invalidates its earlier frames
+    Grown      simultaneous events: branches that began, nodes that are complete
+    Finished   all its branches have ended: the queue may deliver it
     Leased     the learner takes these trees for a step
-    Trained    what became of them; weights that know them are live
-    Refused    no step is trained on them: they are rolled out again
-    WorkerLost its worker was lost, and how many in a row while it came no further
+    Trained    their outcome; weights trained on them are live
+    Refused    no step trains them: they are rolled out again
+    WorkerLost its worker was lost; the number of consecutive losses without progress
 
-Each is an array. It does not say who wrote it, so that a worker of another host may.
-Tokens take 4 bytes an id, 4 a log-prob and 4 an entropy. Frames are written in the order of events,
-many at once, by a thread of their own: what is lost of them in a crash is an end, and from any end
-a tree can go on. A damaged frame costs its tree alone: each frame of a tree names its record and
-its place there (`Mark`), and a tree that lacks a frame in between is rolled out again. `assembled`
-makes of the frames the tree that they record.
+Each is an array. It does not name its writer, so that a worker on another host can write it. A
+token takes 4 bytes for each of id, log-prob and entropy. A dedicated thread writes the frames in
+batches, in the order of events: a crash loses a tail, and a tree can resume from any prefix. A
+damaged frame affects only its tree: each frame of a tree names its record and its position there
+(`Mark`), and a tree with a missing frame is rolled out again. `assembled` rebuilds a tree from its
+frames.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADER = struct.Struct("<4sII")
 
 
 class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The record of rollouts from which a run resumes."""
+    """The log of rollouts from which a run resumes."""
 
     enabled: Annotated[
         bool,
@@ -54,7 +54,7 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "finished and in-flight trees"
         ),
     ] = True
-    sync_s: ClassVar[float] = 1.0  # after which frames survive a power failure too
+    sync_s: ClassVar[float] = 1.0  # after this time frames also survive a power failure
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,8 +77,8 @@ def framed(value: Struct) -> bytes:
 
 
 def frames_of(data: bytes | mmap) -> Iterator[tuple[int, int, bool]]:
-    """(offset of the payload, its size, True) of each frame that is whole, and (offset, number of
-    bytes, False) of each stretch between them that is none."""
+    """(offset of the payload, its size, True) for each complete frame, and (offset, number of
+    bytes, False) for each damaged stretch between them."""
     at = lost = 0
     while at < len(data):
         found = data.find(MARK, at)
@@ -99,21 +99,21 @@ def frames_of(data: bytes | mmap) -> Iterator[tuple[int, int, bool]]:
 
 
 def read_frame(file: BinaryIO) -> bytes | None:
-    """The content of the next frame; None if there is no complete one."""
+    """The payload of the next frame; None if there is no complete one."""
     size, checksum = _read_head(file)
     data = file.read(size)
     return data if len(data) == size and zlib.crc32(data) == checksum else None
 
 
 def skip_frame(file: BinaryIO) -> bool:
-    """Go on behind the next frame, without reading it; whether it is there in its length."""
+    """Seek past the next frame without reading it; returns whether it has its full length."""
     size, checksum = _read_head(file)
     end = file.seek(size, os.SEEK_CUR)
     return checksum is not None and end <= os.fstat(file.fileno()).st_size
 
 
 def _read_head(file: BinaryIO) -> tuple[int, int | None]:
-    """Size and checksum; none where no frame begins."""
+    """Size and checksum; the checksum is None where no frame begins."""
     head = file.read(HEADER.size)
     if len(head) == HEADER.size:
         mark, size, checksum = HEADER.unpack(head)
@@ -123,7 +123,7 @@ def _read_head(file: BinaryIO) -> tuple[int, int | None]:
 
 
 class Turned(Struct, array_like=True, frozen=True):
-    """A complete node: how long its branch was worked for, and the stop string that ended its
+    """A complete node: the working seconds of its branch, and the stop string that ended its
     turn."""
 
     node: Node
@@ -132,8 +132,7 @@ class Turned(Struct, array_like=True, frozen=True):
 
 
 class OpenBranch(Struct, array_like=True, frozen=True):
-    """A branch that began: its name, the node it continues, and its working seconds
-    before."""
+    """A branch that began: its name, the node it continues, and its working seconds so far."""
 
     name: str
     cursor: int
@@ -141,7 +140,7 @@ class OpenBranch(Struct, array_like=True, frozen=True):
 
 
 class Counts(Struct, array_like=True, frozen=True):
-    """Those of the tree, after what happened."""
+    """The counts of the tree after the event."""
 
     num_started: int
     num_roots: int
@@ -151,8 +150,8 @@ class Counts(Struct, array_like=True, frozen=True):
 
 
 class Mark(Struct, array_like=True, frozen=True):
-    """Of which record a frame is, and its place there. `record` is a number of its own within the
-    process, which is the start `incarnation` of the run."""
+    """The record of a frame, and its position there. `record` is unique within the process, which
+    is start number `incarnation` of the run."""
 
     incarnation: int
     record: int
@@ -166,8 +165,8 @@ class Mark(Struct, array_like=True, frozen=True):
 
 
 class Began(Struct, array_like=True, frozen=True, tag=1):
-    """`settings` names the configuration that the tree is grown under. `mark` is None in frames of
-    earlier versions, here and below."""
+    """`settings` is a digest of the tree's configuration. `mark` is None in frames of earlier
+    versions, here and below."""
 
     tree: int
     task_id: str
@@ -178,7 +177,7 @@ class Began(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Asked(Struct, array_like=True, frozen=True):
-    """A node at which the plan was asked, and the forks it wanted there."""
+    """A node at which the plan decided on forks, and their number."""
 
     node: int
     num_forks: int
@@ -197,7 +196,7 @@ class Grown(Struct, array_like=True, frozen=True, tag=2):
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=3):
-    """`turns` are those that were never complete."""
+    """`turns` lists the nodes that were never complete."""
 
     tree: int
     num_nodes: int
@@ -207,15 +206,15 @@ class Finished(Struct, array_like=True, frozen=True, tag=3):
 
 
 class Leased(Struct, array_like=True, frozen=True, tag=4):
-    """`step` is the update that takes these trees."""
+    """The update `step` takes these trees."""
 
     step: int
     trees: list[int]
 
 
 class Trained(Struct, array_like=True, frozen=True, tag=5):
-    """The weights of the step are live, as this policy version; `trees` are those that it trained
-    of the ones it took, the others were filtered or had failed."""
+    """The weights of the step are live, as this policy version. It trained `trees`; the others that
+    it took were filtered or had failed."""
 
     step: int
     policy_version: int
@@ -223,10 +222,9 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 
 
 class Started(Struct, array_like=True, frozen=True, tag=6):
-    """The feeder starts a tree while the learner has taken `step` steps, after it held the tree
-    back for `early_s` seconds, in which the learner did not need it yet. Of a run that goes on,
-    such a tree starts at once. `task` is the id of its task where a curriculum drew it, `order`
-    what else was decided of it."""
+    """The feeder starts a tree after `step` steps of the learner and a delay of `early_s` seconds,
+    in which the learner did not need it yet. A resumed run starts such a tree at once. `task` is
+    the id of its task if a curriculum drew it; `order` has the other decisions."""
 
     tree: int
     step: int
@@ -236,8 +234,8 @@ class Started(Struct, array_like=True, frozen=True, tag=6):
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
-    """The rollout worker of a tree was lost, as so many in a row while the tree came no further;
-    `settings` as of `Began`."""
+    """The rollout worker of a tree was lost, with the number of consecutive losses without progress
+    of the tree; `settings` as in `Began`."""
 
     tree: int
     num: int
@@ -255,12 +253,12 @@ Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost | Ref
 DECODER = msgspec.msgpack.Decoder(Frame)
 BEGAN, FINISHED = Began.__struct_config__.tag, Finished.__struct_config__.tag
 OF_TREES = (1, 2, 3)
-NUM_FIRST = 2  # frames of a tree that say where it begins, or goes on
+NUM_FIRST = 2  # frames of a tree that record its start or its resumption
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
-    """The frames of a file that are whole, each with the offset of its end. Raises
-    msgspec.DecodeError for one that no journal wrote."""
+    """The complete frames of a file, each with the offset of its end. Raises msgspec.DecodeError
+    for content of another format."""
     for offset, size, is_whole in frames_of(data):
         if is_whole:
             yield offset + size, DECODER.decode(data[offset : offset + size])
@@ -277,14 +275,14 @@ HEADS = msgspec.msgpack.Decoder(Head)
 
 
 class Packed(NamedTuple):
-    """A frame of a tree that a rollout worker has packed, with its head."""
+    """A frame of a tree that a rollout worker packed, with its head."""
 
     tree: int
     frame: bytes
 
 
 class Sink(Protocol):
-    """The target of a tree's record: a journal, or the link to one."""
+    """The destination of a tree's record: a journal, or the link to one."""
 
     @property
     def settings(self) -> str: ...
@@ -309,13 +307,13 @@ class Place(NamedTuple):
 
 
 def trees_of(frame: Frame | Packed) -> list[int]:
-    """The places of the trees that a frame is about."""
+    """The indices of the trees that a frame refers to."""
     return frame.trees if isinstance(frame, Leased | Trained | Refused) else [frame.tree]
 
 
 class Recorded(NamedTuple):
-    """A tree as the journal has it, its branches that are not at their end, and by the index of a
-    node the stop string that ended its turn."""
+    """A tree from the journal, its unfinished branches, and the stop strings that ended turns, by
+    node index."""
 
     tree: TrajectoryTree
     is_finished: bool
@@ -324,8 +322,8 @@ class Recorded(NamedTuple):
 
 
 class TreeFrames:
-    """The frames of one tree that another process grows, since it began there: its state at any
-    moment, without the journal."""
+    """The frames of one tree in another process since its start there. They give its current state
+    without the journal."""
 
     def __init__(self) -> None:
         self.is_finished = False
@@ -335,14 +333,14 @@ class TreeFrames:
         return len(self._frames)
 
     def add(self, tag: int, frame: bytes) -> None:
-        """The next frame, with its head, and the tag of what is in it."""
-        if tag == BEGAN:  # also where the tree could not go on, and begins anew
+        """Add the next frame, with its head, and the tag of its content."""
+        if tag == BEGAN:  # also when the tree could not resume and restarts
             self._frames.clear()
         self._frames.append(frame)
         self.is_finished = tag == FINISHED
 
     def recorded(self, task: Task) -> Recorded | None:
-        """What they leave of the tree; None: nothing that can be gone on with."""
+        """The tree that they record; None if it cannot be resumed."""
         frames = [DECODER.decode(memoryview(frame)[HEADER.size :]) for frame in self._frames]
         if not frames or not isinstance(began := frames[0], Began):
             return None
@@ -350,7 +348,7 @@ class TreeFrames:
 
 
 class _Recorded(Struct, array_like=True):
-    """A Recorded for another process."""
+    """The wire format of Recorded."""
 
     tree: TrajectoryTree
     branches: list[OpenBranch]
@@ -361,7 +359,7 @@ _RECORDED = msgspec.msgpack.Decoder(_Recorded)
 
 
 def pack_recorded(recorded: Recorded) -> bytes:
-    """For another process that resumes the tree, MessagePack."""
+    """Serialize for another process that resumes the tree, MessagePack."""
     return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
 
 
@@ -372,7 +370,7 @@ def unpack_recorded(data: bytes) -> Recorded:
 
 
 def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
-    """The tree of these frames, if none is missing between them."""
+    """The tree of these frames; None if one is missing."""
     frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
     if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
         return None
@@ -421,16 +419,16 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
 
 
 def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
-    """Whether each frame follows the one before; of earlier versions nothing is known."""
+    """Whether each frame follows the previous one; frames of earlier versions count as doing so."""
     if all(frame.mark is None for frame in frames):
         return True
     return all(two.mark and two.mark.follows(one.mark) for one, two in pairwise(frames))
 
 
 def _has_doubles(tree: TrajectoryTree) -> bool:
-    """Whether a place (branch, turns before it, begins a context or not) is there twice."""
+    """Whether two nodes have the same place (branch, earlier turns, and start of a context)."""
     depths: list[int] = []
-    contexts: list[int] = []  # of each node the one that its context begins with
+    contexts: list[int] = []  # for each node, the first node of its context
     places = set()
     for node in tree.nodes:
         before = node.continues if node.parent is None else node.parent

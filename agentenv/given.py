@@ -1,10 +1,10 @@
-"""Given turns: the first ones of an earlier trajectory, after which a tree begins. The same actions
-lead each of its environments there.
+"""Given turns: the first turns of an earlier trajectory, after which a tree begins. Replaying their
+actions brings each of its environments to that state.
 
-They are context. Their tokens are a part of the root's observation, so that no loss, ratio or
-entropy is of them, and the tree's advantages compare trajectories from there on; they count as
-response for the limits, as in the trajectory that they come from. The first root tries whether the
-environment answers as then; where it does not, the whole tree begins at the question.
+They are context. Their tokens belong to the root's observation, so that they have no loss, ratio or
+entropy, and the tree's advantages compare trajectories from there on. For the limits they count as
+response, as in their original trajectory. The first root checks that the environment answers as
+before; if not, the whole tree begins at the question.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Led(NamedTuple):
-    """An action to lead an environment by, its tokens, and those of the answer."""
+class ReplayedTurn(NamedTuple):
+    """An action to replay in an environment, its tokens, and those of the answer."""
 
     action: Message
     action_ids: Ids
@@ -35,17 +35,18 @@ class Led(NamedTuple):
 
 
 class GivenTurns:
-    """The given turns of the tree of a rollout: none, or those of `start` once a root was there."""
+    """The given turns of a rollout's tree: none, or those of `start` once a root has replayed
+    them."""
 
     def __init__(self, rollout: Rollout, start: Start | None) -> None:
         self._rollout = rollout
-        self._start = start  # None: nothing is left to try
+        self._start = start  # None: nothing (more) to replay
         self._trying = asyncio.Lock()
-        self.turns: list[Led] = []
+        self.turns: list[ReplayedTurn] = []
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the start is still to be tried."""
+        """Whether the replay is still pending."""
         return self._start is not None
 
     @property
@@ -62,33 +63,33 @@ class GivenTurns:
         return sum(len(turn.action.tool_calls) for turn in self.turns)
 
     def read(self, branch: Branch, prompt_ids: Sequence[int], turns: Sequence[GivenTurn]) -> None:
-        """Take these turns for those of the tree, with their actions as the renderer reads them."""
+        """Make these turns the given turns of the tree; the renderer parses their actions."""
         renderer: Any = self._rollout.actor.renderer
-        prefix, found = Prefix((packed_ids(prompt_ids),)), list[Led]()
+        prefix, found = Prefix((packed_ids(prompt_ids),)), list[ReplayedTurn]()
         stops = (*renderer.stop(branch.tools), *self._rollout.hooks.sampling(branch).stop)
         for turn in turns:
             text = renderer.decode(turn.action_ids).rstrip()
             stop = next((one for one in stops if text.endswith(one.rstrip())), None)
             done = Completion(list(turn.action_ids), [], [], "stop", [], stop)
             action = renderer.parse(done, branch.tools, prefix)
-            found.append(Led(action, turn.action_ids, turn.observation_ids))
+            found.append(ReplayedTurn(action, turn.action_ids, turn.observation_ids))
             prefix = prefix.plus(turn.action_ids).plus(turn.observation_ids)
         self.turns = found
 
-    def read_again(self, branch: Branch, prompt_ids: Sequence[int]) -> None:
-        """Those that a recorded tree began after."""
+    def restore(self, branch: Branch, prompt_ids: Sequence[int]) -> None:
+        """Restore the given turns of a recorded tree."""
         tree = self._rollout.tree
         if GIVEN in tree.root.info and not self.turns:
             self.read(branch, prompt_ids, tree.given)
 
     async def begin(self, branch: Branch, recovery: Recovery) -> bool:
-        """Lead the environment of a root there, if no other root has tried before: whether it is
-        there. Raises what the reset of an environment does."""
+        """Replay the turns in a root's environment, unless another root has tried; returns whether
+        it succeeded. Raises the errors of the environment's reset."""
         if not self.is_wanted:
             return False
         async with self._trying:
             start = self._start
-            if start is None:  # another one was first
+            if start is None:  # another root was first
                 return False
             why = await self._try(branch, start, recovery)
             self._start = None
@@ -100,20 +101,20 @@ class GivenTurns:
         return not why
 
     async def _try(self, branch: Branch, start: Start, recovery: Recovery) -> str:
-        """Why the environment was not led there; empty: it was, and the root holds the turns."""
+        """The reason for a failed replay; empty if it succeeded and the root holds the turns."""
         rollout, limits = self._rollout, self._rollout.limits
         messages = await recovery.reset(branch)
         if branch.next_turn is not None:
-            return "a program has contexts of its own"
+            return "it is an agent program, which creates its own contexts"
         prompt_ids = rollout.prompt_ids(messages, branch)
         if packed_ids(prompt_ids) != start.prompt_ids:
-            return "its prompt is another one"
+            return "its prompt has changed"
         is_there = False
         self.read(branch, prompt_ids, start.turns)
         try:
             if len(start.turns) >= limits.max_turns or len(self.ids) >= limits.max_response_tokens:
-                return "the limits leave it no turn"
-            await recovery.lead(branch, there=True)
+                return "the limits leave no turn after the given ones"
+            await recovery.replay(branch, is_equal=True)
             is_there = True
         except (OutageError, CrashError):
             raise

@@ -1,16 +1,16 @@
 """Runs one process ("the server") and ends all its descendants with the starting process.
 
     python -I -S guard.py GRACE_S COMMAND ...
-    python -I -S guard.py --stdin GRACE_S COMMAND ...      the command reads the standard input
-    python -I -S guard.py --alone GRACE_S COMMAND ...      only SIGTERM, or its own end, ends it
+    python -I -S guard.py --stdin GRACE_S COMMAND ...      the command inherits standard input
+    python -I -S guard.py --alone GRACE_S COMMAND ...      ends only by SIGTERM or by itself
 
-It stops the server when its standard input ends, which happens however the process at the other
-end dies, when the process that started it dies, and on SIGTERM. First it sends SIGTERM, after
-GRACE_S seconds SIGKILL: to all descendants, since orphans become children of the guard. Then it
-removes the sockets and the shared memory that killed engines leave: the server has a temporary
-folder of its own. If the guard is killed too, the next guard of the same user removes them: the
+It stops the server when its standard input ends (which happens no matter how the process at the
+other end dies), when the process that started it dies, and on SIGTERM. It sends SIGTERM and, after
+GRACE_S seconds, SIGKILL to all descendants, since orphans become children of the guard. Then it
+removes the sockets and the shared memory that killed engines leave; for this, the server has its
+own temporary folder. If the guard is killed too, the next guard of the same user removes them: the
 folder has a list of the shared memory, and a lock that guard and server hold. Needs only the
-standard library. The exit status is the server's, 128 + n if signal n ended it.
+standard library. The exit status is the server's; 128 + n if signal n ended it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERVAL_S = 0.2
 LOOK_EVERY_S = 5.0
-# Files that engines map, and leave when they are killed: figures of load, semaphores, queues.
+# Files that engines map and leave when they are killed: load statistics, semaphores, queues.
 SHARED = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-", "/dev/shm/psm_")
-PREFIX, LIST = "agentenv-server-", ".shared-memory"  # of folders; in one: a line "INODE PATH" each
+PREFIX, LIST = "agentenv-server-", ".shared-memory"  # folder prefix; file of lines "INODE PATH"
 GUARD = Path(__file__).resolve()
 
 
 def guarded(
     command: Sequence[str], grace_s: float, *, stdin: bool = False, alone: bool = False
 ) -> list[str]:
-    """The command of a guard that runs this one; see above."""
+    """The command line of a guard that runs `command`; see above."""
     mode = ["--stdin"] if stdin else ["--alone"] if alone else []
     return [sys.executable, "-I", "-S", str(GUARD), *mode, str(grace_s), *command]
 
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)
-    if os.getppid() != parent and not is_alone:  # gone before the first prctl
+    if os.getppid() != parent and not is_alone:  # the parent died before the first prctl
         return 1
-    # what torch compiles is kept from start to start, as it would be without a folder of its own
+    # torch's compile cache survives restarts, although the temporary folder does not
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.environ.get('USER') or os.getuid()}"
     _remove_left()
     own, lock = _own_folder()
@@ -101,8 +101,8 @@ def main(argv: list[str]) -> int:
 
 
 def _shared_memory() -> set[Path]:
-    """Files that engines make and do not remove when they are killed. Each server has its own, by
-    random names that only the mappings of its processes tell."""
+    """Shared-memory files of engines, which remain if they are killed. Their names are random and
+    appear only in the mappings of the server's processes."""
     found = set()
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):
@@ -121,12 +121,12 @@ def _own_folder() -> tuple[str, int]:
     lock = os.open(own, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks, or a full one
         fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(own, LIST).touch()  # from here on it is left over unless a process holds it
+        Path(own, LIST).touch()  # from now on it is a leftover unless a process holds its lock
     return own, lock
 
 
 def _listed(found: set[Path], own: str) -> set[Path]:
-    """The same, written down for the next guard."""
+    """These files, after recording them for the next guard."""
     with contextlib.suppress(OSError), Path(own, LIST).open("r+") as file:
         file.seek(0, os.SEEK_END)
         for path in found:
@@ -136,8 +136,8 @@ def _listed(found: set[Path], own: str) -> set[Path]:
 
 
 def _remove_left() -> None:
-    """Remove the leftovers of guards that were killed with their servers: our folders that no
-    process holds, and the shared memory on their lists, unless it is another by now."""
+    """Remove the leftovers of guards that were killed with their servers: our folders without a
+    lock, and the shared memory on their lists, unless its inode has changed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -154,7 +154,7 @@ def _remove_left() -> None:
 
 
 def _handle(server: subprocess.Popen[bytes]) -> list[int]:
-    """A file that can be read once the server has ended, where the system has one."""
+    """A pidfd of the server, where the system supports it."""
     with contextlib.suppress(OSError, AttributeError):
         return [os.pidfd_open(server.pid)]
     return []
@@ -167,7 +167,7 @@ def _await(server: subprocess.Popen[bytes], handle: list[int], seconds: float) -
 
 
 def _kill_descendants(server: subprocess.Popen[bytes]) -> None:
-    """Kill until there are none: a process that dies leaves its children to the guard."""
+    """Kill until none is left: the guard inherits the children of a process that dies."""
     for _ in range(100):
         found = _descendants(os.getpid())
         if not found:
@@ -183,7 +183,7 @@ def _kill_descendants(server: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Living processes below `root`, from /proc (elsewhere: none, and killpg has to do)."""
+    """Live processes below `root`, from /proc; without /proc none, so that killpg must suffice."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -199,7 +199,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the end of standard input has to do."""
+    """Linux only; elsewhere the end of standard input must suffice."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

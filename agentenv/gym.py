@@ -4,10 +4,10 @@
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
     many = gymnasium.make_vec("agentenv/QAGrader-v0", num_envs=1000, data="questions.jsonl")
 
-Importing this module registers every known id with Gymnasium, and those registered later too. It
-is the only module that imports gymnasium. An episode runs as a coroutine on one event loop in a
-thread, which all envs of the process share; a vector env steps thousands of them there, where
-Gymnasium's own "async" mode takes a process each, and needs vector_kwargs={"shared_memory": False}.
+Importing this module registers every known id with Gymnasium, and ids that are registered later. It
+is the only module that imports gymnasium. Episodes are coroutines on one event loop in a thread,
+which all envs of the process share; a vector env steps thousands of them there. Gymnasium's "async"
+mode uses a process per env instead, and needs vector_kwargs={"shared_memory": False}.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLOSE_SHARED_S = 60.0
 
 
 class LoopThread:
-    """An event loop in a thread, which all envs of the process share while there are any."""
+    """An event loop in a thread, shared by all open envs of the process."""
 
     _current: ClassVar[LoopThread | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -56,12 +56,12 @@ class LoopThread:
         self._num_users = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agentenv-gym")
-        self._thread.daemon = True  # an env that nobody closes must not keep the process alive
+        self._thread.daemon = True  # an unclosed env must not keep the process alive
         self._thread.start()
 
     @classmethod
     def acquire(cls) -> LoopThread:
-        """The loop that runs, or a new one, with one user more."""
+        """The running loop, or a new one; adds a user."""
         with cls._lock:
             if cls._current is None:
                 cls._current = cls()
@@ -69,7 +69,7 @@ class LoopThread:
             return cls._current
 
     def release(self) -> None:
-        """The last user closes what the episodes shared, and stops the loop."""
+        """Remove a user; the last one closes the shared resources and stops the loop."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -85,12 +85,13 @@ class LoopThread:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked child: the thread, and what the episodes shared, belong to the parent."""
+        """In a forked child: drop the thread and the shared resources, which are the parent's."""
         cls._current, cls._lock = None, threading.Lock()
         forget_shared()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run the coroutine in the loop and wait for what it returns."""
+        """Run the coroutine in the loop, and wait for its result. Raises EnvError after
+        `timeout_s` seconds."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
@@ -105,28 +106,28 @@ os.register_at_fork(after_in_child=LoopThread.forget)
 
 
 class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
-    """Texts of any characters up to a length; samples are of letters and digits."""
+    """Texts of any characters up to a length; samples consist of letters and digits."""
 
     def contains(self, x: Any) -> bool:
-        """Whether x is a text that is short enough."""
+        """Whether x is a text within the length."""
         return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
 
 
 @create_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
 def _refuse_shared_memory(*_: Any) -> Any:
-    """Gymnasium's "async" mode then says that it wants shared_memory=False."""
+    """Gymnasium's "async" mode then reports that it needs shared_memory=False."""
     raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
 
 
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
-    """One registered environment over a set of tasks, as `gymnasium.make` gives it.
+    """One registered environment over a set of tasks, as `gymnasium.make` returns it.
 
-    `tasks`, or the rows of the file `data`, are what episodes are about; `reset(seed=...)` draws
-    one, `reset(options={"task": 3})` chooses it. The action is what the policy writes in a turn.
-    `protocol` says how it calls tools: "tags" (text that ends with </search> is a call of
+    The tasks are `tasks`, or the rows of the file `data`; `reset(seed=...)` draws one,
+    `reset(options={"task": 3})` selects one. The action is the text of a turn of the policy.
+    `protocol` is the format of tool calls: "tags" (text that ends with </search> is a call of
     `search`), "hermes" (<tool_call>{"name": ..}</tool_call>) or "llama" ({"name": ..} alone). The
-    observation is the prompt, then the tool results. Other keyword arguments go to the
-    environment. No operation may take over `timeout_s`.
+    observation is the prompt, then the tool results. Other keyword arguments go to the environment.
+    Each operation has a limit of `timeout_s` seconds.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -174,7 +175,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         return self._run(self.start(seed, options))
 
     def step(self, action: str) -> Step:
-        """One turn of the policy, answered by the tools, or graded if it calls none."""
+        """One turn of the policy: the tools answer it; without calls, it is graded."""
         return self._run(self.take(checked_action(action)))
 
     def render(self) -> str | None:
@@ -182,7 +183,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         return self._transcript if self.render_mode == "ansi" else None
 
     def close(self) -> None:
-        """Close the episode, and what all episodes share with the last env; idempotent."""
+        """Close the episode and, with the last env, the shared resources; idempotent."""
         loop = self._loop
         if loop is not None:
             try:
@@ -196,7 +197,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             self._loop = LoopThread.acquire()
         return self._loop.run(coroutine, self._timeout_s)
 
-    # what `reset`, `step` and `close` do on the event loop, for a vector env too
+    # the parts of `reset`, `step` and `close` on the event loop, also used by the vector env
 
     async def start(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
         """Begin the next episode."""
@@ -259,13 +260,13 @@ _PROTOCOLS = {
 
 
 def checked_action(action: Any) -> str:
-    """An action as a plain text. Raises ConfigError for one that is none."""
+    """An action as a plain text. Raises ConfigError for other types."""
     if not isinstance(action, str):
         raise ConfigError(
             f"an action must be the text that the policy writes, got {type(action).__name__}: "
             f"{action!r:.80}"
         )
-    return str(action)  # of numpy's texts too
+    return str(action)  # also for numpy's str_
 
 
 def _without_times(info: Info) -> Info:
@@ -279,13 +280,12 @@ def _without_times(info: Info) -> Info:
 
 
 class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
-    """`num_envs` environments of one id at once, as `gymnasium.make_vec` gives them.
+    """`num_envs` environments of one id, as `gymnasium.make_vec` returns them.
 
-    Arguments are those of `TextEnv`; seeds, observations and infos are those of Gymnasium's own
-    vector envs. An environment that ended is reset by the next step, whatever its action
-    (next-step autoreset, the only mode that is offered). One that fails, or takes over
-    `timeout_s`, ends as truncated with infos["error"]; the others go on. At most
-    `max_concurrency` environments are at work at a time.
+    Arguments are those of `TextEnv`; seeds, observations and infos are as in Gymnasium's own vector
+    envs. The next step resets an environment that ended, and ignores its action (next-step
+    autoreset, the only supported mode). One that fails, or exceeds `timeout_s`, ends as truncated
+    with infos["error"]; the others continue. At most `max_concurrency` environments work at a time.
     """
 
     metadata: ClassVar[dict[str, Any]] = {
@@ -306,8 +306,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
     ) -> None:
         if autoreset_mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
             raise ConfigError(
-                f"{env_id}: autoreset_mode is AutoresetMode.NEXT_STEP, the only one that is "
-                f"offered, not {autoreset_mode!r}"
+                f"{env_id}: autoreset_mode must be AutoresetMode.NEXT_STEP, the only supported "
+                f"mode, not {autoreset_mode!r}"
             )
         if num_envs < 1:
             raise ConfigError(f"{env_id}: num_envs must be at least 1, not {num_envs}")
@@ -323,7 +323,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         self.observation_space = batch_space(first.observation_space, num_envs)
         self._timeout_s = timeout_s
         self._ended = np.zeros(num_envs, bool)
-        self._shown = [""] * num_envs  # what each env observed last
+        self._shown = [""] * num_envs  # each env's last observation
         self._places = asyncio.Semaphore(max_concurrency or num_envs)
 
     def reset(
@@ -332,8 +332,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[tuple[str, ...], Info]:
-        """Start all environments, or those of options["reset_mask"]; a number as `seed` stands for
-        seed, seed + 1, ..."""
+        """Reset all environments, or those of options["reset_mask"]; an integer `seed` means the
+        seeds seed, seed + 1, ..."""
         seeds = [None] * self.num_envs if seed is None else seed
         if isinstance(seeds, int):
             super().reset(seed=seeds)
@@ -350,7 +350,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
     def step(
         self, actions: Sequence[str]
     ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
-        """One action an environment; batches in the order of the environments."""
+        """One action per environment; returns batches in the order of the environments."""
         if len(actions) != self.num_envs:
             raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
         pairs = zip(actions, self._ended, strict=True)
@@ -368,7 +368,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         return None if self.render_mode is None else tuple(env.render() for env in self.envs)
 
     def close_extras(self, **_: Any) -> None:
-        """Close every environment, also after one of them fails to."""
+        """Close every environment, even if closing one of them fails."""
         loop = self._loop
         if loop is not None:
             try:
@@ -425,7 +425,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
 
 
 async def _as_step(begun: Coroutine[Any, Any, tuple[str, Info] | None]) -> Step:
-    """The begin or the end of an episode in the form of a step."""
+    """The start or the end of an episode in the form of a step."""
     shown, info = await begun or ("", {})
     return shown, 0.0, False, False, info
 
@@ -433,7 +433,7 @@ async def _as_step(begun: Coroutine[Any, Any, tuple[str, Info] | None]) -> Step:
 def _register(env_id: str) -> None:
     if env_id in gymnasium.registry:
         return
-    with contextlib.suppress(gymnasium.error.Error):  # an id of a form that Gymnasium has not
+    with contextlib.suppress(gymnasium.error.Error):  # an id that Gymnasium does not accept
         gymnasium.register(
             env_id,
             "agentenv.gym:TextEnv",

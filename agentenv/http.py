@@ -1,4 +1,4 @@
-"""HTTP APIs as tools: one client for all episodes of an event loop, and errors by status.
+"""HTTP APIs as tools: one client for all episodes of an event loop, and the errors of statuses.
 
     api = HttpClient("https://host/v1", login=log_in)
 
@@ -8,14 +8,14 @@
         return str((await api.get(f"/items/{item}"))["price"])
 
     2xx                       the body, JSON as a value
-    401, 402, 407             ConfigError: no fault of the policy, and no retry mends it
-    408, 425, 429, 5xx        InfraError: tried again, not before Retry-After; no policy sees it
-    other 4xx, and 3xx        ToolError: the policy reads what the API says
-    no answer, or half of one InfraError
+    401, 402, 407             ConfigError: not the policy's fault, and a retry does not help
+    408, 425, 429, 5xx        InfraError: retried, not before Retry-After; hidden from the policy
+    other 4xx, and 3xx        ToolError: the policy reads the API's message
+    no or incomplete response InfraError
 
-What `raise_for_status` of aiohttp, httpx and requests raises in a tool means the same, and so do
-their errors of connections: `meaning` knows. Every environment asks it, so aiohttp is loaded with
-the first client, not before.
+`meaning` converts errors of aiohttp, httpx and requests in a tool, from `raise_for_status` and from
+connections, in the same way. Every environment uses it, so aiohttp is imported only with the first
+client.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUSY = (408, 425, 429)
-MAX_LOGINS = 3  # in a row, of which no request was accepted
-MAX_FORBIDDEN = 20  # requests in a row that were all answered 403
+MAX_LOGINS = 3  # consecutive logins without an accepted request
+MAX_FORBIDDEN = 20  # consecutive responses with status 403
 _REMEDIES = {
     401: "check the key or token that is sent",
     402: "check the account of the API",
     407: "check the user and password of the proxy",
 }
 MAX_REASON_CHARS = 500
-MIN_SECRET_CHARS = 8  # of the value of a header; shorter ones occur in ordinary text
+MIN_SECRET_CHARS = 8  # of a header's value; shorter ones occur in ordinary text
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
-_CONNECTION = {  # of them: no answer, or half of one
+_CONNECTION = {  # their errors for no or incomplete responses
     "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
     "ChunkedEncodingError",
 }  # fmt: skip
@@ -72,8 +72,8 @@ _CONNECTION = {  # of them: no answer, or half of one
 def status_error(
     status: int, text: str = "", headers: Mapping[str, str] | None = None, what: str = ""
 ) -> AgentEnvError:
-    """The error of a tool for this status, other than 2xx. `text` is the body, which the policy
-    reads in a ToolError; `what` names the request in the others, without secrets.
+    """The tool's error for a status other than 2xx. `text` is the body, which the policy reads in a
+    ToolError; `what` names the request in other errors, without secrets.
     """
     said = _reason(text)[:MAX_REASON_CHARS]
     full = f"{what and f'{what}: '}HTTP {_named(status)}{said and ': '}{said}"
@@ -85,8 +85,8 @@ def status_error(
 
 
 def meaning(error: BaseException) -> AgentEnvError | None:
-    """The error of a tool for an error of an HTTP library; None for other errors. The address may
-    be the policy's own choice, so that no status of it ends a run."""
+    """The tool's error for an error of an HTTP library; None for other errors. The policy may have
+    chosen the address, so that no status ends the run."""
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     response = getattr(error, "response", None)
@@ -104,7 +104,7 @@ def meaning(error: BaseException) -> AgentEnvError | None:
 
 
 def _lost(error: BaseException) -> str:
-    """Why there is no answer."""
+    """The reason for a missing response."""
     host, cause = getattr(error, "host", None), getattr(error, "os_error", None)
     if host is None or not isinstance(cause, OSError):
         return f"{type(error).__name__}: {error}"
@@ -114,13 +114,13 @@ def _lost(error: BaseException) -> str:
 
 
 def public_url(url: str) -> str:
-    """An address without user, password and query, which may hold a key."""
+    """A URL without user, password and query, which may contain a key."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None without one."""
+    """The seconds of a Retry-After header, given as a number or as a date; None without one."""
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
         return float(text)
@@ -133,7 +133,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _reason(text: str) -> str:
-    """The error message of a body: a text, or an object of JSON."""
+    """The error message in a body: a text, or a JSON object."""
     try:
         found = decode(text)
     except ForeignError:
@@ -154,8 +154,8 @@ FETCH_S = 30.0
 
 
 def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
-    """The JSON that an address answers, to a POST if there is a `body`, without a loop: for data,
-    and for threads. None where the server has no such route. Raises DataError."""
+    """The JSON response of a URL, to a POST if there is a `body`. Synchronous: for data files and
+    threads. None if the server does not have the route. Raises DataError."""
     data = None if body is None else json.dumps(body).encode()
     sent = {"Content-Type": "application/json", **headers}
     try:
@@ -174,8 +174,8 @@ def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
 
 
 class JsonSocket:
-    """A WebSocket of messages in JSON, whose answers come in the order of the requests. What is cut
-    off ends it, since an answer that nobody has read would answer the next request."""
+    """A WebSocket with JSON messages, answered in the order of the requests. An interrupted request
+    ends the session, since its unread answer would be taken for that of the next request."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.timeout_s = url, timeout_s
@@ -194,7 +194,7 @@ class JsonSocket:
         self._problem = ""
 
     async def ask(self, message: Any, kind: type[T]) -> T:
-        """The answer. Raises EnvError where none comes in time, and from then on."""
+        """The answer. Raises EnvError if none arrives in time, and for all later requests."""
         import aiohttp
 
         if self._problem or self._ws is None:
@@ -218,7 +218,7 @@ class JsonSocket:
         return found
 
     async def close(self) -> None:
-        """Waits for the other end for ten seconds at most. Idempotent."""
+        """Close, waiting for the other end for ten seconds at most. Idempotent."""
         ws, self._ws, self._problem = self._ws, None, "it is closed"
         if ws is not None:
             await ws.close()
@@ -228,14 +228,14 @@ Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]
 
 
 class HttpClient:
-    """One API, for a module of tools: made once, without a loop.
+    """The client of one API, for a module of tools; created once, without an event loop.
 
-    Each event loop has a session of its own, with at most `max_connections`, which ends with what
-    the loop's episodes share. `login` gives the headers of all further requests (a token) by
-    requests of its own; it is called before the first of them, and again after a 401. That is a
-    ConfigError without a login, or after MAX_LOGINS whose token no request could use; a 403, which
-    may be about one item only, is one after MAX_FORBIDDEN in a row. Raises ConfigError for a `url`
-    that is not one.
+    Each event loop has a separate session, with at most `max_connections`, which is closed with the
+    loop's shared resources. `login` makes requests and returns the headers (such as a token) of all
+    further requests; it is called before the first one, and again after a 401. A 401 is a
+    ConfigError without a login, or after MAX_LOGINS logins whose token was never accepted; a 403,
+    which may concern one item only, is a ConfigError after MAX_FORBIDDEN in a row. Raises
+    ConfigError for an invalid `url`.
     """
 
     def __init__(
@@ -267,8 +267,8 @@ class HttpClient:
         return await self.request("POST", path, json=json)
 
     async def prepare(self, path: str = "") -> None:
-        """Log in, and GET `path` once, so that a run is refused at its start where that fails: for
-        the `prepare` of a tool. Raises what `request` does."""
+        """Log in, and GET `path` once, so that a failure is reported at the start of a run: for the
+        `prepare` of a tool. Raises the errors of `request`."""
         session = self._session()
         await session.token()
         if path and path not in session.prepared:
@@ -276,13 +276,13 @@ class HttpClient:
             session.prepared.add(path)
 
     async def request(self, method: str, path: str, **options: Any) -> Any:
-        """The answer: a value of JSON, else a text; None for an empty one. Raises ToolError,
-        InfraError, and ConfigError where the login, or every request, is refused. `options` are
-        those of aiohttp's `ClientSession.request`."""
+        """The response: a JSON value, else a text; None if it is empty. Raises ToolError,
+        InfraError, and ConfigError if the login, or every request, is rejected. `options` are those
+        of aiohttp's `ClientSession.request`."""
         what = f"{method} {public_url(self.url + path)}"
         status, text, headers = await self._authorized(method, path, what, options)
         if not 200 <= status < 300:
-            if status in _REMEDIES:  # read by people, not by the policy
+            if status in _REMEDIES:  # for the user, not for the policy
                 text = self._without_secrets(text)
             error = status_error(status, text, headers, what)
             if status == HTTPStatus.FORBIDDEN and self._session().num_forbidden >= MAX_FORBIDDEN:
@@ -301,8 +301,8 @@ class HttpClient:
     async def _authorized(
         self, method: str, path: str, what: str, options: Mapping[str, Any]
     ) -> tuple[int, str, Mapping[str, str]]:
-        """The answer by the token of a login that serves: a token may have ended, or have been used
-        up by others before this request was answered."""
+        """The response with a valid token: a token may have expired, or other requests may have
+        replaced it before this one was answered."""
         session = self._session()
         token = await session.token()
         for attempt in count():
@@ -345,9 +345,9 @@ class HttpClient:
             raise InfraError(f"{what}: {_lost(error)}") from error
 
     def _without_secrets(self, text: str) -> str:
-        """An answer without the values of `headers`, which it may repeat."""
+        """A response without the values of `headers`, which it may repeat."""
         for value in self.headers.values():
-            for secret in (value, value.rpartition(" ")[2]):  # of "Bearer abc" also abc
+            for secret in (value, value.rpartition(" ")[2]):  # for "Bearer abc" also abc
                 text = text.replace(secret, "...") if len(secret) >= MIN_SECRET_CHARS else text
         return text
 
@@ -366,12 +366,12 @@ class _Session:
         connector = aiohttp.TCPConnector(limit=client.max_connections)
         self.http = aiohttp.ClientSession(connector=connector)
         self.prepared: set[str] = set()  # paths
-        self.num_logins = 0  # since a request was accepted
-        self.num_forbidden = 0  # requests in a row
+        self.num_logins = 0  # since the last accepted request
+        self.num_forbidden = 0  # consecutive responses
         self._login: asyncio.Task[dict[str, str]] | None = None
 
     def answered(self, status: int, *, by_token: bool) -> None:
-        """A request has this status; `by_token`: it had the headers of the login."""
+        """Count a response; `by_token`: its request had the headers of the login."""
         if by_token:
             self.num_logins = 0
         if status == HTTPStatus.FORBIDDEN:
@@ -380,8 +380,8 @@ class _Session:
             self.num_forbidden = 0
 
     async def token(self, instead_of: Mapping[str, str] | None = None) -> Mapping[str, str]:
-        """The headers of the login, which is made once for all that wait; of another one, if the
-        last gave `instead_of`. Nothing for requests of the login itself."""
+        """The headers of the login, which all waiting requests share; of a new login if the last
+        one returned `instead_of`. Empty for requests of the login itself."""
         login = self._login
         if self._client.login is None or login is asyncio.current_task():
             return {}
@@ -400,7 +400,7 @@ class _Session:
     async def close(self) -> None:
         if self._login is not None:
             self._login.cancel()
-        with contextlib.suppress(RuntimeError):  # of a loop that was closed before
+        with contextlib.suppress(RuntimeError):  # the loop was closed before
             await self.http.close()
 
 

@@ -1,10 +1,9 @@
-"""The journal: the rollouts of a run, written to disk as they happen, from which a killed run
-resumes.
+"""The journal: a log of the rollouts of a run on disk, from which a killed run resumes.
 
 frames.py defines the frames and rebuilds trees from them.
 
-    folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
-                               checkpoint that is kept can want a tree of it any more
+    folder/000001.frames ...   a new file at each start and at each checkpoint; a file is removed
+                               when no remaining checkpoint can need its trees
 """
 
 from __future__ import annotations
@@ -61,17 +60,18 @@ from agentenv.tree import Node, Order, TrajectoryTree
 from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
-# In which frames come together, and those that somebody waits for: handing a thread each turn alone
-# costs 300 us.
+# Time to collect a batch of frames, and a shorter one while a caller waits: passing each turn to a
+# thread separately would cost 300 us.
 GATHER_S, COMMIT_S = 0.2, 0.05
-STALL_S = 300.0  # a disk that has not written for so long hangs
-CLOSE_S = 10.0  # of one that has failed already
+STALL_S = 300.0  # a disk that does not complete a write within this time hangs
+CLOSE_S = 10.0  # the same for a disk that has already failed
 
 
 class Journal:
-    """Writes frames, and finds the trees of those that an earlier process wrote.
+    """Writes frames, and restores trees from the frames of earlier processes.
 
-    `settings` names what trees depend on: one that was begun under others is not taken up.
+    `settings` is a digest of the settings that trees depend on; trees with other settings are not
+    resumed.
     """
 
     def __init__(
@@ -83,32 +83,32 @@ class Journal:
         incarnation: int,
         offload: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
-        """`offload` runs what blocks; by default in a thread of the journal's own, for which no
-        other work is ever waited. Raises ConfigError if the folder cannot be written."""
+        """`offload` runs blocking functions, by default in a dedicated thread. Raises ConfigError
+        if the folder cannot be written."""
         self.folder = folder
         self.config = config
         self.settings = settings
         self.incarnation = incarnation
         self._places: dict[int, list[Place]] = {}
         self._started: dict[int, Started] = {}  # by an earlier process
-        self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
-        # By tree, the workers that earlier processes lost in a row while it came no further.
+        self._begun: dict[int, Place] = {}  # the first frame of trees without further frames yet
+        # By tree, the consecutive worker losses without progress in earlier processes.
         self.losses: dict[int, int] = {}
-        self._last: dict[Path, int] = {}  # the latest tree that a file knows of
+        self._last: dict[Path, int] = {}  # by file, the highest index of a tree in it
         self._pending: list[Frame | Packed] = []
         self._num_appended = self._num_written = 0
         self._wake, self._written = asyncio.Event(), asyncio.Event()
-        self._hurry = asyncio.Event()  # somebody waits for what is not written yet
+        self._hurry = asyncio.Event()  # a caller waits for unwritten frames
         self._lock = asyncio.Lock()  # held while the file is written or replaced
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
         self._problem: OSError | None = None
-        self._is_reported = False  # somebody was
+        self._is_reported = False  # a caller got the error
         self._thread = OwnThread("journal")
         self._offload = offload or self._thread
         self._num_records = 0
         self._file: BinaryIO | None = None
-        self._size = 0  # of the file, whole frames
+        self._size = 0  # of the file, complete frames
         try:
             make_folder(folder)
             paths = sorted(folder.glob(f"*{SUFFIX}"))
@@ -155,8 +155,8 @@ class Journal:
             self._last[path] = max([self._last[path], *trees])
 
     def _note(self, head: Head, place: Place) -> None:
-        """A tree that goes on begins again, and then says all that is known of it: before it has
-        said that, the earlier frames hold."""
+        """A resumed tree begins again and then records its whole state in one frame; until that
+        frame is complete, the earlier frames remain valid."""
         if head.tag == BEGAN:
             self._begun[head.number] = place
             self._places.setdefault(head.number, [])
@@ -165,27 +165,27 @@ class Journal:
         else:
             self._places.setdefault(head.number, []).append(place)
         if len(self._places[head.number]) > NUM_FIRST and head.tag not in (BEGAN, FINISHED):
-            self.losses.pop(head.number, None)  # it came further
+            self.losses.pop(head.number, None)  # it made progress
 
     def knows(self, index: int) -> bool:
         """Whether an earlier process began this tree."""
         return index in self._places
 
     def started(self, index: int) -> bool:
-        """Whether an earlier process started this tree, though it may not have begun it."""
+        """Whether an earlier process started this tree, even if it did not begin to grow."""
         return index in self._started or index in self._places
 
     def drawn(self, index: int) -> str:
-        """The id of the task that an earlier process drew for this tree; empty: none."""
+        """The id of the task that an earlier process drew for this tree; empty if none."""
         return self._started[index].task if index in self._started else ""
 
     def order_of(self, index: int) -> Order | None:
-        """What an earlier process decided of this tree, if anything beside its task."""
+        """The decisions of an earlier process for this tree, except its task; None if none."""
         return self._started[index].order if index in self._started else None
 
     def read(self, index: int, task: Task) -> Recorded | None:
-        """The tree of this place as an earlier process left it, if it can be gone on with: it is
-        the task's, nothing of it is damaged, and the settings are those of today. Blocks."""
+        """The state of a tree from an earlier process; None unless it can be resumed: it must have
+        this task and equal settings, and be undamaged. Blocks."""
         try:
             frames = [
                 DECODER.decode(payload) for payload in read_payloads(self._places.get(index, ()))
@@ -206,13 +206,13 @@ class Journal:
     # writing
 
     def record(self, index: int) -> TreeRecord:
-        """Through which the rollout of a tree writes."""
+        """The writer for the rollout of a tree."""
         self._num_records += 1
         return TreeRecord(self, index, self._num_records)
 
     def append(self, frame: Frame | Packed) -> None:
-        """Write a frame soon, behind all before it; returns at once. Of a journal that is closed
-        nothing is written any more, as `commit` says."""
+        """Queue a frame for writing; returns at once. A closed journal drops it, and `commit`
+        raises."""
         if not self._pending:
             self._wake.set()
         self._pending.append(frame)
@@ -222,19 +222,19 @@ class Journal:
 
     @property
     def is_broken(self) -> bool:
-        """Nothing is written any more."""
+        """Whether a write failed, after which nothing more is written."""
         return self._problem is not None
 
     async def commit(self) -> None:
-        """Wait until all that was appended is written. Raises ConfigError when it cannot be, also
-        for a disk that does not write for STALL_S, and RuntimeError for what was appended to a
-        journal that is closed."""
+        """Wait until all appended frames are written. Raises ConfigError if a write fails or takes
+        over STALL_S seconds, and RuntimeError for frames that were appended to a closed
+        journal."""
         wanted = self._num_appended
         while self._num_written < wanted:
             if self._problem is not None:
                 raise self._failure(self._problem)
             if self._working is not None and self._working.done():
-                self._working.result()  # raises what no disk has done
+                self._working.result()  # raises errors other than the disk's
             if self._is_closed and (self._working is None or self._working.done()):
                 raise self._closed()
             self._written.clear()
@@ -242,9 +242,9 @@ class Journal:
             await self._written.wait()
 
     async def rotate(self, oldest: int) -> None:
-        """Go on in a new file, and remove those in which no tree from place `oldest` on is. Raises
-        ConfigError when that cannot be done, and then nothing is written any more, and RuntimeError
-        if the journal is closed."""
+        """Continue in a new file, and remove the files without trees from index `oldest` on. Raises
+        ConfigError if that fails, after which nothing more is written, and RuntimeError if the
+        journal is closed."""
         await self.commit()
         async with self._lock:
             if self._file is None:
@@ -256,8 +256,8 @@ class Journal:
                 raise self._failure(error) from error
 
     async def close(self) -> None:
-        """Write what is left, and close the file; idempotent. Raises ConfigError when something
-        could not be written, unless `commit` has."""
+        """Write the remaining frames and close the file; idempotent. Raises ConfigError if a write
+        failed, unless `commit` has raised it."""
         self._is_closed = True
         self._wake.set()
         self._hurry.set()
@@ -280,23 +280,23 @@ class Journal:
         self._thread.close()
 
     async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
-        """Let a thread do it. Raises OSError, also where the disk takes longer."""
+        """Run a disk access in a thread. Raises OSError, also after `seconds`."""
         try:
             await within(seconds, "it", self._offload(function, *given))
         except StallError as error:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
     async def _work(self) -> None:
-        """Write what comes, until the journal closes; its waiters learn of its end."""
+        """Write frames until the journal closes, and then wake the waiters."""
         try:
             await self._write_batches()
         finally:
             asyncio.get_running_loop().call_soon(self._written.set)  # once this task is done
 
     async def _write_batches(self) -> None:
-        """Batch after batch; what was written is synced after `sync_s` at the latest."""
+        """Write batch after batch, and sync each within `sync_s` seconds."""
         loop = asyncio.get_running_loop()
-        to_sync_s: float | None = None  # when the oldest of what is not synced is due
+        to_sync_s: float | None = None  # when the oldest unsynced frame must be synced
         while self._pending or not self._is_closed:
             if not self._pending:
                 try:
@@ -312,7 +312,7 @@ class Journal:
             is_due = to_sync_s is not None and loop.time() >= to_sync_s
             try:
                 async with self._lock:
-                    if self._problem is not None:  # a rotation's
+                    if self._problem is not None:  # a rotation failed
                         return
                     await uncancelled(self._on_disk(STALL_S, self._put, batch, is_due))
             except OSError as error:
@@ -326,7 +326,7 @@ class Journal:
             self._written.set()
 
     async def _gather(self) -> None:
-        """More frames come, for so long as nobody waits for those that are there."""
+        """Collect more frames while no caller waits for the present ones."""
         try:
             async with asyncio.timeout(GATHER_S):
                 await self._hurry.wait()
@@ -335,7 +335,7 @@ class Journal:
         await asyncio.sleep(COMMIT_S)
 
     def _put(self, batch: list[Frame | Packed], is_due: bool) -> None:
-        """Append whole frames or nothing."""
+        """Append the frames completely or not at all."""
         file = self._file
         assert file is not None
         frames = [one.frame if isinstance(one, Packed) else framed(one) for one in batch]
@@ -359,7 +359,7 @@ class Journal:
         before = self._file
         os.fdatasync(before.fileno())
         self._begin_file()
-        before.close()  # now that there is another to write into
+        before.close()  # only after the new file is open
         for path, last in list(self._last.items()):
             if last < oldest and path != Path(self._file.name):
                 path.unlink(missing_ok=True)
@@ -404,8 +404,8 @@ def _close(file: BinaryIO) -> None:
 class TreeRecord:
     """Writes what happens to one tree.
 
-    What happens in one go is one frame, so that a crash finds the tree as it was before or after:
-    a leaf that ended, and the branches that the plan began for it.
+    Simultaneous events form one frame, so that a crash leaves the tree in the state before or
+    after: for instance a leaf that ended, and the branches that the plan started for it.
     """
 
     def __init__(self, journal: Sink, index: int, number: int = 0) -> None:
@@ -445,7 +445,7 @@ class TreeRecord:
         return Mark(self._journal.incarnation, self._number, self._num_frames)
 
     def resumes(self, recorded: Recorded) -> None:
-        """The tree goes on, its nodes under new numbers."""
+        """The tree resumes, with new node numbers."""
         tree = recorded.tree
         self.began(tree)
         self._opened += recorded.branches
@@ -456,13 +456,13 @@ class TreeRecord:
                 self.asked(node)
 
     def opened(self, name: str, cursor: Node, seconds: float) -> None:
-        """A branch begins behind a node."""
+        """A branch begins after a node."""
         self._opened.append(OpenBranch(name, cursor.index, seconds))
         self._soon()
 
     def turned(self, node: Node, seconds: float, stop: str | None = None) -> None:
-        """A node is complete, whose turn ended by `stop`; its branch was worked for so many
-        seconds."""
+        """A node is complete; `seconds` is the working time of its branch, `stop` the stop string
+        that ended its turn."""
         self._turns.append(Turned(copy(node), seconds, stop))
         self._known.add(node.index)
         self._soon()
@@ -474,7 +474,7 @@ class TreeRecord:
         self._soon()
 
     async def finished(self) -> None:
-        """Every branch is at its end; returns when that is written."""
+        """Every branch has ended; returns once this is on disk."""
         self._flush()
         tree = self._tree
         left = [Turned(copy(node)) for node in tree.nodes if node.index not in self._known]

@@ -14,18 +14,18 @@ from contextlib import ExitStack, contextmanager, suppress
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
-GONE_S = 60.0  # after which a machine that does not answer counts as gone
+GONE_S = 60.0  # a machine that does not answer for this long counts as lost
 GATHER_S = 0.02
-LAST_S = 5.0  # for the other end to read what was sent before a close
+LAST_S = 5.0  # for the other end to read pending frames before a close
 
 
 def frame_of(body: bytes) -> bytes:
-    """A message as it travels."""
+    """A message in wire format."""
     return len(body).to_bytes(PREFIX_BYTES, "little") + body
 
 
 def receive_frame(connection: socket.socket) -> bytes:
-    """The next message, by a socket that blocks. Raises EOFError at the end of the connection."""
+    """The next message on a blocking socket. Raises EOFError at the end of the connection."""
     return _exactly(connection, int.from_bytes(_exactly(connection, PREFIX_BYTES), "little"))
 
 
@@ -40,19 +40,19 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class Link:
-    """An end of a stream connection. A frame goes out at once, unless others went out less than
-    GATHER_S ago: then the frames of that interval go together, since each read costs the other end
-    far more than the frame's content does."""
+    """One end of a stream connection. A frame is sent at once, unless others were sent within the
+    last GATHER_S seconds: then the frames of that interval are sent together, since each read costs
+    the other end far more than the content of a frame."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._unsent: list[bytes] = []
-        self._flushed = 0.0  # time of the loop
+        self._flushed = 0.0  # loop time
         self._received: deque[bytes] = deque()  # frames
-        self._rest = b""  # of what was read, the beginning of a frame
-        self._missing = 0  # bytes of that frame, as far as they are known
+        self._rest = b""  # the received part of an incomplete frame
+        self._missing = 0  # missing bytes of that frame, as far as known
         self._is_closed = False
-        self.max_bytes: int | None = None  # of a frame; a longer one is the end
+        self.max_bytes: int | None = None  # limit of a frame; a longer one ends the link
 
     @property
     def peer(self) -> str:
@@ -65,8 +65,8 @@ class Link:
         return str(self._writer.get_extra_info("sockname")[0])
 
     def keep_alive(self) -> None:
-        """Let the connection break within GONE_S of the end of the other machine, also when
-        nothing is sent."""
+        """Enable keepalive: the connection breaks within GONE_S seconds of the loss of the other
+        machine, even if nothing is sent."""
         connection: socket.socket = self._writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
@@ -92,14 +92,14 @@ class Link:
         await self._writer.drain()
 
     def flush(self) -> None:
-        """Write the queued frames now: the event loop may not run for a while."""
+        """Write the queued frames now, for instance before the event loop is blocked."""
         unsent, self._unsent = self._unsent, []
         if unsent and not self._writer.transport.is_closing():
             self._flushed = asyncio.get_running_loop().time()
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
-        """The next frame of the other end. Raises EOFError when it is gone."""
+        """The next frame from the other end. Raises EOFError when the link has ended."""
         while not self._received:
             try:
                 if self._missing > READ_BYTES:
@@ -114,7 +114,7 @@ class Link:
         return self._received.popleft()
 
     def _take(self, data: bytes) -> None:
-        """Cut what was read into frames; many come at once."""
+        """Split received data into frames."""
         start, size, self._missing = 0, len(data), 0
         while size - start >= PREFIX_BYTES:
             begin = start + PREFIX_BYTES
@@ -129,7 +129,7 @@ class Link:
         self._rest = data[start:]
 
     def close(self) -> None:
-        """Let the other end receive what was sent, and then EOFError. Idempotent."""
+        """Close after the other end has received the sent frames. Idempotent."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
@@ -138,14 +138,14 @@ class Link:
 
     async def closed(self) -> None:
         """Wait for the end of a close, at most LAST_S."""
-        with suppress(OSError, TimeoutError):  # the other end does not read what was sent
+        with suppress(OSError, TimeoutError):  # the other end does not read
             async with asyncio.timeout(LAST_S):
                 await self._writer.wait_closed()
         self._writer.transport.abort()
 
     def finish(self) -> None:
-        """As `close`, but frames that the other end sends until it closes are still received,
-        within LAST_S."""
+        """As `close`, but still receive the other end's frames until it closes, within LAST_S
+        seconds."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
@@ -160,10 +160,10 @@ class Link:
 
 
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A socket bound to a port, 0 for any that is free. Until it is closed the system gives that
-    port to nobody who asks for any port. A process that is given the port can listen there, and
-    again after its end, if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; a connection
-    is refused meanwhile. Raises OSError if the port cannot be had.
+    """Reserve a port (0: any free one) by a socket that is bound to it. Until the socket is closed,
+    the system assigns the port to no other process. A process that knows the port can listen on it,
+    repeatedly, if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; connections are
+    refused meanwhile. Raises OSError if the port is not available.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -181,6 +181,6 @@ def port_of(held: socket.socket) -> int:
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """So many free ports of this machine, held to the end of the block."""
+    """Reserve `count` free ports of this machine during the block."""
     with ExitStack() as stack:
         yield [port_of(stack.enter_context(hold_port())) for _ in range(count)]

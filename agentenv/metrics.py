@@ -1,13 +1,13 @@
-"""Metrics of rollouts: of a step's trees, of the engine's prefix cache, of the event loop.
+"""Metrics of rollouts: a step's trees, the engine's prefix cache, the event loop.
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
-trained_metrics    what of them was trained, beside what was offered
-TreeCounters       the conservation law: where every offered tree went
-PrefixHits         prompt tokens that the engine had cached
-ProbeWaits         how long roots waited for a probe
-LoopLag            how late the event loop wakes a sleeper
-entropy_profile    entropy by position in a turn: does it rise after tool results, the premise of
-                   ARPO and AEPO?
+trained_metrics    lengths and staleness of offered and of trained trajectories
+TreeCounters       the fate of every offered tree, with a conservation law
+PrefixHits         prompt tokens found in the engine's prefix cache
+ProbeWaits         time that roots waited for a probe
+LoopLag            latency of the event loop
+entropy_profile    entropy by position in a turn: ARPO and AEPO assume that it rises after tool
+                   results
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.branch import Branch
-from agentenv.offload import look_again
+from agentenv.offload import poll_pause
 from agentenv.tree import CANCELLED, GIVEN, LED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Completion, Info
 
@@ -30,10 +30,10 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
-    """Figures of one step's trees, averaged over trajectories. Lengths in tokens, entropy in
-    nats; staleness in published versions between the oldest sampled token and the learner. Rewards
-    and success are those of the trees that began at their question: given turns of a success, or of
-    a failure, were chosen to change them."""
+    """Metrics of one step's trees, averaged over trajectories. Lengths are in tokens, entropy in
+    nats; staleness is the number of published versions between the oldest sampled token and the
+    learner. Rewards and success include only trees that began at their question, since given turns
+    are chosen to change them."""
     seen = _Seen(learner_version)
     for tree in trees:
         seen.add(tree)
@@ -46,9 +46,8 @@ Trained = Sequence[tuple[TrajectoryTree, Sequence[Node]]]  # trees with the leav
 def trained_metrics(
     offered: Sequence[TrajectoryTree], trained: Trained, learner_version: int
 ) -> Metrics:
-    """Lengths of the trajectories that a step was offered and of those that it trained, in tokens
-    without the prompt: limits and filters take some lengths rather than others. And how stale a
-    trained token was, in published versions."""
+    """Lengths of offered and of trained trajectories, in tokens without the prompt, since limits
+    and filters prefer some lengths; and the staleness of trained tokens, in published versions."""
     metrics = _lengths("offered", [one for tree in offered for one in tree.trajectories()])
     paths = [Trajectory(tree.history(leaf)) for tree, leaves in trained for leaf in leaves]
     metrics |= _lengths("trained", paths)
@@ -79,16 +78,16 @@ def _lengths(name: str, paths: Sequence[Trajectory]) -> Metrics:
 
 
 class _Seen:
-    """The figures of one pass over the trees of a step."""
+    """The sums of one pass over the trees of a step."""
 
     def __init__(self, learner_version: int) -> None:
         self._version = learner_version
         self._counts: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()  # of failures
-        self._num_failed = 0  # of them, in trees that began at their question
+        self._num_failed = 0  # failures in trees that began at their question
         self._staleness: list[int] = []  # of each tree
-        self._ages: Counter[int] = Counter()  # sampled tokens by their staleness
-        self._entropy = (0.0, 0)  # sum, and tokens whose entropy is known
+        self._ages: Counter[int] = Counter()  # sampled tokens by staleness
+        self._entropy = (0.0, 0)  # sum, and number of tokens with known entropy
         # Reward and success by kind of task, of trees that began at their question.
         self._done: dict[str, list[tuple[float, bool]]] = {}
         self._lengths: list[int] = []
@@ -213,19 +212,19 @@ def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
 
 
 class TreeCounters(Struct):
-    """The fates of all offered trees. `check` is the conservation law, asserted at each step:
+    """The fates of all offered trees. `check` asserts the conservation law at each step:
 
     offered = trained + filtered + failed + in flight
     """
 
     offered: int = 0
     trained: int = 0
-    equal: int = 0  # of the trained ones: all returns equal, in the denominators only
-    filtered: int = 0  # all returns equal: dropped or replaced
-    failed: dict[str, int] = field(default_factory=dict)  # by kind: the group stayed too short
+    equal: int = 0  # trained with equal returns: they count only in the denominators
+    filtered: int = 0  # dropped or replaced because of equal returns
+    failed: dict[str, int] = field(default_factory=dict)  # by kind: the group was too small
 
     def add(self, trained: int, filtered: int, failed: Mapping[str, int], equal: int = 0) -> None:
-        """Trees that were delivered; `equal` of the trained ones have equal returns."""
+        """Count delivered trees; `equal` of the trained ones have equal returns."""
         self.trained += trained
         self.equal += equal
         self.filtered += filtered
@@ -238,11 +237,11 @@ class TreeCounters(Struct):
 
     @property
     def num_delivered(self) -> int:
-        """Trees that are not in flight any more."""
+        """Trees that are no longer in flight."""
         return self.trained + self.filtered + self.num_failed
 
     def counts(self, in_flight: int) -> dict[str, int]:
-        """Both sides of the law, by name, and "equal", which is a part of "trained"."""
+        """The terms of the law by name, and "equal", which is a part of "trained"."""
         return {
             "offered": self.offered,
             "trained": self.trained,
@@ -253,16 +252,16 @@ class TreeCounters(Struct):
         }
 
     def check(self, in_flight: int) -> None:
-        """Raise AssertionError if a tree was lost. `in_flight` counts the trees where they are, in
-        the queue or in the learner's hands."""
+        """Raise AssertionError if a tree was lost. `in_flight` is counted independently, in the
+        queue and at the learner."""
         assert self.offered == self.num_delivered + in_flight, (
             f"trees were lost: {self}, {in_flight} in flight"
         )
 
 
 def failure_kind(tree: TrajectoryTree) -> str:
-    """Why a group stayed too short: the commonest kind of failure in it, e.g. "EnvError", else the
-    commonest limit that ended its trajectories, as "seconds (masked)"."""
+    """The reason for a group that is too small: its most frequent kind of failure, e.g. "EnvError",
+    else the most frequent limit that ended its trajectories, as "seconds (masked)"."""
     if tree.is_cancelled:
         return CANCELLED
     failures = Counter(map(failure_kind_of, tree.failures()))
@@ -273,17 +272,17 @@ def failure_kind(tree: TrajectoryTree) -> str:
 
 
 def failure_kind_of(leaf: Node) -> str:
-    """Why a leaf failed, e.g. "EnvError"."""
+    """The kind of a leaf's failure, e.g. "EnvError"."""
     return (leaf.error or "unknown").partition(":")[0]
 
 
-STALL_MS = 50.0  # a loop that is later than this is stalled
+STALL_MS = 50.0  # a longer lag counts as a stall
 
 
 class PrefixHits:
-    """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
-    of turns that continue their own trajectory, and of the first turns of forks. Turns whose
-    prefix is of other weights do not count: no engine keeps it."""
+    """Prompt tokens that were in the engine's prefix cache, since the last `take`: for turns that
+    continue their own trajectory, and for the first turns of forks. Turns with a prefix of older
+    weights do not count, since no engine keeps it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
@@ -297,24 +296,24 @@ class PrefixHits:
             sums[1] += len(branch.prefix_ids)
 
     def take(self) -> dict[str, float]:
-        """The shares by kind; none of a kind without turns."""
+        """The cached shares by kind of turn, without kinds that had no turns."""
         return {f"prefix/{kind}": hit / num for kind, (hit, num) in self.drain().items()}
 
     def drain(self) -> dict[str, list[int]]:
-        """The sums themselves, which `merge` adds to those of another actor."""
+        """The sums, for `merge` into those of another actor; resets them."""
         sums, self._sums = self._sums, {}
         return sums
 
     def merge(self, others: dict[str, list[int]]) -> None:
-        """Those of an actor of another process."""
+        """Add the sums of an actor in another process."""
         for kind, sums in others.items():
             mine = self._sums.setdefault(kind, [0, 0])
             mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
 
 
 class ProbeWaits:
-    """How long roots waited for a probe, the one root that some plans begin with (AEPO), since the
-    last `take`: from the start of a tree until its first leaf let others begin."""
+    """Seconds that roots waited for a probe, the single first root of some plans (AEPO), since the
+    last `take`: from the start of a tree until its first leaf allowed others to begin."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -323,27 +322,27 @@ class ProbeWaits:
         self._seconds.append(seconds)
 
     def take(self) -> dict[str, float]:
-        """Mean and longest wait; nothing where none waited."""
+        """Mean and longest wait; empty if none waited."""
         seconds = self.drain()
         if not seconds:
             return {}
         return {"rollout/probe_wait_s": fmean(seconds), "rollout/probe_wait_s_max": max(seconds)}
 
     def drain(self) -> list[float]:
-        """The seconds themselves, which `merge` adds to those of another actor."""
+        """The seconds, for `merge` into those of another actor; resets them."""
         seconds, self._seconds = self._seconds, []
         return seconds
 
     def merge(self, others: list[float]) -> None:
-        """Those of an actor of another process."""
+        """Add the sums of an actor in another process."""
         self._seconds += others
 
 
 class LoopLag:
-    """Measures how late the event loop wakes a sleeper: the time others keep it busy.
+    """Measures the latency of the event loop: how late it wakes a sleeping task.
 
-    A sleeper that comes late stands for all that would have come meanwhile, so that a stall counts
-    by how long it was: each lag is of `interval_s` of time, whether or not the loop ran then.
+    Each measured lag represents `interval_s` of time. A late wake-up also adds those that were due
+    meanwhile, so that a stall counts by its duration.
     """
 
     interval_s = 0.02
@@ -356,7 +355,7 @@ class LoopLag:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + self.interval_s
-            await look_again(self.interval_s)
+            await poll_pause(self.interval_s)
             self.add(max(0.0, loop.time() - due))
 
     def clear(self) -> None:
@@ -364,7 +363,7 @@ class LoopLag:
         self._lags_ms.clear()
 
     def add(self, lag_s: float) -> None:
-        """A sleeper woke so late, and with it those that were due meanwhile."""
+        """Add the lag of a wake-up, and those of the wake-ups that were due meanwhile."""
         for behind in range(min(int(lag_s / self.interval_s) + 1, self._lags_ms.maxlen or 1)):
             self._lags_ms.append((lag_s - behind * self.interval_s) * 1000)
 
@@ -375,7 +374,7 @@ class LoopLag:
 
     def figures(self) -> Metrics:
         """Of the last minutes: percentile and maximum in milliseconds, and the share of the time
-        in which a sleeper would have been over STALL_MS late."""
+        in which the lag exceeded STALL_MS."""
         stalled = sum(lag > STALL_MS for lag in self._lags_ms)
         return {
             "lag_p99_ms": self.percentile_ms(99),
@@ -385,34 +384,34 @@ class LoopLag:
 
 
 class Throughput:
-    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
+    """The engine's sampled tokens per second, between calls of `rate`."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None
 
     def rate(self, stats: dict[str, float]) -> float:
-        """The rate since the last call by the engine's `stats`; 0 at the first."""
+        """The rate since the last call, from the engine's `stats`; 0 at the first call."""
         now = (asyncio.get_running_loop().time(), stats.get("sampled_tokens", 0.0))
         before, self._before = self._before or now, now
         seconds = now[0] - before[0]
         return (now[1] - before[1]) / seconds if seconds else 0.0
 
 
-NO_TOOL = "no tool"  # an observation that answers no call
-USER = "a user"  # who answers a turn without a call
-OTHER_TOOLS = "other tools"  # a policy can make up any number of names
-MAX_TOOLS = 32  # that a merged profile keeps apart
+NO_TOOL = "no tool"  # an observation that does not answer a call
+USER = "a user"  # a message that answers a turn without a call
+OTHER_TOOLS = "other tools"  # a policy can invent any number of names
+MAX_TOOLS = 32  # curves by tool in a merged profile
 
 
 class EntropyCurve(Struct, frozen=True):
-    """The mean entropy (nats) of the tokens at each position of a turn, and the `count` of turns
-    that were that long."""
+    """The mean entropy (nats) of the tokens at each position of a turn, and the number (`count`) of
+    turns that have this position."""
 
     mean: list[float] = []
     count: list[int] = []
 
     def merged(self, other: EntropyCurve) -> EntropyCurve:
-        """The curve of the turns of both."""
+        """The curve over the turns of both."""
         count = [sum(pair) for pair in zip_longest(self.count, other.count, fillvalue=0)]
         sums = zip_longest(self._sums(), other._sums(), fillvalue=0.0)
         return EntropyCurve([sum(pair) / n for pair, n in zip(sums, count, strict=True)], count)
@@ -421,18 +420,18 @@ class EntropyCurve(Struct, frozen=True):
         return [mean * count for mean, count in zip(self.mean, self.count, strict=True)]
 
     def window(self, size: int) -> float:
-        """Mean over the tokens of the first `size` positions; nan without one."""
+        """Mean over the tokens of the first `size` positions; nan if there are none."""
         pairs = list(zip(self.mean, self.count, strict=True))[:size]
         total = sum(count for _, count in pairs)
         return sum(mean * count for mean, count in pairs) / total if total else float("nan")
 
 
 class EntropyProfile(Struct, frozen=True):
-    """Curves of first turns, of all turns after an observation, and of those by tool, a user's
-    messages apart.
+    """Curves of first turns, of all turns after an observation, and of these by tool; turns after
+    user messages are separate.
 
-    The figure of ARPO and AEPO is `after` each tool against `start`, the first turn of a
-    trajectory, over the first 10 to 50 tokens.
+    ARPO and AEPO compare `after` each tool with `start`, the first turn of a trajectory, over the
+    first 10 to 50 tokens.
     """
 
     start: EntropyCurve = EntropyCurve()
@@ -440,8 +439,8 @@ class EntropyProfile(Struct, frozen=True):
     after: dict[str, EntropyCurve] = {}
 
     def merged(self, other: EntropyProfile) -> EntropyProfile:
-        """The profile of the trees of both; of more than MAX_TOOLS tools those that came last are
-        counted together, so that a run can merge for ever."""
+        """The profile over the trees of both. Tools beyond the first MAX_TOOLS are combined, which
+        bounds repeated merges."""
         after = dict(self.after)
         for tool, curve in other.after.items():
             known = tool in after or len(after.keys() - {OTHER_TOOLS}) < MAX_TOOLS
@@ -501,7 +500,7 @@ def _tools(node: Node) -> list[str]:
 
 
 def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
-    """Of the positions up to the first at which no turn has an entropy that is known."""
+    """The curve up to the first position without a known entropy."""
     length = max(map(len, turns), default=0)
     if not length:
         return EntropyCurve()

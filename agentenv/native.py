@@ -1,12 +1,12 @@
-"""Native tool calls: messages in the model's chat template, rendered append-only.
+"""Native tool calls: rendering by the model's chat template, append-only.
 
-The template is asked once for what it writes between the turns, with stand-ins for their texts;
-from then on only those frames are used. What was sampled is never rendered again, so a template
-that drops earlier thoughts does no harm: the policy keeps seeing its own. A template that changes
-what it wrote before when messages are added is refused.
+The template is rendered once with placeholder texts, to extract the text that it writes between
+turns; afterwards only these frames are used. Sampled tokens are never rendered again, so the policy
+keeps its earlier thoughts even if the template drops them. A template that changes earlier text
+when messages are added is rejected.
 
-Calls are read from the text of a turn by one of the parsers of `agentenv/call_syntax.py`. Which
-one is found out, or checked, by what the template writes for a call: it must come back equal.
+A parser of `agentenv/call_syntax.py` reads the calls of a turn. It is detected, or checked, by a
+round trip: it must return the call that the template wrote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAY_OUT = "use renderer.name = 'tags'"
 
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
 _PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_STAND_IN = "qZ{}Zq"  # short, and changed by no template
+_STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
 _SAID = "qSaidq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
 _QUESTION = {"role": "user", "content": "qQuestionq"}
@@ -70,17 +70,17 @@ _SAMPLE_CALLS = (
 
 class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
                    tag_field="name"):  # fmt: skip
-    """Tool calls in the form that the model's chat template knows."""
+    """Tool calls in the format of the model's chat template."""
 
     style: Annotated[
         Style,
-        Meta(description="form of the calls; auto: the form that the chat template writes"),
+        Meta(description="format of the calls; auto: the one that the chat template writes"),
     ] = "auto"
 
 
 class _CallForm(NamedTuple):
-    """How calls are read, and how the template wants them: their arguments as an object or as a
-    text of JSON, and whether there is at most one in a turn."""
+    """The parser of calls, and the template's requirements: whether arguments are a JSON object or
+    a JSON string, and whether a turn has at most one call."""
 
     style: str
     parse: Parser
@@ -89,10 +89,10 @@ class _CallForm(NamedTuple):
 
 
 class NativeRenderer(TextCodec):
-    """Renders by the chat template. A ConfigError says why a template cannot be used.
+    """Renders by the chat template. Raises ConfigError for a template that cannot be used.
 
-    `eos_ids` are all tokens that end a turn. Earlier thoughts stay, also where the template itself
-    would leave them out.
+    `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would
+    drop them.
     """
 
     own_tags = ("tool_call", "tool_response", "tool_output", "tools")
@@ -122,12 +122,12 @@ class NativeRenderer(TextCodec):
 
     @property
     def style(self) -> str:
-        """The form of calls that the template writes, never "auto"."""
+        """The format of calls that the template writes, never "auto"."""
         return self._form.style
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
-        """The prompt of the first turn, with the schemas of the tools where the template has
-        them."""
+        """The token ids of the prompt of the first turn, with the tools' schemas where the template
+        puts them."""
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._render(chat, tools, generation=True)
@@ -138,7 +138,7 @@ class NativeRenderer(TextCodec):
         return self.single_bos(self.encode(text))
 
     def check_tools(self, tools: ToolSchemas) -> None:
-        """Raises ConfigError for a tool whose name no call of this form can hold."""
+        """Raises ConfigError for a tool whose name this format cannot express."""
         for tool in tools:
             name = str(tool["name"])
             fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
@@ -149,13 +149,13 @@ class NativeRenderer(TextCodec):
                 )
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """No strings: a turn ends with an end-of-sequence token."""
+        """No stop strings: a turn ends with an end-of-sequence token."""
         return ()
 
     def parse(
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
-        """The action as a message; a turn cut off by a limit has no calls."""
+        """The action as a message; a truncated turn has no calls."""
         text = self.written(completion, prefix_ids)
         calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
         return Message("assistant", text, calls)
@@ -167,8 +167,8 @@ class NativeRenderer(TextCodec):
         max_tokens: int,
         turn_ids: Sequence[int] = (),
     ) -> array[int]:
-        """What the template writes after the end of the turn, up to where the next one begins;
-        each text keeps its head and tail within max_tokens."""
+        """The token ids from the end of the turn to the beginning of the next one; a longer text
+        keeps its head and tail within max_tokens."""
         check_observation(messages)
         frames, _ = self._frames_around(messages, tools)
         is_open = turn_ids and not self.is_ended(turn_ids)
@@ -195,19 +195,19 @@ class NativeRenderer(TextCodec):
         return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
 
     def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
-        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        """Token ids of a turn that was not sampled. Raises ConfigError."""
         return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
 
     def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
-        """A turn that says `text`, thoughts included, and makes these calls, up to its end token,
-        as the template writes it. Raises ConfigError where the template refuses them."""
+        """The template's text of a turn with `text` (thoughts included) and these calls, up to its
+        end token. Raises ConfigError if the template rejects them."""
         written = self._sampled(calls, self._form.as_text, said=_SAID if text else "")
         before, said, after = written.partition(_SAID)
         if not said:
             before, after = "", written
-            if self.style == "llama":  # which has no words beside a call
+            if self.style == "llama":  # its calls cannot have other text
                 text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
-        if THOUGHT_CLOSE in text:  # it brings its own
+        if THOUGHT_CLOSE in text:  # the text has a thought
             before = after_thoughts(before)
             after = _EMPTY_THOUGHT.sub("", after)
         return _EMPTY_THOUGHT.sub("", before + text + after)
@@ -239,12 +239,12 @@ class NativeRenderer(TextCodec):
             raise self._refusal(f"refuses {roles}: {error}") from error
 
     def _check_tools_shown(self) -> None:
-        """Tools must have a place."""
+        """Raises ConfigError if the template does not render tools."""
         if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
             raise self._refusal("ignores the list of tools")
 
     def _find_form(self) -> _CallForm:
-        """The form in which a call that the template writes comes back equal."""
+        """The format whose parser returns a call that the template wrote."""
         style = self.config.style
         parsers: dict[str, Parser] = PARSERS if style == "auto" else {style: PARSERS[style]}
         problem = ConfigError()
@@ -264,7 +264,7 @@ class NativeRenderer(TextCodec):
         raise problem
 
     def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
-        """Whether the template refuses or leaves out a second call of a turn."""
+        """Whether the template rejects or omits a second call of a turn."""
         try:
             written = self._sampled(_SAMPLE_CALLS, as_text)
         except ConfigError:
@@ -277,7 +277,7 @@ class NativeRenderer(TextCodec):
         return calls != _SAMPLE_CALLS
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, said: str = "") -> str:
-        """The tokens that the policy would have sampled for a turn with these calls."""
+        """The text that the policy would sample for a turn with these calls."""
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
             for n, call in enumerate(calls)
@@ -285,8 +285,8 @@ class NativeRenderer(TextCodec):
         return self._split_turn({**_calling(calls, as_text), "content": said}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
-        """A turn as it would have been sampled, and what the template writes from behind its end
-        token up to where the next turn begins."""
+        """A turn as the policy would sample it, and the template's text from its end token to the
+        beginning of the next turn."""
         text = self._try([_QUESTION, turn, *answers], generation=True)
         roles = [answer["role"] for answer in answers]
         before = self._try([_QUESTION])
@@ -332,14 +332,15 @@ class NativeRenderer(TextCodec):
         )
 
     def _frames_of(self, senders: Senders) -> tuple[list[str], bool]:
-        """The texts around the messages of an observation, and whether theirs is quoted JSON."""
+        """The texts around the messages of an observation, and whether the messages are quoted as
+        JSON."""
         if senders not in self._frames:
             self._frames[senders] = self._find_frames(senders)
         return self._frames[senders]
 
     def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
-        """The texts between these messages in the template, and whether it ends them in an open
-        turn."""
+        """The template's texts between these messages, and whether it quotes the messages as
+        JSON."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
@@ -367,7 +368,7 @@ class NativeRenderer(TextCodec):
         return [*frames, rest], quoted
 
     def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
-        """The text of the template for a call, and the parsed result."""
+        """The error for a call of the template that its parser reads differently."""
         if style == "auto":
             came = f"which none of the styles {sorted(parsers)} reads as that call"
             return self._refusal(f"writes a call as {written[-600:]!r}, {came}")
@@ -383,7 +384,7 @@ class NativeRenderer(TextCodec):
 
 
 def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
-    """A turn of the policy that makes these calls."""
+    """A chat message of the policy with these calls."""
     written = [
         {
             "id": _call_id(number),
@@ -399,13 +400,13 @@ def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
 
 
 def _num_common(one: str, other: str) -> int:
-    """Characters at the beginning in which two texts agree."""
+    """The length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _call_id(number: int) -> str:
-    return f"call{number:05d}"  # of nine letters and digits, as some templates demand
+    return f"call{number:05d}"  # nine letters and digits, as some templates require
 
 
 def _result(number: int) -> str:

@@ -1,8 +1,8 @@
 """Deleted keys of stored configurations, keys with a former default, and new paths of moved
 functions.
 
-A deleted key at its former default is ignored, so that a run or an evaluation which an earlier
-version wrote can be resumed; any other value is refused with the reason.
+A deleted key at its former default is ignored, so that runs and evaluations of earlier versions can
+be resumed; any other value is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ V = TypeVar("V")
 
 
 class Deleted(NamedTuple):
-    """A deleted key: its former default as a plain value (of a table all of its keys), and why it
-    was deleted, with the remedy."""
+    """A deleted key: its former default as a plain value (for a table, all of its keys), and the
+    reason for its deletion, with the remedy."""
 
     default: Any
     why: str
 
     def was_unset(self, value: Any) -> bool:
-        """Whether a stored value is the default, or a part of it."""
+        """Whether a stored value equals the default, or a part of it."""
         if isinstance(self.default, dict) and isinstance(value, dict):
             return value.items() <= self.default.items()
         return bool(value == self.default)
@@ -37,7 +37,7 @@ _LAUNCH = {
     "max_restarts": _always(10),
 }
 
-# By the name of the struct that had the key.
+# By the name of the key's struct.
 DELETED: dict[str, dict[str, Deleted]] = {
     "EnvConfig": {
         "held_s": Deleted(300.0, "it is 300 s, and limits.env_timeout_s where that is more"),
@@ -114,12 +114,12 @@ DELETED: dict[str, dict[str, Deleted]] = {
     },
 }
 
-# Former defaults of keys that are now empty by default: such a value counts as none.
+# Former defaults of keys that are now empty by default: such a value counts as unset.
 EMPTIED: dict[str, dict[str, Any]] = {
     "TrainingConfig": {"max_logprob_gap": 0.01, "stop_logprob_gap": 0.1},  # by dtype
 }
 
-# Functions and modules of this package under their former names.
+# Former paths of functions of this project, and the present ones.
 MOVED: dict[str, dict[str, str]] = {
     "EnvConfig": {"envs": "agentenv.envs"},
     "RunConfig": {

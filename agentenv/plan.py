@@ -1,14 +1,14 @@
 """Rollout plans: the number of root trajectories of a task, and their fork points.
 
 A plan is the torch-free half of an algorithm; those of ARPO and AEPO are in the files of the
-algorithms. A plan is asked on events and answers at once with how many trajectories to start now;
-there is no barrier. A plan keeps no state: all it needs to know is on the tree, so one plan serves
-all trees of a run.
+algorithms. Its methods are called on events and return the number of trajectories to start now;
+there is no barrier. A plan is stateless: its inputs are on the tree, so one plan serves all trees
+of a run.
 
     on_start        -> from-scratch trajectories to begin with
     on_fork_point   -> siblings to start at a tool result, once the tokens after it are known
     on_leaf_end     -> from-scratch trajectories to add (the rest of the budget), or siblings at
-                       any earlier tool result, to which a fresh environment is led
+                       any earlier tool result, restored by a replay in a fresh environment
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Place = tuple[Node, int]
 
 
 class RolloutPlan(Protocol):
-    """The interface of plans for the actor. `group_size` trajectories are wanted per task;
-    `fork_window` is the number of tokens after a tool result that `on_fork_point` wants to see, 0
-    for never.
+    """The interface of plans for the actor. `group_size` is the number of trajectories per task;
+    `fork_window` is the number of tokens after a tool result that `on_fork_point` needs, 0 if it is
+    never called.
     """
 
     @property
@@ -96,11 +96,11 @@ class Uniform(_Late):
     """`num_roots` trajectories from scratch; then forks at tool results of paths that have ended,
     drawn uniformly, those of forks included, until there are `group_size` trajectories.
 
-    Where mistakes can be mended, few roots and forks at any depth teach more a call than many
-    roots; where one mistake is fatal they teach nothing (docs/algorithms.md). With `at_once` the
-    forks of a round, as many as `num_roots`, begin when nothing grows any more (Ji 2025, arXiv
-    2509.21240, section 3.2); else each end is followed by a fork. A node has `max_children` at
-    most; where there is none a trajectory begins from scratch.
+    If mistakes can be corrected, few roots with forks at any depth give more signal per call than
+    many roots; if one mistake is fatal, forks give none (docs/algorithms.md). With `at_once`, the
+    forks of a round, as many as `num_roots`, begin when no branch is growing (Ji 2025, arXiv
+    2509.21240, section 3.2); otherwise one fork follows each end. A node has at most `max_children`
+    children; if no node has room, a trajectory begins from scratch.
     """
 
     at_once: bool = False
@@ -129,15 +129,15 @@ class Spread(_Late):
 
     p is the estimated success after c: the mean of the d returns below c (each 1 if it is above the
     middle of the lowest and highest return of the tree, else 0) and of `prior_weight` times the p
-    of the turn before, 0.5 at the root. Prefixes after which all succeed or all fail lose their
+    of the previous turn, 0.5 at the root. Prefixes after which all succeed or all fail lose their
     budget, and a value that many leaves support gains less from one more. A share `explore` is
-    drawn uniformly. `led_cost` is the price of a turn that leads a fresh environment back to c,
-    beside one of the policy.
+    drawn uniformly. `led_cost` is the cost of a replayed turn on the way to c, relative to a turn
+    of the policy.
 
     The idea is that of TRACE (arXiv 2606.11119), which spends rollouts where outcomes are mixed;
-    the score is this project's. With `learns`, p and the turns after c are those of the forecast
-    that the tree was begun with (agentenv/forecast.py): what a run learned is on its trees, so that
-    the plan keeps no state. A tree without a forecast is scored as above.
+    the score is this project's. With `learns`, p and the turns after c come from the forecast of
+    the tree (agentenv/forecast.py), which was stored on it at its start, so that the plan remains
+    stateless. A tree without a forecast is scored as above.
     """
 
     led_cost: float = 1.0
@@ -158,7 +158,7 @@ class Spread(_Late):
         return [(rng.choice([one for one in places if scores[one.index] >= best - 1e-12]), 1)]
 
     def scores(self, tree: TrajectoryTree) -> dict[int, float]:
-        """By the index of a node on paths that ended and did not fail, the root included."""
+        """The scores by node index, for nodes on ended paths that did not fail, and the root."""
         places = Places(tree)
         found = dict[int, float]()
         for index, p in places.chances(self.prior_weight).items():
@@ -169,16 +169,16 @@ class Spread(_Late):
 
 
 def learns(plan: RolloutPlan) -> bool:
-    """Whether its trees are to begin with a forecast."""
+    """Whether trees of this plan need a forecast at their start."""
     return isinstance(plan, Spread) and plan.learns
 
 
 def _places(tree: TrajectoryTree) -> list[Node]:
-    """The tool results on paths that have ended and did not fail."""
+    """The tool results on ended paths that did not fail."""
     found = {node.index: node for path in tree.trajectories() for node in path.turns}
     return [one for one in found.values() if one.end is None and len(one.observation_ids)]
 
 
 def _num_children(node: Node) -> int:
-    """Those that have begun: its own next turn, and the forks."""
+    """The children that have begun: its own next turn, and the forks."""
     return 1 + (node.num_forks or 0)

@@ -1,17 +1,17 @@
-"""Prefix starts: groups that mostly fail begin after turns of an earlier success, groups that
-mostly succeed after turns of an earlier failure, so that their outcomes are mixed.
+"""Prefix starts: for questions that mostly fail, groups begin after turns of an earlier success;
+for questions that mostly succeed, after turns of an earlier failure, so that outcomes are mixed.
 
 The idea is pass-rate control by prefix sampling (arXiv 2605.05112); depths and shares are this
-project's. Of each question, q is an average of the success of its groups that began at the
-question, each new group counting 0.3, and q_h the same of those that began after h given turns of a
-trajectory with this outcome. With q below `low` a group begins after the first h turns of a
-success, with q above `high` of a failure, where h has the q_h nearest to 0.5; until it is measured,
+project's. For each question, q is an exponential average (weight 0.3) of the success of groups that
+began at the question, and q_h the same for groups that began after h given turns of a trajectory
+with this outcome. With q below `low`, a group begins after the first h turns of a success, with q
+above `high` of a failure, where h has the q_h nearest to 0.5; until q_h is measured,
 
     q_h = q + (1 - q) h / L   after a success of L turns,      q_h = q (1 - h / L)   after a failure
 
-Given turns are context: they are never trained (`agentenv/given.py`). Of each BLOCK groups in a row
-a share `root_share`, drawn by the seed, begins at the question, so that q stays current, and so do
-all groups of the last updates.
+Given turns are context: they are never trained (`agentenv/given.py`). In each block of BLOCK groups
+a share `root_share`, drawn by the seed, begins at the question to keep q current, and so do all
+groups of the last updates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.tree import GIVEN, REFUSED, GivenTurn, Ids, Start, Trajectory, TrajectoryTree
 from agentenv.types import Task
 
-NEW = 0.3  # share of a new group in an average
+NEW = 0.3  # weight of a new group in an average
 BLOCK = 20  # groups
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class PrefixStartsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Kept(Struct, array_like=True, frozen=True):
-    """A trajectory that ended with `leaf` of a tree, which the update `step` took."""
+    """A trajectory: the `leaf` of a tree, which the update `step` took."""
 
     step: int
     tree: int
@@ -80,7 +80,7 @@ class Kept(Struct, array_like=True, frozen=True):
 
 
 class QuestionStarts(Struct):
-    """What is known of a question: the averages, and the kept trajectories, the oldest first."""
+    """The averages of a question, and its kept trajectories, oldest first."""
 
     rate: float | None = None
     after_success: dict[int, float] = field(default_factory=dict)  # by the number of given turns
@@ -97,13 +97,14 @@ class KeptPath(NamedTuple):
 
 
 def expected_rate(q: float, h: int, length: int, *, success: bool) -> float:
-    """The success expected after the first `h` of the `length` turns of a success or a failure."""
+    """The expected success rate after the first `h` of the `length` turns of a success or a
+    failure."""
     return q + (1 - q) * h / length if success else q * (1 - h / length)
 
 
 def best_depth(q: float, length: int, known: dict[int, float], *, success: bool) -> int:
-    """The number of given turns, from 1 to length - 1, whose success is nearest to 0.5; the lesser
-    of two that are equally near."""
+    """The number of given turns, from 1 to length - 1, with the success rate nearest to 0.5; the
+    lower one if two are equally near."""
 
     def distance(h: int) -> float:
         rate = known.get(h, expected_rate(q, h, length, success=success))
@@ -113,9 +114,9 @@ def best_depth(q: float, length: int, known: dict[int, float], *, success: bool)
 
 
 class PrefixStarts:
-    """Chooses where groups begin. `questions` is the state that a checkpoint keeps; tokens of kept
-    trajectories come from the trees that were delivered, after a resume from the archive. With
-    equal state and seed, equal starts are chosen."""
+    """Chooses the starts of groups. `questions` is the state in a checkpoint; the tokens of kept
+    trajectories come from delivered trees or, after a resume, from the archive. Equal state and
+    seed give equal starts."""
 
     def __init__(
         self,
@@ -147,14 +148,14 @@ class PrefixStarts:
                     self._paths[kept] = _path_of(tree, kept.leaf)
         if num_lost:
             logger.warning(
-                "%d trajectories for data.prefix_starts are not in %s any more; groups start "
-                "without them (archive.max_gb bounds it)",
+                "%d trajectories for data.prefix_starts are no longer in %s; groups start "
+                "without them (archive.max_gb limits its size)",
                 *(num_lost, folder),
             )
 
     def choose(self, position: int, update: int, step: int, task: Task) -> Start | None:
-        """Where the group at this place of the stream begins, which `update` will train, counted
-        from 0, while `step` are done; None: at the question."""
+        """The start of the group at this position of the stream; None: at the question. `update`
+        (from 0) will train it; `step` updates are done."""
         if update >= self._num_first or not self._may_be_given(position):
             return None
         config, one = self.config, self.questions.get(task.id)
@@ -175,14 +176,15 @@ class PrefixStarts:
         return Start(kept.tree, success, path.prompt_ids, path.turns[:size])
 
     def _may_be_given(self, position: int) -> bool:
-        """Whether the share of groups from the question leaves this place."""
+        """Whether this position may have given turns, by the share of groups that must start at
+        their questions."""
         block, place = divmod(position, BLOCK)
         places = list(range(BLOCK))
         Random(f"{self.seed}/block-{block}").shuffle(places)
         return places[place] < int(BLOCK * (1 - self.config.root_share) + 1e-9)
 
     def learn(self, step: int, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered for the update `step`, counted from 1. Figures of the step."""
+        """Learn from the trees of the update `step` (from 1); returns metrics."""
         for tree in trees:
             done = list(tree.trajectories())
             if not done or tree.is_cancelled:
@@ -205,7 +207,7 @@ class PrefixStarts:
     def _keep(
         self, one: QuestionStarts, step: int, tree: TrajectoryTree, done: Sequence[Trajectory]
     ) -> None:
-        """A success and a failure of each tree, so that those kept are of several."""
+        """Keep a success and a failure of each tree, so that kept ones come from several trees."""
         rng = Random(f"{self.seed}/kept/{tree.index}")
         for success, kept in ((True, one.successes), (False, one.failures)):
             fitting = {
@@ -213,7 +215,7 @@ class PrefixStarts:
                 for path in done
                 if path.success == success and _is_led(tree, path)
             }
-            if fitting:  # by name, since their order is one of time
+            if fitting:  # sorted by name, since their order depends on timing
                 new = Kept(step, tree.index, fitting[rng.choice(sorted(fitting))])
                 self._paths[new] = _path_of(tree, new.leaf)
                 kept.append(new)
@@ -222,7 +224,7 @@ class PrefixStarts:
                 del kept[: -self.config.keep]
 
     def _forget(self, step: int) -> None:
-        """What is too old for any later group."""
+        """Drop trajectories that are too old for later groups."""
         for kept in [one for one in self._paths if step - one.step >= self.config.max_age]:
             del self._paths[kept]
         for question in self.questions.values():
@@ -235,8 +237,8 @@ def _average(before: float | None, new: float) -> float:
 
 
 def _is_led(tree: TrajectoryTree, path: Trajectory) -> bool:
-    """Whether the path has a turn that an environment can be led past: it has one context, and an
-    answer to each turn before the last."""
+    """Whether the path has turns that can be replayed: it has one context, and an answer to each
+    turn before the last."""
     answered = all(len(node.observation_ids) for node in path.path[:-1])
     one_context = path.path[0] is tree.root and tree.history(path.leaf) == path.path
     return one_context and answered and len(path.turns) + len(tree.given) > 1

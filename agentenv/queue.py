@@ -7,11 +7,11 @@ A slot is held from before the rollout starts until weights trained on it are li
     capacity = groups_per_step * (max_staleness + 1)
 slots, and trees are delivered in start order. A tree that starts while policy version v is live
 has at most capacity - 1 others before it, so it is trained at version v + max_staleness at the
-latest. Delivery in completion order would break the bound and starve long, hard tasks: the price
-of start order is that the learner may wait for one slow tree, hence the deadlines of the actor.
+latest. Delivery in completion order would break the bound and starve long, hard tasks. The cost of
+start order is that the learner may wait for one slow tree; the actor's deadlines limit this wait.
 
-Within the bound a tree starts just in time: when the learner is expected to need it (`Pace`), so
-that trees are no staler than the learner's share of the work makes them.
+Within the bound, `Pace` delays the start of a tree until the learner is expected to need it, so
+that trees are not staler than necessary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from agentenv.tree import TrajectoryTree
 
 
 class Waiting:
-    """A rollout that is not delivered, and when it began and ended, on the loop's clock."""
+    """An undelivered rollout, with its start and end (loop time, seconds)."""
 
     __slots__ = ("began_s", "due_s", "ended_s", "rollout")
 
     def __init__(self, rollout: asyncio.Task[TrajectoryTree], due_s: float | None) -> None:
-        """`due_s`: when the learner is expected to ask for it; None: its time is no measure."""
+        """`due_s`: when the learner is expected to request it; None: do not measure its time."""
         self.rollout = rollout
         self.due_s = due_s
         self.began_s = rollout.get_loop().time()
@@ -44,36 +44,36 @@ class Waiting:
         self.ended_s = rollout.get_loop().time()
 
     def grown(self) -> Grown | None:
-        """Its times after its end, if they are a measure."""
+        """Its times after its end, if they are measured."""
         ended_s = self.rollout.get_loop().time() if self.ended_s is None else self.ended_s
         return None if self.due_s is None else Grown(self.began_s, ended_s, self.due_s)
 
     def age_s(self) -> float:
-        """Seconds since it ended; 0 before the loop has come round to that."""
+        """Seconds since its end; 0 before its end is recorded."""
         return 0.0 if self.ended_s is None else self.rollout.get_loop().time() - self.ended_s
 
 
 class Flow:
-    """Waiting times between feeder and learner, since they were taken last."""
+    """Waiting times between feeder and learner, since the last `take`."""
 
     def __init__(self) -> None:
         self._ages_s: list[float] = []
         self._blocked_s = self._early_s = 0.0
 
     def selected(self, age_s: float) -> None:
-        """A tree was taken so long after it was whole."""
+        """Record the seconds from a tree's end to its delivery."""
         self._ages_s.append(age_s)
 
     def blocked(self, seconds: float) -> None:
-        """So long no tree could begin, as all slots were held."""
+        """Record seconds in which no tree could begin, since all slots were held."""
         self._blocked_s += seconds
 
     def early(self, seconds: float) -> None:
-        """For this time the next tree was not needed yet."""
+        """Record seconds in which the next tree was not needed yet."""
         self._early_s += seconds
 
     def take(self) -> dict[str, float]:
-        """The figures as metrics, flow/NAME; they begin anew."""
+        """The metrics, flow/NAME; resets them."""
         ages_s = self._ages_s
         figures = {
             "flow/producer_blocked_s": self._blocked_s,
@@ -92,25 +92,25 @@ class ReplayQueue:
     def __init__(
         self, groups_per_step: int, max_staleness: int, *, just_in_time: bool = True
     ) -> None:
-        """`just_in_time`: a tree starts when the learner is expected to need it; otherwise as soon
-        as a slot is free. With `max_staleness` 0 both are the same."""
+        """`just_in_time`: a tree starts when the learner is expected to need it, otherwise as soon
+        as a slot is free. With `max_staleness` 0 both are equal."""
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.capacity = groups_per_step * (max_staleness + 1)
         self.num_reserved = 0
         self.flow = Flow()
         self._pace = Pace(max_staleness) if just_in_time and max_staleness else None
-        self._num_taken = 0  # by the get() that runs
-        self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # which trees were
+        self._num_taken = 0  # by the running get()
+        self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # of the last trees
         self._rollouts: deque[Waiting] = deque()
         self._freed = asyncio.Event()
-        self._changed = asyncio.Event()  # the learner has asked for trees, or has taken them
+        self._changed = asyncio.Event()  # the learner has requested or received trees
         self._arrived = asyncio.Event()
         self._closed = False
 
     async def reserve(self, *, at_once: bool = False) -> float:
-        """Wait until one more rollout may start without becoming too stale, and, unless `at_once`,
-        until the learner is expected to need it. Returns the seconds of the latter."""
+        """Wait until another rollout may start without becoming too stale and, unless `at_once`,
+        until the learner is expected to need it. Returns the seconds of the second wait."""
         now = asyncio.get_running_loop().time
         if self.num_reserved >= self.capacity:
             began_s = now()
@@ -133,13 +133,13 @@ class ReplayQueue:
         return early_s
 
     def _steps_ahead(self) -> int:
-        """The batches that are expected to be delivered before the one of the next tree."""
+        """The expected number of batches before the one with the next tree."""
         share = sum(self._kept) / len(self._kept)
         return int(self._num_taken + len(self._rollouts) * share) // self.groups_per_step
 
     def put(self, rollout: asyncio.Task[TrajectoryTree], *, is_new: bool = True) -> None:
-        """Add a rollout that holds a slot, right after it was started. One that is not new goes on
-        with what an earlier process began: the time it takes is no measure."""
+        """Add a rollout that holds a slot, right after its start. If it is not new, it resumes a
+        tree of an earlier process, and its time is not measured."""
         due_s = None
         if self._pace is not None and is_new:
             due_s = self._pace.due_s(rollout.get_loop().time(), self._steps_ahead())
@@ -147,7 +147,7 @@ class ReplayQueue:
         self._arrived.set()
 
     def finish(self) -> None:
-        """No more rollouts will come; get() then returns what is left, at the end nothing."""
+        """Mark the end of the rollouts; get() then returns the remaining trees, finally none."""
         self._closed = True
         self._arrived.set()
 
@@ -156,9 +156,9 @@ class ReplayQueue:
     ) -> list[TrajectoryTree]:
         """The trees of the next step, in start order.
 
-        Trees that `keep` refuses give their slot back at once and are replaced by later ones.
-        Cancelling get() loses no tree, nor does what `keep` raises: those already taken go back to
-        the front.
+        Trees that `keep` rejects release their slots at once and are replaced by later ones. No
+        tree is lost if get() is cancelled or `keep` raises: trees already taken return to the
+        front.
         """
         now = asyncio.get_running_loop().time
         if self._pace is not None:
@@ -193,18 +193,18 @@ class ReplayQueue:
         if self._pace is not None:
             self._pace.learner_takes(now(), [*filter(None, (one.grown() for one in taken))])
             self._changed.set()
-        for one in taken:  # together they are a step
+        for one in taken:  # together they form a step
             self.flow.selected(one.age_s())
         return [one.rollout.result() for one in taken]
 
     def release(self, count: int) -> None:
-        """Give back the slots of trees whose weights are live, or that will not be trained."""
+        """Release the slots of trees whose weights are live, or that will not be trained."""
         assert 0 <= count <= self.num_reserved
         self.num_reserved -= count
         self._freed.set()
 
     def drain(self) -> list[asyncio.Task[TrajectoryTree]]:
-        """Take out every rollout that was not delivered, for the caller to cancel."""
+        """Remove all undelivered rollouts, for the caller to cancel."""
         rollouts = [one.rollout for one in self._rollouts]
         self._rollouts.clear()
         self.release(len(rollouts))
@@ -217,58 +217,57 @@ class ReplayQueue:
 
     @property
     def num_ready(self) -> int:
-        """Rollouts that have ended and wait to be delivered."""
+        """Finished rollouts that wait for delivery."""
         return sum(one.rollout.done() for one in self._rollouts)
 
 
-NUM_UPDATES = 5  # of which the median counts: one with an evaluation in it is no measure
+NUM_UPDATES = 5  # window of the median, which ignores an update with an evaluation
 NARROW = 0.1  # smaller: fewer waits of the learner; larger: staleness falls sooner
-LEAST_S = 1e-3  # below it a wait would not move a clock that rounds
+LEAST_S = 1e-3  # a shorter wait would not advance a clock that rounds
 
 
 class Grown(Struct, frozen=True):
-    """A tree from its start to its end, and when the learner was expected to ask for it."""
+    """Start and end of a tree, and the time at which the learner was expected to request it."""
 
     began_s: float
     ended_s: float
     due_s: float
 
     def needed_s(self, asked_s: float) -> float:
-        """The lead with which it would have ended when the learner asked."""
+        """The lead with which the tree would have ended exactly at the learner's request."""
         return self.ended_s - self.began_s + max(0.0, self.due_s - max(asked_s, self.began_s))
 
 
 class Pace:
-    """When the learner is expected to need a tree, and when the tree must start. Times on the event
-    loop's clock, durations in seconds.
+    """Predicts when the learner needs a tree, and when the tree must start. Times are loop times,
+    durations are in seconds.
 
-    A tree that starts before the learner needs it waits after its end, and is staler for nothing.
-    So a tree starts `lead` seconds before the moment at which the learner is expected to ask:
+    A tree that ends before the learner needs it only becomes stale. So a tree starts `lead` seconds
+    before the learner is expected to request it:
 
-        learner   trains step c ........ | asks, trains c+1 ........ | asks, trains c+2
+        learner   trains step c ........ | get(), trains c+1 ....... | get(), trains c+2
                                          ^ now + the rest of L       ^ + L
         tree of step c+2                       | starts .. lead .... |
 
-    L is the median time of the recent updates. When the learner has a batch, the lead that the
-    batch needed is known: the time of its slowest tree, plus the time by which the learner asked
-    sooner than was expected when that tree started. Then
+    L is the median time of the recent updates. When the learner has received a batch, the lead that
+    it needed is known: the time of its slowest tree, plus the time by which the learner's request
+    came earlier than expected at the start of that tree. Then
 
         lead <- max(lead, need)                        if the learner had to wait for its trees, or
                                                        they started before L was known;
         lead <- lead - NARROW * max(lead - need, 0)    otherwise.
 
-    Only a wait widens the lead, and only to what this batch needed: a long tree for which nobody
-    waited (where all slots are full, trees take longer) widens nothing. So a short wait cannot fill
-    the slots, which would lengthen the trees, which would fill the slots. The lead is at most what
-    the slots allow. Until the lead and L are known, and while the learner waits for the trees of
-    this very step, a tree starts at once.
+    Only a wait of the learner increases the lead, and only to the need of this batch; a long tree
+    without a wait does not. Otherwise there would be a feedback loop: more trees in flight make
+    trees slower, which would increase the lead again. The slots limit the lead. Until the lead and
+    L are known, and while the learner waits for trees of the current step, trees start at once.
     """
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self._lead_s = 0.0
         self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
-        self._since_s = 0.0  # the learner waits, or is busy
+        self._since_s = 0.0  # start of the learner's current state, waiting or busy
         self._waits = True
 
     def learner_asks(self, now_s: float) -> None:
@@ -278,7 +277,7 @@ class Pace:
             self._since_s, self._waits = now_s, True
 
     def learner_takes(self, now_s: float, trees: Sequence[Grown]) -> None:
-        """The learner has its batch, of which these trees are a measure."""
+        """The learner has received its batch; `trees` are its measured trees."""
         asked_s = self._since_s
         late = [tree.needed_s(asked_s) for tree in trees if tree.ended_s > asked_s]
         first = [tree.needed_s(asked_s) for tree in trees if tree.due_s <= tree.began_s]
@@ -293,8 +292,8 @@ class Pace:
         self._since_s, self._waits = now_s, False
 
     def due_s(self, now_s: float, steps_ahead: int) -> float:
-        """When the learner is expected to ask for a tree; `steps_ahead` batches are delivered
-        before the one that has it."""
+        """When the learner is expected to request a tree; `steps_ahead` batches come before its
+        batch."""
         if not self._updates_s:
             return now_s
         update_s = median(self._updates_s)
@@ -302,7 +301,7 @@ class Pace:
         return asks_s + steps_ahead * update_s
 
     def early_s(self, now_s: float, steps_ahead: int) -> float:
-        """The seconds that such a tree should still wait for its start; 0: it starts now."""
+        """The seconds by which the start of such a tree should be delayed; 0: start now."""
         if not self._lead_s:
             return 0.0
         early_s = self.due_s(now_s, steps_ahead) - self._lead_s - now_s

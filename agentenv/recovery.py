@@ -1,7 +1,7 @@
 """Recovery of rollouts: retries of turns, steps, forks and grades after infrastructure failures,
 and resumption of interrupted branches.
 
-A fresh env is led to the place of a branch by the branch's own actions; where its answers differ
+A fresh env reaches the state of a branch by a replay of the branch's actions; if its answers differ
 from those in the tree, the branch fails.
 """
 
@@ -34,18 +34,18 @@ from agentenv.types import Completion, Info, Message
 if TYPE_CHECKING:
     from agentenv.rollout import Rollout
 
-FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
 TURN, STEP = "a turn of the engine", "the environment's step"
 
 T = TypeVar("T")
 
 
 class OtherPromptError(Exception):
-    """A recorded tree has another prompt than its task has now."""
+    """The prompt of a task differs from that of its recorded tree."""
 
 
 class Recovery:
-    """Gives branches of a rollout their envs, and leads them back to their places."""
+    """Creates the envs of a rollout's branches, and restores their states."""
 
     def __init__(self, rollout: Rollout, start: Start | None) -> None:
         self._rollout = rollout
@@ -56,7 +56,7 @@ class Recovery:
     async def sample(
         self, branch: Branch, generate: Callable[[Branch], Awaitable[Completion]]
     ) -> Completion:
-        """The next turn; `generate` is called again, with the same seed, if the engine fails."""
+        """The next turn; retries `generate`, with the same seed, if the engine fails."""
         branch.was_asked, branch.holding, attempt = False, [], 0
         while True:
             if self._actor.is_paused:
@@ -72,19 +72,18 @@ class Recovery:
             except EngineError as error:
                 if error.is_final or attempt == self._rollout.limits.max_turn_retries:
                     raise
-                branch.clock.give_back(marks)
+                branch.clock.discard(marks)
             await self.rest(branch, "turn", attempt)
             attempt += 1
 
     async def step(self, branch: Branch, action: Message) -> StepResult:
-        """The env's answer. A step that the env fails is taken again in a fresh env that was
-        led to the same place, if that is possible."""
+        """The env's answer. A failed step is retried in a fresh env after a replay, if possible."""
         assert branch.env is not None
         attempt = 0
         while True:
             try:
                 if attempt:
-                    await self.lead_back(branch)
+                    await self.replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
                 step = partial(self._rollout.hooks.step, branch, action)
                 return await self.through_outage(branch, "step", step)
@@ -98,14 +97,15 @@ class Recovery:
             await self.rest(branch, "step", attempt)
             attempt += 1
 
-    async def lead_back(self, branch: Branch) -> None:
-        """Take the actions of the branch again in a fresh env. Raises EnvError where that answers
-        otherwise than the tree has it."""
-        await self.lead(branch, there=await self.reset(branch) == self._rollout.prompt_messages)
+    async def replay_in_fresh_env(self, branch: Branch) -> None:
+        """Replay the actions of the branch in a fresh env. Raises EnvError if its answers differ
+        from those in the tree."""
+        messages = await self.reset(branch)
+        await self.replay(branch, is_equal=messages == self._rollout.prompt_messages)
 
-    async def lead(self, branch: Branch, *, there: bool) -> None:
-        """Take the given actions and those of the branch in its env, which was just reset;
-        `there`: to the prompt of the tree. Raises EnvError as `lead_back`."""
+    async def replay(self, branch: Branch, *, is_equal: bool) -> None:
+        """Replay the given actions and those of the branch in its env, which was just reset;
+        `is_equal`: to the prompt of the tree. Raises EnvError as `replay_in_fresh_env`."""
         assert branch.actions is not None
         assert branch.env is not None
         size = self._rollout.limits.max_tool_result_tokens
@@ -122,22 +122,22 @@ class Recovery:
             await self._actor.renderer.prepare(messages, branch.tools, size)
             ids = self._actor.renderer.observation(messages, branch.tools, size, action_ids)
             same = packed_ids(ids) == observation_ids
-            there = there and not terminated and not truncated and same
-            there = there and not (branch.next_turn is not None and branch.next_turn.prompt)
-        if not there:
-            branch.actions = None  # nor would another env be
+            is_equal = is_equal and not terminated and not truncated and same
+            is_equal = is_equal and not (branch.next_turn is not None and branch.next_turn.prompt)
+        if not is_equal:
+            branch.actions = None  # another env would differ too
             raise EnvError("a fresh env answers differently from the first one")
 
     async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Call until infrastructure works again, for `outage_s` of the limits at most. The time
-        worked for a failed call does not count."""
+        """Retry the call while its infrastructure is down, for `outage_s` of the limits at most.
+        The working time of failed calls does not count."""
         began_s: float | None = None
         for attempt in count():
             work = Work()
             try:
                 return await call()
             except InfraError as error:
-                work.give_back()
+                work.discard()
                 now = asyncio.get_running_loop().time()
                 began_s = now if began_s is None else began_s
                 if now - began_s >= self._rollout.limits.outage_s:
@@ -146,14 +146,14 @@ class Recovery:
         raise AssertionError
 
     async def rest(self, branch: Branch, use: str, attempt: int) -> None:
-        """Wait before a turn or a step is taken again."""
+        """Wait before a retry of a turn or a step."""
         self._tree.num_retaken += 1
         key = self._rollout.key(branch, use)
         with waiting(f"a pause before the {use} is retried"):
             await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
 
-    async def open_again(self, branch: Branch, stops: dict[int, str]) -> None:
-        """Give a branch of an earlier process its tokens, and an env that was led to its place."""
+    async def reopen(self, branch: Branch, stops: dict[int, str]) -> None:
+        """Restore the tokens of a branch of an earlier process, and its env by a replay."""
         rollout, tree = self._rollout, self._tree
         renderer: Any = self._actor.renderer
         messages = await self.reset(branch)
@@ -161,7 +161,7 @@ class Recovery:
             prompt_ids = rollout.prompt_ids(messages, branch)
             if list(tree.prompt_ids) != prompt_ids:
                 raise OtherPromptError
-            self.given.read_again(branch, prompt_ids)
+            self.given.restore(branch, prompt_ids)
             rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
         branch.prefix_ids = Prefix((tree.root.observation_ids,))
         branch.num_prompt_tokens = rollout.num_prompt_tokens
@@ -169,7 +169,7 @@ class Recovery:
         assert branch.actions is not None
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
-            raise OutageError("its program had several contexts and died with an earlier process")
+            raise OutageError("its program had several contexts and was lost with its process")
         for node in path:
             stop = stops.get(node.index)
             done = Completion(list(node.action_ids), [], [], "stop", [], stop)
@@ -182,17 +182,16 @@ class Recovery:
             branch.num_tool_calls += len(action.tool_calls)
             branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
         branch.num_turns += len(path)
-        branch.num_led *= not path
+        branch.num_replayed *= not path
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
-            raise OutageError("its env, which cannot be copied, died with an earlier process")
-        await self.lead(branch, there=messages == rollout.prompt_messages)
+            raise OutageError("its env, which cannot be copied, was lost with its process")
+        await self.replay(branch, is_equal=messages == rollout.prompt_messages)
         may_ask = bool(path) and branch.cursor.num_forks is None
         branch.may_fork = may_ask and rollout.has_room_to_fork(branch)
 
     async def open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
-        """Give a sibling its copy of the branch's env; `held` is set once it has that, or failed to
-        get it."""
+        """Give a sibling its copy of the branch's env; sets `held` after success or failure."""
         assert branch.env is not None
         try:
             sibling.env = await self._actor.envs.fork(branch.env)
@@ -203,12 +202,12 @@ class Recovery:
                 raise
             held.set()
             await self.rest(sibling, "fork", 0)
-            await self.lead_back(sibling)
+            await self.replay_in_fresh_env(sibling)
         finally:
             held.set()
 
     async def reset(self, branch: Branch) -> list[Message]:
-        """Give the branch a fresh env; the messages of its prompt."""
+        """Give the branch a fresh env; returns the messages of its prompt."""
 
         async def reset() -> tuple[list[Message], Info]:
             await self._drop_env(branch)

@@ -5,10 +5,10 @@
     name = "median"              # an installed package's: its entry point in agentenv.algorithms
     name = "my_code:Median"      # any class that can be imported
 
-A part is a struct whose fields are the keys of its table; what it has to do besides is said by the
-base class of its kind. A `Registry` is the one place where a name becomes a class, and the file of
-that class is loaded when the name is chosen, not before. A field of a configuration that holds a
-part has the type `Registry.key`, which `decode_part` reads.
+A part is a struct whose fields are the keys of its table; the base class of its kind defines its
+methods. A `Registry` maps names to classes, and imports the file of a class only when its name is
+selected. A configuration field that holds a part has the type `Registry.key`, which `decode_part`
+decodes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TAG = "name"  # the key of a table that names its part
 
 
 def loaded(path: str) -> Any:
-    """The import of 'module' or 'module:name'. Raises ConfigError with the cause, also of errors
-    within the module.
+    """Import 'module' or 'module:name'. Raises ConfigError with the cause, also for errors within
+    the module.
     """
     module, _, name = path.partition(":")
     if "/" in module or module.endswith(".py"):
@@ -57,13 +57,13 @@ def loaded(path: str) -> Any:
         if missing:
             where += _near_module(module, missing)
         why = f"{error}{place_of(error)}{_renamed(error) or where}"
-        # A name that is wrong has no cause; a package that the module requires is one.
+        # A wrong name has no cause; a missing package that the module requires is one.
         raise ConfigError(why) from (None if absent else error)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 
 
-FORMER = {  # what modules of ours were called, in configurations that name them
+FORMER = {  # former names of this project's modules, which configurations may contain
     "launchers.quickstart": "agentenv.envs.quickstart_setup",
     "envs": "agentenv.envs",
     "learners": "agentenv.learners",
@@ -72,7 +72,7 @@ FORMER = {  # what modules of ours were called, in configurations that name them
 
 
 def _imported(module: str) -> ModuleType:
-    """The module, of the user or, where there is none, the one of ours that had this name."""
+    """The module: the user's or, if there is none, the present module for a former name."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -84,7 +84,8 @@ def _imported(module: str) -> ModuleType:
 
 
 def _near_module(module: str, missing: str) -> str:
-    """A hint at a module beside the missing one, unless another module imports that."""
+    """A suggestion with a similar name next to the missing module, unless another module imports
+    the missing one."""
     if not f"{module}.".startswith(f"{missing}."):
         return ""
     parent, _, last = missing.rpartition(".")
@@ -95,7 +96,8 @@ def _near_module(module: str, missing: str) -> str:
 
 
 def _renamed(error: BaseException) -> str:
-    """Where a user's module imports a module of ours by its former name: a hint at today's."""
+    """A hint with the present name, if a user's module imports one of this project's former
+    modules."""
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     for former, name in FORMER.items():
         if f"{missing}.".startswith(f"{former}."):
@@ -117,9 +119,10 @@ def installed(group: str) -> Iterable[metadata.EntryPoint]:
 
 
 def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
-    """The error for a name that is none of the known ones, and no `other`; names the nearest."""
+    """The error for an unknown name, with the nearest known one; `other` describes further
+    accepted forms."""
     near = difflib.get_close_matches(str(name), known)
-    near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
+    near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # swapped letters first
     hint = f"; did you mean {near[0]!r}?" if near else ""
     got = "which is missing" if name is None else f"got {name!r}{hint}"
     wanted = [f"one of {known}"] * bool(known) + [other] * bool(other)
@@ -127,7 +130,7 @@ def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
 
 
 class _Instances(type):
-    """The check of msgspec after reading a part: whether the part is of that kind."""
+    """msgspec's check of a decoded part: whether it belongs to the registry."""
 
     registry: Registry[Any]
 
@@ -136,14 +139,13 @@ class _Instances(type):
 
 
 class PartKey(metaclass=_Instances):
-    """Base of the types of fields that hold a part; see `Registry.key`."""
+    """Base of the types of configuration fields that hold a part; see `Registry.key`."""
 
 
 class Registry(Generic[T]):
-    """Parts of one kind: `noun` names it in errors, `group` is the group of entry points, `base`
-    the struct that each part's struct is derived from, `own` the parts of this project, "module:
-    Class" by name. `adapt` may make such a struct of a named object that is none; None: that
-    object is no part."""
+    """Parts of one kind: `noun` names the kind in errors, `group` is the group of entry points,
+    `base` the base struct of the parts, `own` the parts of this project, "module:Class" by name.
+    `adapt` may convert a named object that is not such a struct to one, or return None."""
 
     def __init__(
         self,
@@ -172,19 +174,19 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def names(self) -> list[str]:
-        """All names that are known here: ours, those that were loaded, installed ones."""
+        """All known names: of this project, loaded ones, installed ones."""
         return list(self._known())
 
     def parts(self) -> list[type[T]]:
-        """All structs that are known here, ours first; loads them. Raises ConfigError for a broken
-        one."""
+        """All known structs, this project's first; imports them. Raises ConfigError for a broken
+        part."""
         return [self.find(name) for name in self._known()]
 
     def _known(self) -> dict[str, Any]:
         return {**self.own, **self._loaded, **self._installed()}
 
     def decode(self, raw: object) -> T:
-        """A part from its table. Raises ValueError as msgspec expects it, and ConfigError."""
+        """A part from its table. Raises ValueError in msgspec's form, and ConfigError."""
         if not isinstance(raw, dict):
             raise ValueError(f"Expected `object`, got `{type(raw).__name__}`")
         try:
@@ -232,23 +234,23 @@ class Registry(Generic[T]):
 
 
 def decode_part(kind: type, raw: Any) -> Any:
-    """The hook by which msgspec reads fields of the type `Registry.key`."""
+    """msgspec's hook for fields of the type `Registry.key`."""
     if issubclass(kind, PartKey):
         return kind.registry.decode(raw)
     raise NotImplementedError(f"no field of a configuration has the type {kind}")
 
 
-type_info = cache(mi.type_info)  # costs milliseconds, and some envs ask each time
+type_info = cache(mi.type_info)  # costs milliseconds, and some envs call it repeatedly
 
 
 def marks_of(kind: mi.Type) -> dict[str, Any]:
-    """What Meta(extra=...) says of a key's type."""
+    """The marks of a key's type, from Meta(extra=...)."""
     return kind.extra or {} if isinstance(kind, mi.Metadata) else {}
 
 
 def struct_types(kind: mi.Type, *, loads: bool = True) -> list[mi.StructType]:
-    """The structs that a type may be: several for a tagged union or for parts that are chosen by
-    name, none for a plain value. Without `loads`, all parts of a registry are their base."""
+    """The structs of a type: several for a tagged union or a registry, none for a plain value.
+    Without `loads`, the base represents the parts of a registry."""
     registry = registry_of(kind)
     if registry is not None:
         return [struct_type(part) for part in (registry.parts() if loads else [registry.base])]
@@ -264,7 +266,7 @@ def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
 
 
 def registry_of(kind: mi.Type) -> Registry[Any] | None:
-    """Of the parts that a field of this type holds; None: it holds something else."""
+    """The registry of a field of this type; None if it does not hold a part."""
     kind = unwrap(kind)
     found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
     keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]

@@ -4,13 +4,13 @@ The policy writes   <think>..</think><search>query</search>
 the env answers      <result>\\n..\\n</result>
 and so on until      <think>..</think><answer>..</answer> and an end-of-sequence token.
 
-A user who answers a turn is rendered as the chat template writes a user's message after an answer;
-the next turn begins with the header of an answer.
+A user message that answers a turn is rendered by the chat template; the next turn begins with the
+header of an answer.
 
 A renderer only appends: the prompt is rendered once by the model's chat template, sampled tokens
-are never tokenized again, and the text of tools and users is tokenized by itself, so it can neither
-forge a tag nor a special token. `agentenv/native.py` is the renderer of native tool calls. What
-stands before the question, the system prompt, is an `Instruction`.
+are never tokenized again, and texts of tools and users are tokenized separately, so that they
+cannot forge tags or special tokens. `agentenv/native.py` is the renderer of native tool calls. An
+`Instruction` is the system prompt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
             "'chinese', 'direct', or a text file; a file that contains {question} is the whole "
             "user message; a file of rows, such as data/train.parquet: the system prompt that all "
-            "its rows share; empty: that of the environment",
+            "its rows share; empty: the environment's",
             extra=ESSENTIAL,
         ),
     ] = ""
@@ -79,15 +79,15 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Instruction(Struct, frozen=True):
-    """The system prompt of a configuration, or no text; with `override_row` the system prompt of a
-    row does not count."""
+    """The system prompt of a configuration, or an empty text; with `override_row` it overrides the
+    system prompt of a row."""
 
     text: str = ""
     override_row: bool = False
 
     def apply(self, messages: Sequence[Message], task: Task) -> list[Message]:
-        """The prompt of an env with the system prompt that counts: that of the row, else that of
-        the configuration, else the env's own."""
+        """The prompt of an env with its system prompt: the row's, else the configuration's, else
+        the env's own."""
         row = task.metadata.get(SYSTEM_KEY)
         from_row = isinstance(row, str) and bool(row) and not (self.override_row and self.text)
         others = [message for message in messages if message.role != "system"]
@@ -100,8 +100,8 @@ class Instruction(Struct, frozen=True):
 
 
 def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:
-    """The text of a preset or of a file. Raises ConfigError when there is neither, or rows whose
-    system prompts are not one and the same."""
+    """The text of a preset or of a file. Raises ConfigError if there is neither, and for rows with
+    different system prompts."""
     if not config.template:
         if config.override_row:
             raise ConfigError("prompt.override_row: needs a prompt.template that overrides")
@@ -125,8 +125,8 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
         near = difflib.get_close_matches(config.template, presets(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
         raise ConfigError(
-            f"prompt.template: {config.template!r} is neither a preset nor a text file that can be "
-            f"read ({error}); {hint}"
+            f"prompt.template: {config.template!r} is neither a preset nor a readable text "
+            f"file ({error}); {hint}"
         ) from error
     if not text:
         raise ConfigError(f"prompt.template: the file {path} is empty")
@@ -134,13 +134,13 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
 
 
 def is_rows(template: str) -> bool:
-    """Whether a template is a file of rows, whose system prompt is meant."""
+    """Whether a template is a file of rows, which have a system prompt."""
     return template not in presets() and Path(template).suffix.lower() in SUFFIXES
 
 
 @cache
 def presets() -> tuple[str, ...]:
-    """Names of the system prompts that come along."""
+    """Names of the included system prompts."""
     folder = resources.files("agentenv") / "prompts"
     return tuple(sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))
 
@@ -152,18 +152,18 @@ def preset(name: str) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-WITHOUT_TOOLS = ("no_tools", "direct")  # presets that ask for an answer without any call
+WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
 THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
-MAX_CHARS_A_TOKEN = 16  # on average, in the head and in the tail of a text
-NUM_KNOWN_TAILS = 1024  # of prefixes: most turns begin behind the same few tokens
-NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the vocabulary
+MAX_CHARS_A_TOKEN = 16  # upper bound of the average, in head and tail of a text
+NUM_KNOWN_TAILS = 1024  # cached tails of prefixes: most turns begin after the same few tokens
+NUM_TAIL_IDS = 8  # of a prefix; enough for <think> and blanks in any vocabulary
 
-FEW_CHARS = 200  # of a text that is encoded sooner than it is sent
-MAX_KNOWN_CHARS = 4_000_000  # of texts whose ids are kept, since branches of a tree read the same
+FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than sending it
+MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
 
 NO_USER = "the chat template cannot write a user's message after an"
 
@@ -179,8 +179,8 @@ class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         Shown,
         Meta(
             description="whether the prompt describes the tools whose tags it does not show yet, "
-            "and their call format: 'several', if one of them has several parameters, or if an "
-            "endpoint of chat messages is asked, which was not trained on them; 'all', always; "
+            "and their call format: 'several', if one of them has several parameters, or if the "
+            "model is a chat endpoint, which was not trained on the tags; 'all', always; "
             "'none', never"
         ),
     ] = "several"
@@ -196,8 +196,8 @@ class Renderer(Protocol):
     def parse(
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
-        """The action as a message. Where the prompt in `prefix_ids` ends with an open <think>,
-        the content starts with it, so that a format check counts it."""
+        """The action as a message. If the prompt in `prefix_ids` ends with an open <think>, the
+        content starts with it, so that a format check sees it."""
         ...
 
     def observation(
@@ -207,44 +207,44 @@ class Renderer(Protocol):
         max_tokens: int,
         turn_ids: Sequence[int] = (),
     ) -> Sequence[int]:
-        """The tokens between two turns: tool results and messages of a user. `turn_ids` are those
-        of the turn that they answer; where its end-of-sequence token is missing, and needed, it
-        comes first. Raises CrashError for messages of other roles."""
+        """The token ids between two turns: tool results and user messages. `turn_ids` are those of
+        the turn that they answer; if its end-of-sequence token is missing but required, it comes
+        first. Raises CrashError for messages of other roles."""
         ...
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
-        """Do what takes long of `observation` with the same arguments, beside the event loop."""
+        """Do the slow part of `observation` with the same arguments off the event loop."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def check_tools(self, tools: ToolSchemas) -> None:
-        """Raises ConfigError, with what to do, for a tool that the policy could not call."""
+        """Raises ConfigError, with the remedy, for a tool that the policy could not call."""
         return None
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Text that is not ours, unable to forge what the protocol gives a meaning."""
+        """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
         ...
 
 
 class ContextRenderer(Renderer, Protocol):
-    """A renderer that can write whole contexts: turns that were not sampled here, too. `style` is
-    the form of its calls, by agentenv/call_syntax.py, `end_id` the token that ends a turn."""
+    """A renderer that can write whole contexts, including turns that were not sampled. `style` is
+    the format of its calls (agentenv/call_syntax.py), `end_id` the token that ends a turn."""
 
     @property
     def style(self) -> str: ...
     @property
     def end_id(self) -> int: ...
     def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
-        """Ids of a turn of the policy. Raises ConfigError."""
+        """Token ids of a turn of the policy. Raises ConfigError."""
         ...
 
 
 class TextCodec:
-    """Text to ids and back, the base of the renderers; text that is not ours loses what could
-    forge: special tokens, and the tags of tools, of this protocol, and of `own_tags`."""
+    """Text to ids and back, the base of the renderers. In untrusted text it breaks special tokens
+    and the tags of tools, of the protocol, and of `own_tags`."""
 
     own_tags: tuple[str, ...] = ()
     prompt_config = PromptConfig()
@@ -255,27 +255,27 @@ class TextCodec:
         self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
         markers = sorted(_markers(tokenizer), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
-        self._openings = "".join({one[0] for one in markers})  # with which they begin
-        fast = fast_tokenizer(tokenizer)  # without what transformers does around it
+        self._openings = "".join({one[0] for one in markers})  # their first characters
+        fast = fast_tokenizer(tokenizer)  # without the overhead of transformers
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
-        self.encoder: Encoder | None = None  # encodes long texts beside the event loop
-        self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
-        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
+        self.encoder: Encoder | None = None  # encodes long texts off the event loop
+        self.num_cut = 0  # truncated texts; equal ones count once while cached
+        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text of ours, special tokens included."""
+        """Token ids of trusted text, special tokens included."""
         if self._fast is not None:
-            # `encode` finds the place of each token in the text besides, which takes as long again
+            # `encode` also computes the offset of each token, which doubles its time
             ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
-        """Ids of text that is not ours: neutralised, without special tokens, and within
-        max_tokens, head and tail kept. The array is shared."""
+        """Token ids of untrusted text, int32: neutralised, without special tokens, and at most
+        max_tokens, with head and tail kept. The array is shared: do not modify it."""
         key = _key(text, tools, max_tokens)
         known = self._known.get(key)
         if known is not None:
@@ -289,14 +289,14 @@ class TextCodec:
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
-        """Have the texts of an observation encoded in the process of `encoder`, if there is one."""
+        """Encode the texts of an observation in the process of `encoder`, if there is one."""
         if self.encoder is None:
             return
         for text in self.texts(messages, tools):
             key = _key(text, tools, max_tokens)
             if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
                 continue
-            with suppress(EncoderLostError):  # it is encoded on the loop
+            with suppress(EncoderLostError):  # then the loop encodes it
                 self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
 
     def is_ended(self, turn_ids: Sequence[int]) -> bool:
@@ -304,11 +304,11 @@ class TextCodec:
         return bool(len(turn_ids)) and turn_ids[-1] in self.eos_ids
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
-        """The texts that `observation` gives to `encode_foreign`."""
+        """The texts that `observation` passes to `encode_foreign`."""
         return [message.content for message in messages]
 
     def _fitted(self, key: Known, ids: array[int]) -> array[int]:
-        """What is left of the ids of a text, which is known from now on."""
+        """The truncated ids of a text, which are cached."""
         text, max_tokens = key[0], key[2]
         if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
             self.num_cut += 1
@@ -323,7 +323,7 @@ class TextCodec:
         return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break the strings of tags and of special tokens with a space."""
+        """Insert a space into the strings of tags and of special tokens."""
         if "<" in text:
             tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
             text = _opening(tags).sub("< ", text)
@@ -351,12 +351,12 @@ class TextCodec:
 
     @property
     def style(self) -> str:
-        """The form of calls."""
+        """The format of calls."""
         return "tags"
 
     @cached_property
     def written_end(self) -> int | None:
-        """The token with which the chat template, else the tokenizer, ends a turn of the policy."""
+        """The token with which the chat template (or else the tokenizer) ends a policy turn."""
         found: int | None = None
         if self.prompt_config.apply_chat_template:
             kwargs = self.prompt_config.chat_template_kwargs
@@ -366,7 +366,7 @@ class TextCodec:
 
     @cached_property
     def end_id(self) -> int:
-        """`written_end`, if generation stops there, else a token at which it does."""
+        """`written_end` if generation stops there, else a token at which it stops."""
         found = self.written_end
         return found if found is not None and found in self.eos_ids else min(self.eos_ids)
 
@@ -374,7 +374,7 @@ class TextCodec:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
 
     def single_bos(self, ids: list[int]) -> list[int]:
-        """Without the second of two leading begin-of-sequence tokens, one being a template's."""
+        """The ids without a duplicate leading begin-of-sequence token, which a template may add."""
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -382,9 +382,9 @@ class TextCodec:
 class TagRenderer(TextCodec):
     """The tag protocol of ARPO and Tool-Star.
 
-    `tools` are the JSON schemas that an env gives in `info["tools"]`: a tool called `search`
-    owns the tags <search> and </search>, and the text between them becomes its first parameter,
-    or is an object of JSON (`agentenv/tags.py`).
+    `tools` are the JSON schemas of an env's `info["tools"]`: a tool named `search` has the tags
+    <search> and </search>, and the text between them is its first parameter or a JSON object
+    (`agentenv/tags.py`).
     """
 
     def __init__(
@@ -397,8 +397,8 @@ class TagRenderer(TextCodec):
         super().__init__(tokenizer, eos_ids)
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
-        self._frame: tuple[array[int], array[int]] | None = None  # of results, encoded once
-        self._user_frames: dict[int, list[list[int]]] = {}  # by the number of messages
+        self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
+        self._user_frames: dict[int, list[list[int]]] = {}  # by number of messages
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -423,9 +423,9 @@ class TagRenderer(TextCodec):
         return self.single_bos(list(encoded["input_ids"]))
 
     def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
-        """A turn that says `text` and makes the call. Raises ConfigError for several."""
+        """A turn with `text` and the call. Raises ConfigError for several calls."""
         if len(calls) > 1:
-            raise ConfigError("the tag protocol has one call a turn, a message has several")
+            raise ConfigError("the tag protocol allows one call per turn; a message has several")
         for call in calls:
             tool = next((one for one in tools if one.get("name") == call.name), None)
             text += f"<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
@@ -437,7 +437,7 @@ class TagRenderer(TextCodec):
         return ids if message.tool_calls else [*ids, self.end_id]
 
     def check_tools(self, tools: ToolSchemas) -> None:
-        """Raises ConfigError for a tool whose name is no tag of its own."""
+        """Raises ConfigError for a tool whose name is not a valid, unused tag."""
         check_tags(tools)
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
@@ -447,7 +447,7 @@ class TagRenderer(TextCodec):
     def parse(
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
-        """The action as a message. A turn that did not end in a complete call has no calls."""
+        """The action as a message. A turn that does not end with a complete call has no calls."""
         text = self.written(completion, prefix_ids)
         calls: tuple[ToolCall, ...] = ()
         if completion.stop is not None:
@@ -463,7 +463,7 @@ class TagRenderer(TextCodec):
         max_tokens: int,
         turn_ids: Sequence[int] = (),
     ) -> array[int]:
-        """Results go on within the turn that called, users end it. Each text keeps its head and
+        """Results continue the calling turn; user messages end it. A longer text keeps its head and
         tail within max_tokens."""
         if self._frame is None:
             opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
@@ -487,8 +487,8 @@ class TagRenderer(TextCodec):
         return ids
 
     def _frames_of_users(self, number: int) -> list[list[int]]:
-        """Ids of the template's texts around `number` messages of a user, after the end of the turn
-        that they answer and up to the beginning of the next one. Raises ConfigError."""
+        """Token ids of the template's texts around `number` user messages, from the end of the turn
+        that they answer to the beginning of the next one. Raises ConfigError."""
         if number not in self._user_frames:
             found = self._texts_around_users(number)
             self._user_frames[number] = [self.encode(text) for text in found]
@@ -507,7 +507,7 @@ class TagRenderer(TextCodec):
                 chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
             )
         except template_errors() as error:
-            raise ConfigError(f"{NO_USER} answer: it refuses {number} of them: {error}") from error
+            raise ConfigError(f"{NO_USER} answer: it rejects {number} of them: {error}") from error
         rest = str(text).rpartition("qTurnq")[2]
         texts = re.split("|".join(said), rest)
         if len(texts) != number + 1 or not texts[0].startswith(end):
@@ -516,7 +516,7 @@ class TagRenderer(TextCodec):
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """Raised by a chat template that refuses its messages."""
+    """The errors of a chat template that rejects its messages."""
     from jinja2 import TemplateError  # slow to load
 
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -529,11 +529,11 @@ def context_ids(
     max_tokens: int,
     before: Sequence[int] = (),
 ) -> array[int]:
-    """Ids of a whole context, up to where the next turn begins: its prompt, then turns of the
-    policy and what answers them. Ids in place of a message are a turn as it was sampled. `before`
+    """Token ids of a whole context, up to the beginning of the next turn: its prompt, then turns of
+    the policy and their answers. Ids instead of a message are a turn as it was sampled. `before`
     are ids that the context extends, up to the end of a turn.
 
-    Raises ConfigError, CrashError or DataError for what cannot be rendered.
+    Raises ConfigError, CrashError or DataError for messages that cannot be rendered.
     """
     ids, rest = array("i", before), list(context)
     if not before:
@@ -559,13 +559,13 @@ def _is_turn(one: Message | Sequence[int]) -> bool:
 
 @lru_cache
 def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """The < of a tag that opens or closes."""
+    """The < of opening and closing tags."""
     return re.compile(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)")
 
 
 def bounded(text: str, max_tokens: int) -> str:
-    """Head and tail of a text that is far longer than so many tokens: whatever a tool gives, what
-    is done to it on the event loop takes a bounded time."""
+    """Head and tail of a text that is far longer than max_tokens, so that its processing on the
+    event loop takes a bounded time."""
     half = max_tokens * MAX_CHARS_A_TOKEN // 2
     return text if len(text) <= 2 * half else text[:half] + CUT_MARKER + text[len(text) - half :]
 
@@ -575,8 +575,7 @@ def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
 
 
 def _markers(tokenizer: Any) -> set[str]:
-    """Strings that the tokenizer treats as one token because they were declared, and that mean
-    structure: special tokens, and added ones in the form of a tag."""
+    """The tokenizer's structural strings: special tokens, and added tokens in the form of a tag."""
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     tags = {text for text in added if text.startswith("<") and text.endswith(">")}
     return {*map(str, tokenizer.all_special_tokens), *tags}

@@ -1,22 +1,21 @@
 """A rollout: grows the trajectory tree of a task, one coroutine per branch.
 
     branch   generate a turn -> add a node -> env.step -> render the observation -> again
-    fork     the first k tokens after a tool result have streamed in -> the plan is asked ->
-             siblings start from the node that holds the result; the branch itself goes on,
-             and steps its env only after every sibling holds its own copy
-    place    after an end the plan may ask for siblings at any earlier tool result; a fresh env is
-             led there by the actions of the path
-    end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
-             then the plan may start fresh roots, and a failed branch is replaced by one
-    failure  a turn that the engine failed is sampled again; a step that the env failed is taken
-             again, in a fresh env that has been led to the same place; only then the branch fails;
-             an outage is waited out, be it in a step or in grading
-    time     a branch is out of time once it was worked for `max_seconds`, its tree after
-             `max_tree_seconds`: what is live then ends, and nothing is tried again
+    fork     the first k tokens after a tool result have arrived -> the plan decides ->
+             siblings start from the node that holds the result; the branch itself continues,
+             and steps its env only after every sibling has its own copy
+    place    after an end the plan may request siblings at any earlier tool result; a replay of
+             the path's actions brings a fresh env there
+    end      terminated (by the env), truncated (by a limit), or failed (infrastructure);
+             then the plan may start fresh roots, and one of them replaces a failed branch
+    failure  a turn that the engine failed is sampled again; a step that the env failed is retried
+             in a fresh env after a replay; the branch fails when the retries are exhausted;
+             outages are waited out, in steps and in grading
+    time     a branch ends after `max_seconds` of working time, its tree after
+             `max_tree_seconds`: then live branches end, and nothing is retried
 
-`recovery.py` tries again and resumes after a kill, `RolloutHooks` lets others take part,
-`branch.py` holds the state of a branch. Each env and each fork is closed exactly once, by the
-coroutine that opened it.
+`recovery.py` retries and resumes, `RolloutHooks` is for extensions, `branch.py` has the state of a
+branch. Each env and each fork is closed exactly once, by the coroutine that opened it.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from agentenv.copies import KeptCopies
 from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.errors import (
     AgentEnvError,
+    CancelledRolloutError,
     ConfigError,
     DataError,
     EngineDeadError,
     EnvError,
-    GivenUpError,
     WorkerError,
 )
 from agentenv.failures import failure_of, kind_of
@@ -57,12 +56,12 @@ from agentenv.types import Chunk, Completion, Limit, Limits, Message
 if TYPE_CHECKING:
     from agentenv.actor import Actor
 
-Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
+Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a branch
 
 
 class BranchNow(Struct, array_like=True, frozen=True):
-    """State of a live branch of a tree (of the tree itself: ""): its wait and the seconds of that,
-    its counts so far, and the seconds for which it was worked."""
+    """State of a live branch of a tree (the tree itself: ""): its current wait and the duration in
+    seconds, its counts so far, and its working seconds."""
 
     branch: str
     what: str
@@ -74,11 +73,11 @@ class BranchNow(Struct, array_like=True, frozen=True):
 
 
 class _OutOfTimeError(Exception):
-    """A branch has reached its limit of seconds."""
+    """A branch has reached its time limit."""
 
 
 class _ClosedError(Exception):
-    """Nothing can be started any more in the task group of a tree."""
+    """The task group of a tree accepts no more tasks."""
 
 
 def _branch_now(one: Branch, now_s: float) -> BranchNow:
@@ -96,7 +95,7 @@ async def _raise(error: Exception) -> None:
 
 
 class Rollout:
-    """Grows one tree: a coroutine a branch, all of them in one task group."""
+    """Grows one tree: one coroutine per branch, all in one task group."""
 
     def __init__(
         self,
@@ -117,16 +116,16 @@ class Rollout:
         self._session = session
         self._record = record
         self._again = again
-        self.clock = WorkClock()  # runs while that of any branch does
-        self.branches: set[Branch] = set()  # that are not over
-        self._is_over = False  # the tree has no time left: nothing begins any more
-        self._cancelled = ""  # why; empty: it is not
-        self._growing: dict[Deadline, None] = {}  # of branches that are not at their end, in order
+        self.clock = WorkClock()  # runs while any branch's clock runs
+        self.branches: set[Branch] = set()  # live ones
+        self._is_over = False  # the tree is out of time: no branch begins anymore
+        self._cancelled = ""  # the reason; empty: not cancelled
+        self._growing: dict[Deadline, None] = {}  # of live branches, in order
         self.hooks = actor.make_hooks(self)
         self._group = asyncio.TaskGroup()
         self._context = copy_context()
         self._next_root = 0
-        self._probes_since: float | None = None  # time of the loop, while a single root grows
+        self._probes_since: float | None = None  # loop time, while a single root grows
         self.num_prompt_tokens = 0
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
         self._recovery = Recovery(self, start)
@@ -136,8 +135,9 @@ class Rollout:
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
     ) -> None:
-        """Grow the tree to its last leaf, from its start or from where it was recorded, and until
-        that is written. The next root is named `first_root`. `cancelled`: see `Actor.rollout`."""
+        """Grow the tree to its last leaf, from its start or from its recorded state; returns when
+        its record is written. The next root is named `first_root`. `cancelled`: see
+        `Actor.rollout`."""
         self._next_root = first_root
         alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
@@ -162,11 +162,11 @@ class Rollout:
             finally:
                 alarm.cancel()
                 self.actor.rollouts.discard(self)
-                # Both hold the rollout: its tree would stay until a garbage collection.
+                # Both refer to the rollout, whose tree would stay until a garbage collection.
                 del self.hooks, self._recovery
 
     def clocks(self) -> list[WorkClock]:
-        """Of the live branches; of the tree when all have ended."""
+        """The clocks of the live branches, or of the tree when all have ended."""
         return [branch.clock for branch in self.branches] or [self.clock]
 
     def now(self) -> list[BranchNow]:
@@ -179,16 +179,16 @@ class Rollout:
         return found
 
     def cancel(self, reason: str) -> int:
-        """Cancel the tree on a person's request: its live branches fail, with the kind `cancelled`,
-        and none is replaced. Returns their number; a branch that is ending already ends as it would
-        have."""
+        """Cancel the tree on a user's request: its live branches fail, with the kind `cancelled`,
+        and are not replaced. Returns their number. A branch that is already ending is not
+        affected."""
         self._cancelled = reason
         number = len(self._growing)
         self._run_out()
         return number
 
     def _run_out(self) -> None:
-        """The time of the tree is over: its live branches end by their limit of seconds."""
+        """The tree is out of time: its live branches end by their time limit."""
         self._is_over = True
         for deadline in list(self._growing):
             deadline.expire()
@@ -201,7 +201,7 @@ class Rollout:
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
-            opening = partial(self._recovery.open_again, branch, recorded.stops)
+            opening = partial(self._recovery.reopen, branch, recorded.stops)
             self._group.create_task(self._grow(branch, opening), context=self._context.copy())
 
     def _start_roots(self, number: int) -> None:
@@ -214,7 +214,7 @@ class Rollout:
                 self.tree.num_roots += 1
 
     def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
-        context = self._context.copy()  # without the clock of the branch that it forks from
+        context = self._context.copy()  # without the clock of the parent branch
         growing = self._grow(branch, opening)
         try:
             task = self._group.create_task(growing, context=context)
@@ -232,18 +232,18 @@ class Rollout:
         if not await given.begin(branch, self._recovery):
             messages = await self._recovery.reset(branch)
             if branch.next_turn is not None and self.prompt_messages not in (None, messages):
-                self._open_apart(messages, branch)
+                self._open_context(messages, branch)
                 return
             if messages != self.prompt_messages:  # rendered once for all roots
                 self.render_prompt(messages, branch)
             if given.turns:
-                await self._recovery.lead(branch, there=True)
+                await self._recovery.replay(branch, is_equal=True)
         branch.begin_after(len(given.turns), given.num_calls)
         branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
         branch.num_prompt_tokens = self.num_prompt_tokens
 
     def render_prompt(self, messages: list[Message], branch: Branch) -> None:
-        """Make the root of a prompt and of given turns."""
+        """Create the root from a prompt and given turns."""
         if self.prompt_messages is not None:
             raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
         prompt_ids = self.prompt_ids(messages, branch)
@@ -252,7 +252,7 @@ class Rollout:
         self.num_prompt_tokens = len(prompt_ids)
         opening = self.hooks.prefix(branch, prompt_ids)
         given = self._recovery.given
-        given.read_again(branch, prompt_ids)
+        given.restore(branch, prompt_ids)
         self.tree.root.observation_ids = packed_ids(prompt_ids + opening) + given.ids
         self._complete(self.tree.root, branch)
 
@@ -264,7 +264,7 @@ class Rollout:
             )
 
     def prompt_ids(self, messages: list[Message], branch: Branch) -> list[int]:
-        """The tokens of a prompt; that of a program may hold turns of the policy."""
+        """The token ids of a prompt; a program's prompt may contain turns of the policy."""
         renderer: Any = self.actor.renderer
         if branch.next_turn is None:
             return list(renderer.prompt(messages, branch.tools))
@@ -272,8 +272,9 @@ class Rollout:
         with as_program():
             return list(context_ids(renderer, messages, branch.tools, most))
 
-    def _open_apart(self, messages: list[Message], branch: Branch) -> None:
-        """A program may begin otherwise each time: its prompt is a context of its own."""
+    def _open_context(self, messages: list[Message], branch: Branch) -> None:
+        """Open a context with this prompt, since an agent program may begin differently each
+        time."""
         prompt_ids = self.prompt_ids(messages, branch)
         self._check_size(prompt_ids, EnvError)
         node = self.tree.add(
@@ -288,7 +289,7 @@ class Rollout:
         self._complete(node, branch)
 
     def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
-        """The node will not change any more, but for the forks taken there."""
+        """The node is final, except for its number of forks."""
         if stop is not None:
             self._stops[node.index] = stop
         if self._record is not None:
@@ -302,15 +303,15 @@ class Rollout:
     # forking
 
     def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
-        """Ask the plan and start the siblings; `branch.holding` has an event for each, set when it
-        holds its env.
+        """Let the plan decide on forks, and start the siblings; `branch.holding` has an event for
+        each, set when it has its env.
 
-        `origin` is the branch as it was before the turn; the branch itself may be further on.
+        `origin` is the state of the branch before the turn; the branch itself may have advanced.
         """
         branch.was_asked = True
         try:
             rng = Random(self.key(origin, "fork"))
-            first = array("f", entropies)  # as nodes hold them, so that equal ones stay equal
+            first = array("f", entropies)  # in the precision of nodes, so that equal values match
             wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
             origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
             if self._record is not None:
@@ -318,12 +319,12 @@ class Rollout:
             for number in range(1, num_forks + 1):
                 name = f"{origin.name}.{origin.num_turns}+{number}"
                 sibling = origin.sibling(name, self.clock)
-                held = asyncio.Event()  # also set when the sibling failed to get its env
+                held = asyncio.Event()  # also set if the sibling failed to get its env
                 opening = partial(self._recovery.open_fork, sibling, branch, held)
                 task = self._start(sibling, opening)
-                task.add_done_callback(partial(_set, held))  # and when it never began
+                task.add_done_callback(partial(_set, held))  # or never began
                 branch.holding.append(held)
-        except _ClosedError:  # a last chunk, while the tree is ending
+        except _ClosedError:  # a last chunk while the tree ends
             pass
         except Exception as error:  # the rollout raises it, not the stream
             self._group.create_task(_raise(error))
@@ -331,7 +332,7 @@ class Rollout:
     # one branch from opening to end
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
-        """Grow one branch from its opening to its end, and close its env, whatever the end is."""
+        """Grow one branch from its opening to its end, and close its env in any case."""
         self.branches.add(branch)
         try:
             cut = await self._in_time(branch, opening)
@@ -339,7 +340,7 @@ class Rollout:
                 raise EnvError(f"no env within {branch.clock():g} s")
             if cut is not None:
                 await self._truncate(branch, *cut)
-        except (EngineDeadError, WorkerError, DataError, ConfigError):  # not better a second time
+        except (EngineDeadError, WorkerError, DataError, ConfigError):  # a retry would not help
             raise
         except AgentEnvError as error:
             self._fail(branch, error)
@@ -359,26 +360,27 @@ class Rollout:
     async def _in_time(
         self, branch: Branch, opening: Opening
     ) -> tuple[Limit, Message | None] | None:
-        """Open the branch and take its turns while there is time; returns what `_turns` does."""
+        """Open the branch and take its turns within its time limit; returns the result of
+        `_turns`."""
         deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError)
         try:
             with working(branch.clock), deadline:
                 branch.clock.now("its environment")
                 self._growing[deadline] = None
-                if self._is_over:  # before an environment is made, which may kill its process
+                if self._is_over:  # before making an environment, which may kill its process
                     raise _OutOfTimeError
                 await opening()
                 branch.is_open = True
                 return await self._turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
-                raise GivenUpError(self._cancelled) from None
+                raise CancelledRolloutError(self._cancelled) from None
             return Limit.SECONDS, None
         finally:
             self._growing.pop(deadline, None)
 
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
-        """Take turns until the env ends the episode, or return the limit that does, with an
+        """Take turns until the env ends the episode, or return the limit that ends it, with an
         action that the env has not seen."""
         renderer: Any = self.actor.renderer
         limits = self.limits
@@ -390,8 +392,8 @@ class Rollout:
                 action = branch.as_program_reads(action, completion, renderer, size)
             branch.action = action
             node = branch.add_action(self.tree, completion)
-            if branch.num_led:
-                node.info[LED], branch.num_led = branch.num_led, 0
+            if branch.num_replayed:
+                node.info[LED], branch.num_replayed = branch.num_replayed, 0
             if branch.holding:
                 with waiting("the copies of its environment for its forks"):
                     await branch.held()
@@ -427,7 +429,7 @@ class Rollout:
                 await renderer.prepare(messages, branch.tools, room)
                 turn_ids = branch.ended_ids(node, renderer)
                 observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
-            if node.index in branch.cut:  # what ends the turn comes first
+            if node.index in branch.cut:  # the end token comes first
                 observation_ids = [renderer.end_id, *observation_ids]
             if await self.hooks.redirect(branch, observation_ids):
                 continue
@@ -445,12 +447,12 @@ class Rollout:
                 await self._copies.keep(branch.sibling(branch.name, self.clock), branch.env)
 
     async def _generate(self, branch: Branch) -> Completion:
-        """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
-        of the first `fork_window` tokens are there, or at the end of a shorter turn."""
+        """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
+        the first `fork_window` tokens are known, or at the end of a shorter turn."""
         actor, limits, window = self.actor, self.limits, self.plan.fork_window
         asks = branch.may_fork and window > 0 and not branch.was_asked
         origin = branch.sibling(branch.name, self.clock) if asks else branch
-        # The first entropies of the first turn, and of a probe, are what others are compared with.
+        # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
         full = self.tree.num_started >= self.plan.group_size
         is_first = branch.num_turns == branch.num_given
         reads = window > 0 and (asks or is_first or not full)
@@ -489,7 +491,7 @@ class Rollout:
     # ends
 
     async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
-        """End the branch by a limit; its env, if it has one, grades what there is."""
+        """End the branch by a limit; its env, if any, grades the present state."""
         leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:
@@ -501,7 +503,7 @@ class Rollout:
             leaf.info.update(info)
 
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
-        """Record the failure; its place in the group goes to a fresh root while retries last."""
+        """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
         self._complete(leaf, branch)
@@ -517,7 +519,7 @@ class Rollout:
         self._start_roots(1)
 
     def _end(self, leaf: Node, branch: Branch) -> None:
-        """A place of the group has ended; the plan decides what begins now, and where."""
+        """A trajectory of the group has ended; the plan decides on new branches."""
         self.tree.num_live -= 1
         wanted = self.plan.on_leaf_end(self.tree, leaf)
         places = [(self.tree.root, wanted)] if isinstance(wanted, int) else wanted
@@ -542,16 +544,16 @@ class Rollout:
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
             with suppress(_ClosedError):
-                self._start(branch, partial(self._open_led, branch))
+                self._start(branch, partial(self._open_by_replay, branch))
 
-    async def _open_led(self, branch: Branch) -> None:
+    async def _open_by_replay(self, branch: Branch) -> None:
         if await self._copies.lend(branch):
             return
-        await self._recovery.open_again(branch, self._stops)
-        branch.num_led = branch.num_tool_calls
+        await self._recovery.reopen(branch, self._stops)
+        branch.num_replayed = branch.num_tool_calls
 
     async def _close(self, branch: Branch) -> None:
-        """Close the env after the last sibling took its copy, even while being cancelled."""
+        """Close the env after the last sibling has its copy, even while being cancelled."""
         try:
             try:
                 await self.hooks.end(branch)

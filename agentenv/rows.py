@@ -5,15 +5,15 @@
     answer     reward_model.ground_truth (ARPO, Tool-Star, verl), answer, answers, Answer,
                Final answer (GAIA), golden_answers, ground_truth, output (KILT)
 
-An answer is a text, a number, or a list of them; a JSON list of texts within a text, in CSV also
-one of Python or numpy; a text whose last line says "#### gold" (GSM8K, the solution goes to
-metadata["solution"]); or an object that holds it as "text" (SQuAD), "answer" (KILT) or "target"
-(Search-R1). In a list, nulls, empty texts and objects without an answer do not count. An object
-that holds it nowhere, in the column ground_truth, is an answer as JSON, for a grader of one's own.
+An answer is a text, a number, or a list of them; a text with a JSON list of texts, in CSV also a
+list of Python or numpy; a text whose last line is "#### gold" (GSM8K, the solution goes to
+metadata["solution"]); or an object with the key "text" (SQuAD), "answer" (KILT) or "target"
+(Search-R1). In a list, nulls, empty texts and objects without an answer are ignored. An object
+without these keys in the column ground_truth becomes an answer as JSON, for a custom grader.
 
-All that a task does not hold as it is goes to the metadata: other columns, objects as a whole, and
-an answer that is no plain text as metadata["ground_truth"] too. Nulls are left out. A system prompt
-goes to metadata["system_prompt"], where `agentenv/renderer.py` finds it.
+The metadata has everything that is not a field of the task: other columns, whole objects, and an
+answer that is not plain text, as metadata["ground_truth"]. Nulls are dropped. A system prompt goes
+to metadata["system_prompt"], where `agentenv/renderer.py` finds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Overlong = Literal["error", "skip", "cut"]
 
 class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Columns of a row; a dot accesses an object (`extra_info.question`). An empty name means the
-    known ones, in the order of `agentenv/rows.py`. A column that is set here must be in every row.
+    known columns, in the order of `agentenv/rows.py`. Every row must have a column that is set
+    here.
     """
 
     question: Annotated[str, Meta(description="column of the question, or of a chat prompt")] = ""
@@ -68,7 +69,7 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         dict[str, str],
         Meta(
             description="environment id by the value of a row's data_source, else of its ability; "
-            "a row's own env_id takes precedence, env.id comes last"
+            "a row's own env_id takes precedence; env.id is the default"
         ),
     ] = field(default_factory=dict)
     skip_bad_rows: Annotated[
@@ -95,7 +96,7 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights of questions, by the success of their latest trees."""
+    """Weights of questions, by the success rate of their latest trees."""
 
     prefer: Annotated[
         Literal["half", "easy", "hard"],
@@ -144,7 +145,7 @@ ENV_BY = ("data_source", "ability")
 SYSTEMS = (SYSTEM_KEY, "system")
 CHATS = ("prompt", "messages", "conversations")
 HELD_IN = ("text", "answer", "target")
-KEPT = ("data_source", "ability")  # metadata although used
+KEPT = ("data_source", "ability")  # kept in the metadata although they are used
 SOLUTION_KEY, GOLD_KEY = "solution", "ground_truth"
 # the last line begins with ####, or has it before a number
 GSM8K = re.compile(
@@ -166,19 +167,20 @@ NO_KNOWN_KEY = (
 
 
 class Found(NamedTuple):
-    """A value of a row and the column it came from; no column if the row has none."""
+    """A value of a row and its column; no column if the row has none."""
 
     column: str
     value: Any
 
 
 class RowReader:
-    """Makes tasks of rows; `env_id` is the environment of rows that choose none, `key` begins the
-    keys of `config` in messages. With `keep_golds` the metadata holds an answer as the row does,
-    where the task holds it otherwise.
+    """Converts rows to tasks; `env_id` is the environment of rows that name none, `key` is the
+    prefix of the keys of `config` in messages. With `keep_golds` the metadata has the row's form of
+    an answer, if the task's form differs.
 
-    `env_by_used` collects the keys of `config.env_by` that chose an environment, `env_by_seen` the
-    values that rows have, `doubts` by file what is doubtful in its golds: how often, and the first.
+    `env_by_used` collects the keys of `config.env_by` that selected an environment, `env_by_seen`
+    the values in the rows, and `doubts`, by file, the suspicious golds: their number, and the
+    first.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class RowReader:
         self.doubts: dict[Path, dict[str, tuple[int, str]]] = {}
 
     def task(self, raw: RawRow) -> Task:
-        """The task of a row. Raises DataError with file, row, key, and what was expected."""
+        """The task of a row. Raises DataError with file, row, key and expectation."""
         try:
             if raw.problem:
                 raise DataError(raw.problem)
@@ -233,7 +235,7 @@ class RowReader:
         )
 
     def _question(self, asked: Found, raw: RawRow) -> tuple[str, str]:
-        """The question, and the system prompt that came with a chat prompt, else ""."""
+        """The question, and the system prompt of a chat prompt, else ""."""
         value, system = asked.value, ""
         if isinstance(value, str) and _in_table(raw) and value.lstrip().startswith("[{"):
             found = literal(value)
@@ -245,7 +247,7 @@ class RowReader:
         return self._repaired(value), system
 
     def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:
-        """All right answers, and the solution that an answer was taken from, else ""."""
+        """All right answers, and the solution from which an answer was extracted, else ""."""
         solution = ""
         values = []
         for value in _unfold(gold.value, _in_table(raw)):
@@ -269,8 +271,8 @@ class RowReader:
         return tuple(dict.fromkeys(texts)), solution
 
     def _is_plain(self, gold: Found, answers: tuple[str, ...], solution: str) -> bool:
-        """Whether the task holds a value as it is: a text, a list of several, a solution, or a
-        number; the last two not in a column that verl's functions know."""
+        """Whether the task represents a value completely: a text, a list of several, a solution, or
+        a number; the last two not in a column that verl's functions use."""
         value = gold.value
         if isinstance(value, list):
             return len(value) > 1 and value == list(answers)
@@ -315,12 +317,12 @@ class RowReader:
 
 
 def repaired(text: str) -> str:
-    """The text with "\\boxed" where a file has the byte that its \\b was read as."""
+    """The text with "\\boxed" restored where its \\b was read as a backspace byte."""
     return text.replace(BROKEN_BOXED, "\\boxed")
 
 
 def shared_system_prompt(path: Path) -> str:
-    """The system prompt that every row of a file has, repaired: of the column system_prompt or
+    """The system prompt that all rows of a file share, repaired: the column system_prompt or
     system, or the system message of prompt, messages or conversations.
 
     Raises DataError for a row without one, and for two rows with different ones.
@@ -341,7 +343,7 @@ def shared_system_prompt(path: Path) -> str:
         elif text != first[1]:
             raise DataError(
                 f"{path}, row {raw.number}: a different system prompt than row {first[0]}; "
-                "expected the same in all rows: put the one to use into a text file"
+                "expected the same in all rows: write the system prompt to a text file instead"
             )
     if first is None:
         raise DataError(f"{path}: no rows; expected rows with a system prompt")
@@ -356,7 +358,7 @@ def _own_system(row: Row) -> str:
 
 
 def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
-    """The first column that the row has, or the mapped one, which it must have."""
+    """The first known column of the row, or the mapped one, which must exist."""
     for column in (mapped,) if mapped else known:
         here, value = look_up(row, column)
         if value is not None or (mapped and here):
@@ -369,8 +371,8 @@ def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
 
 
 def look_up(row: Row, column: str, *, any_case: bool = False) -> tuple[bool, Any]:
-    """Whether a row has a column, and its value; a dot goes into an object, or the text of one.
-    With `any_case`, the column is found whatever its case."""
+    """Whether a row has a column, and its value; a dot accesses an object, or an object in a text.
+    With `any_case`, column names are case-insensitive."""
     if any_case:
         row, column = {str(key).lower(): value for key, value in row.items()}, column.lower()
     if column in row:
@@ -378,12 +380,12 @@ def look_up(row: Row, column: str, *, any_case: bool = False) -> tuple[bool, Any
     head, dot, rest = column.partition(".")
     inner = row.get(head) if dot else None
     if isinstance(inner, str) and inner.lstrip().startswith("{"):
-        inner = literal(inner)  # as tables without types hold it
+        inner = literal(inner)  # for tables without types
     return look_up(inner, rest, any_case=any_case) if isinstance(inner, dict) else (False, None)
 
 
 def _chat(messages: list[Any], column: str) -> tuple[str, str]:
-    """User and system text of a chat prompt that asks one question."""
+    """User and system text of a chat prompt with one question."""
     texts: dict[str, list[Any]] = {"system": [], "user": []}
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in texts:
@@ -402,8 +404,8 @@ def _chat(messages: list[Any], column: str) -> tuple[str, str]:
 
 
 def _system_of(messages: Any) -> str:
-    """The system text of chat messages of which nothing else is wanted, in either form: role and
-    content, or ShareGPT's from and value. "" for what is no list of messages."""
+    """The system text of chat messages, with role and content or with ShareGPT's from and value; ""
+    for a value that is not a list of messages."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and "system" in (message.get("role"), message.get("from")):
             return str(message.get("content") or message.get("value") or "")
@@ -411,8 +413,8 @@ def _system_of(messages: Any) -> str:
 
 
 def _unfold(value: Any, in_table: bool = False) -> list[Any]:
-    """The golds that a value holds, however they are nested. In a table without types, such as
-    CSV, lists and objects are texts of Python too."""
+    """The golds in a value, with any nesting. In a table without types, such as CSV, lists and
+    objects may be texts in Python's notation."""
     if isinstance(value, dict):
         held = [value[key] for key in HELD_IN if value.get(key) is not None]
         return _unfold(held[0]) if held else [value]
@@ -447,12 +449,12 @@ _NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
 
 
 def literal(text: str) -> Any:
-    """The value that a text of JSON, Python or numpy means; None for other texts."""
+    """The value of a text in the notation of JSON, Python or numpy; None for other texts."""
     found = _json(text)
     if found is not None:
         return found
     text = text.strip()
-    if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python reads as one text
+    if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python would concatenate
         text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"
     text = _NUMPY_ARRAY.sub(r"\1", text)
     for written in (text, _NUMPY_OBJECTS.sub("}, {", text)):
@@ -462,7 +464,7 @@ def literal(text: str) -> Any:
 
 
 def _is_solution(text: str) -> bool:
-    """Whether a gold is likely a whole solution: long, and no data, or words around a box."""
+    """Whether a gold is probably a whole solution: long and not data, or with text around a box."""
     if text.lstrip().startswith(("{", "[")):
         return False
     before, box, _ = text.partition("\\boxed")
@@ -476,7 +478,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _text(found: Found) -> str:
-    """The text of an optional column; DataError if it is neither a text nor a number."""
+    """The text of an optional column. Raises DataError if it is neither a text nor a number."""
     if found.value is None or isinstance(found.value, str | int | float):
         return "" if found.value is None else str(found.value)
     raise DataError(
@@ -485,7 +487,7 @@ def _text(found: Found) -> str:
 
 
 def _rest(row: Row, used: list[str]) -> Row:
-    """What is left for the metadata: the row without nulls and without the columns that the task
-    holds; objects stay whole."""
+    """The metadata: the row without nulls and without the columns of the task; objects stay
+    whole."""
     left_out = {*used} - {*KEPT}
     return {key: value for key, value in row.items() if value is not None and key not in left_out}

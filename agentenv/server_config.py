@@ -1,4 +1,4 @@
-"""Settings of engine servers, apart from their clients so that reading them is cheap."""
+"""Settings of engine servers, without their clients so that importing them is cheap."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agentenv.errors import ConfigError
 
 # Settings of engine servers that a run starts by itself.
 
-VLLM_IPC = "agentenv_ipc"  # our backend of vLLM for weights in memory that the learner shares
-SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
+VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
+SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
 ROLES = (
     "summarizer",
     "judge",
     "debugger",
     "refiner",
     "user",
-)  # besides the policy, which is [engine]
+)  # in addition to the policy, which is [engine]
 
 
 def read_key(variable: str, key: str) -> str:
@@ -115,7 +115,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.count * self.tensor_parallel_size * self.data_parallel_size
 
     def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
-        """Those of one server among the `num_gpus` of all."""
+        """The GPUs of one server, among the `num_gpus` of all servers."""
         if self.per_gpu > 1:
             return gpus[index // self.per_gpu :][:1]
         each = self.tensor_parallel_size * self.data_parallel_size
@@ -140,14 +140,14 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             return
         if self.tensor_parallel_size * self.data_parallel_size > 1:
             raise ConfigError(
-                "engine.servers.servers_per_gpu: servers that share a GPU have one each; remove "
-                "tensor_parallel_size and data_parallel_size, or servers_per_gpu"
+                "engine.servers.servers_per_gpu: a server that shares a GPU cannot use several; "
+                "remove tensor_parallel_size and data_parallel_size, or servers_per_gpu"
             )
         if self.servers_per_gpu * self.gpu_memory_share > 1:
             raise ConfigError(
                 f"engine.servers: {self.servers_per_gpu} servers on a GPU (servers_per_gpu) with "
-                f"gpu_memory_share = {self.gpu_memory_share:g} each need more than all of it; "
-                f"lower it to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
+                f"gpu_memory_share = {self.gpu_memory_share:g} exceed its memory; "
+                f"lower the share to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
             )
 
     @property
@@ -160,8 +160,8 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model beside the policy, for environments and graders: OpenAI routes at `{role:NAME}/v1`,
-    model name NAME. Either started for the run, or there already at `url`."""
+    """A model in addition to the policy, for environments and graders: OpenAI routes at
+    `{role:NAME}/v1`, model name NAME. The run starts it, or it already runs at `url`."""
 
     url: Annotated[
         str,
@@ -186,12 +186,12 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Served(Struct, frozen=True):
-    """What one server is to serve, under `name`. `trained`: its weights are replaced during the
-    run, by way of `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
-    the learner has its GPUs too, "at_once" or while the server sleeps; the server looks at their
-    memory once the file `gate` is there. The last four are where it runs, which its starter says;
-    `cache_bytes`: of keys and values, 0 where the server measures what is free, which it cannot
-    beside others."""
+    """The model that one server serves, as `name`. `trained`: its weights are replaced during the
+    run, through `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
+    the learner uses the same GPUs, "at_once" or while the server sleeps; the server measures their
+    memory once the file `gate` exists. The starter sets the last four, its placement;
+    `cache_bytes` is the size of the KV cache, 0 if the server measures the free memory, which is
+    not possible next to other processes."""
 
     engine: str
     model: Path
@@ -209,7 +209,7 @@ class Served(Struct, frozen=True):
 
     @property
     def sleeps(self) -> bool:
-        """Whether the learner has its GPUs while it sleeps."""
+        """Whether the learner uses the server's GPUs while it sleeps."""
         return self.colocated is True
 
 
@@ -219,11 +219,11 @@ class Served(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a pool for its servers and their requests."""
 
-    # Not keys: nobody had a reason to set them.
-    poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
-    load_timeout_s: ClassVar[float] = 600.0  # of one server for one update of its weights
-    poll_timeout_s: ClassVar[float] = 60.0  # a server that does not say its load so long is lost
-    initial_concurrency: ClassVar[int] = 64  # of a server whose load is not known; it doubles
+    # Constants, since no one needed to set them.
+    poll_interval_s: ClassVar[float] = 1.0  # between polls of a server's health and load
+    load_timeout_s: ClassVar[float] = 600.0  # of one server's weight update
+    poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
+    initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
 
     max_retries: Annotated[
         int, Meta(ge=0, description="retries of a turn after its server was lost")
@@ -280,12 +280,12 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 2048
 
     def backoff_s(self, retry: int, key: str) -> float:
-        """Seconds before a retry, from 1: at most 30."""
+        """Seconds before retry number `retry` (from 1): at most 30."""
         return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
 
 
 class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model behind an OpenAI-compatible server, and how it is asked."""
+    """A model on an OpenAI-compatible server, and its request settings."""
 
     url: Annotated[
         str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')

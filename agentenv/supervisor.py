@@ -1,15 +1,16 @@
 """Worker processes: a process, its placement, and the supervisor.
 
-    Supervisor --Placement.start--> a process: on this machine, started elsewhere, or placed by Ray
+    Supervisor --Placement.start--> a process: on this machine, started externally, or by Ray
         |                              |
         |  setup  <---- Hello, token --+      frames of agentenv/link.py over TCP
         |         ----> Ready or Refusal
-        +--> WorkerGroup.join, until the worker is lost; then it starts again after a back-off
+        +--> WorkerGroup.join, until the worker is lost; then it restarts after a back-off
 
-Start: with a deadline; the error ends with the tail of the log. Nobody joins without the token. A
-worker that sends nothing for `silence_s` hangs, and its link is broken. Restart: with a growing
-pause; a worker that died `max_restarts` times in a row without progress is given up, and the group
-ends with the last one. A guard (agentenv/guard.py) ends a process with all its descendants.
+Starts have a deadline; the error ends with the tail of the log. A worker must know the token to
+join. A worker that sends nothing for `silence_s` counts as hung, and its link is closed. Restarts
+have a growing back-off; after `max_restarts` deaths in a row without progress a worker is not
+restarted, and the group ends with its last worker. A guard (agentenv/guard.py) ends a process with
+all its descendants.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ TAIL_BYTES = 2000
 
 
 class ProcessSpec(Struct, array_like=True, frozen=True):
-    """A process to start: its name, its command, variables on top of the machine's, its log file,
-    its resources as Ray counts them ({"CPU": 1}), its working directory, and variables of this
-    process that it does not get."""
+    """A process to start: its name, its command, additional environment variables, its log file,
+    its resources in Ray's form ({"CPU": 1}), its working directory, and variables of this process
+    that it must not inherit."""
 
     name: str
     command: list[str]
@@ -66,7 +67,7 @@ class ProcessSpec(Struct, array_like=True, frozen=True):
 
 
 class LocalProcess:
-    """A process of this machine below a guard, which ends it when this process ends."""
+    """A process on this machine under a guard, which ends it when this process ends."""
 
     def __init__(self, spec: ProcessSpec, grace_s: float = GRACE_S) -> None:
         self.spec, self._grace_s = spec, grace_s
@@ -74,7 +75,7 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose child the process is."""
+        """The pid of the guard, the parent of the process."""
         assert self._guard is not None
         return self._guard.pid
 
@@ -101,7 +102,7 @@ class LocalProcess:
             opened.close()
 
     async def ended(self) -> str:
-        """Wait for the end of the process; how it ended."""
+        """Wait for the end of the process; returns a description of the end."""
         assert self._guard is not None
         return how_it_ended(await self._guard.wait())
 
@@ -119,11 +120,11 @@ class LocalProcess:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status in words; that of a guard is 128 + n for signal n."""
+    """An exit status in words; a guard's status is 128 + n for signal n."""
     if status < 0 or status > 128:
         with suppress(ValueError):
             name = signal.Signals(abs(status) % 128).name
-            hint = " (the system does that when memory runs out: see dmesg)"
+            hint = " (the system does this when memory runs out: see dmesg)"
             return f"was killed by {name}{hint if name == 'SIGKILL' else ''}"
     return f"ended with status {status}"
 
@@ -134,8 +135,8 @@ def python_path() -> str:
 
 
 class _Log:
-    """A log that a thread opens. A cancellation leaves the thread at work: what it opens after
-    `close` it closes itself."""
+    """A log that a thread opens. The thread survives a cancellation; it closes a file that it opens
+    after `close`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._is_wanted = path, True
@@ -168,8 +169,8 @@ def log_tail(path: Path, max_bytes: int = TAIL_BYTES) -> str:
 
 
 class Placement(Protocol):
-    """Where processes run. `host` is the address of this process for them. `waits_for_room`: a
-    process may have to wait for room, without a bound."""
+    """The place where processes run. `host` is the address of this process for them.
+    `waits_for_room`: a process may wait for resources without a time limit."""
 
     waits_for_room: bool
 
@@ -177,11 +178,11 @@ class Placement(Protocol):
     def host(self) -> str: ...
 
     async def start(self, spec: ProcessSpec) -> None:
-        """Return when the process runs, or is expected. Raises WorkerError where it cannot run."""
+        """Return when the process runs, or is expected. Raises WorkerError if it cannot run."""
         ...
 
     async def ended(self, name: str) -> str:
-        """Wait for the end of the process; how it ended."""
+        """Wait for the end of the process; returns a description of the end."""
         ...
 
     async def stop(self, name: str) -> None:
@@ -212,7 +213,7 @@ class LocalPlacement:
 
 
 class ExternalPlacement:
-    """Machines on which others start the processes: Slurm, Kubernetes, or a person."""
+    """Machines on which Slurm, Kubernetes or a user starts the processes."""
 
     waits_for_room = True
 
@@ -223,12 +224,12 @@ class ExternalPlacement:
         """Expected from now on."""
 
     async def ended(self, name: str) -> str:
-        """Only its link shows its end."""
+        """Never returns: only the link shows the end of the process."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
     async def stop(self, name: str) -> None:
-        """It ends with its link."""
+        """Do nothing: the process ends with its link."""
 
 
 logger = logging.getLogger(__name__)
@@ -237,13 +238,13 @@ ADDRESS_VARIABLE = "AGENTENV_WORKER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
 NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
-ENDED_S = 3.0  # from the end of a link to that of its process, on a busy machine
-POLL_S, REPORT_S = 1.0, 5.0  # of an outage of all workers
+ENDED_S = 3.0  # from the end of a link to the end of its process, on a busy machine
+POLL_S, REPORT_S = 1.0, 5.0  # during an outage of all workers
 
 
 class Supervisor:
-    """Workers of one kind, which take part in `group`, each after it received `setup`; their logs
-    go to `folder`. `token` lets them in; None: a fresh one."""
+    """Workers of one kind, which join `group` after receiving `setup`; their logs go to `folder`.
+    `token` authenticates them; None: a new one."""
 
     def __init__(
         self,
@@ -262,14 +263,14 @@ class Supervisor:
         self._token = token or secrets.token_hex(16)
         self._reception = Reception(self._token, read_hello, self._admit)
         self._arriving: dict[int, asyncio.Future[Link]] = {}
-        self._links: set[Link] = set()  # of workers that have not joined
-        self._kept: set[int] = set()  # those that are not given up
+        self._links: set[Link] = set()  # of workers that have not joined yet
+        self._kept: set[int] = set()  # workers that are still restarted
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def start(self) -> None:
-        """Return when as many workers as are needed are there. Raises WorkerError for one that
-        does not come up, and the error that one sends."""
+        """Return when the minimum number of workers is ready. Raises WorkerError for a worker that
+        does not start, and the error that a worker sends."""
         host, port = self._placement.host, self._spec.port
         try:
             await self._reception.open(host, port)
@@ -313,13 +314,13 @@ class Supervisor:
         return f"{self._placement.host}:{self._reception.port}"
 
     async def _enough(self, starting: Sequence[asyncio.Task[Link]]) -> None:
-        """Return when the least number are there. Raises the first error of a worker, a
-        WorkerError only where too few workers are left to come."""
+        """Return when the minimum number is ready. Raises the first error of a worker; WorkerError
+        only if too few workers remain."""
         spec, waiting = self._spec, set(starting)
         num_there = num_lost = 0
-        patience_s = spec.start_timeout_s if self._placement.waits_for_room else None
+        timeout_s = spec.start_timeout_s if self._placement.waits_for_room else None
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 while num_there < spec.least:
                     done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
@@ -339,7 +340,7 @@ class Supervisor:
     # One worker
 
     async def _start(self, number: int) -> Link:
-        """The link of a worker that is set up."""
+        """Start a worker; returns its link after its setup."""
         arriving = self._arriving[number] = asyncio.get_running_loop().create_future()
         name, placement, spec = self.name_of(number), self._placement, self._spec
         await placement.start(self._process(number))
@@ -383,7 +384,7 @@ class Supervisor:
         return ProcessSpec(self.name_of(number), command, env, log, dict(spec.resources))
 
     def _admit(self, hello: Hello, link: Link) -> bool:
-        """Take a worker at once: others may come meanwhile."""
+        """Admit a worker without awaiting, since others may connect meanwhile."""
         arriving = self._expected(hello)
         if arriving is None:
             return False
@@ -394,7 +395,7 @@ class Supervisor:
         return True
 
     async def _compare(self, hello: Hello, peer: str) -> None:
-        """Report a worker that runs other code, which its developer may intend."""
+        """Warn about a worker that runs different code, which may be intended."""
         here = await in_thread(own_code)
         if hello.code != here:
             self._report(
@@ -404,14 +405,15 @@ class Supervisor:
             )
 
     def _expected(self, hello: Hello) -> asyncio.Future[Link] | None:
-        """The worker that this one becomes; the number of one started elsewhere is a wish."""
+        """The expected worker for this connection; an externally started one may get another number
+        than it requests."""
         open_ones = {number: one for number, one in self._arriving.items() if not one.done()}
         if hello.number in open_ones or not isinstance(self._placement, ExternalPlacement):
             return open_ones.get(hello.number)
         return next(iter(open_ones.values()), None)
 
     async def _keep(self, number: int, starting: asyncio.Task[Link]) -> None:
-        """Let a worker take part, and start it again when it is lost."""
+        """Let a worker join, and restart it when it is lost."""
         name, spec, is_late = self.name_of(number), self._spec, not starting.done()
         restarts = Restarts(
             spec.max_restarts, f"{name}/{self._token}", first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S
@@ -448,7 +450,7 @@ class Supervisor:
             )
 
     async def _watch_outage(self) -> None:
-        """Report when no worker is there, and end the group when none has come for too long."""
+        """Report when no worker is available, and end the group if that lasts too long."""
         loop, spec = asyncio.get_running_loop(), self._spec
         since, is_reported = loop.time(), False
         while True:
@@ -479,7 +481,7 @@ class Supervisor:
             self._group.end(f"the supervisor of each {self._spec.one} failed: {error!r}")
 
     async def _how_it_left(self, number: int, left: Left) -> str:
-        """Of a worker whose link broke."""
+        """Describe the end of a worker whose link broke."""
         name, why = self.name_of(number), left.why
         if left.is_drained:
             return f"{name} has left: {why}; {left.rest}"

@@ -1,15 +1,15 @@
 """Calls of the tag protocol: parsing, writing, descriptions, and checks of tool names.
 
     <stock>bolts</stock>                            a tool with one parameter: its value
-    <order>{"item": "bolts", "count": 3}</order>    with more of them: an object of JSON
+    <order>{"item": "bolts", "count": 3}</order>    with several: a JSON object
 
-The schema of a tool decides. An object is also the form where the only parameter is a list or an
-object. A tool that needs at most one of its parameters takes that one as text too, unless the text
-begins with a brace. What cannot be read is a call to MALFORMED_CALL: the policy reads what is wrong
-and how the call is written.
+The schema of a tool determines the form. A single parameter that is a list or an object is also
+written as a JSON object. A tool with at most one required parameter accepts it as text too, unless
+the text begins with a brace. An invalid call becomes a call of MALFORMED_CALL, whose result tells
+the policy the error and the correct form.
 
-The first closing tag of a tool ends the turn, since engines stop there, also within a text of an
-object, where it is written <\\/order>. A call whose text opens its own tag again is malformed.
+The first closing tag of a tool ends the turn, since engines stop there. Within a string of an
+object it must be written <\\/order>. A call whose text opens its own tag again is malformed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]
 Shown = Literal["several", "all", "none"]  # tools that a prompt describes
 
-_TEXTS = {"string", "integer", "number", "boolean", "null"}  # types that a text can be
+_TEXTS = {"string", "integer", "number", "boolean", "null"}  # types that a text can express
 _NAME = re.compile(r"[^\s<>/\"']+")
 _INTRODUCTION = "You can call these tools; what a call gives follows it between <result> tags:"
 
 
 def takes_object(tool: ToolSchema) -> bool:
-    """Whether the arguments of the tool are an object of JSON, not one text."""
+    """Whether the arguments of the tool are a JSON object, not one text."""
     schema = tool["parameters"]
     properties = _properties(tool)
     if not properties:
@@ -46,7 +46,7 @@ def takes_object(tool: ToolSchema) -> bool:
 
 
 def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
-    """The call that a text ends with, none if its tag was never opened."""
+    """The call at the end of a text; empty if its tag was never opened."""
     name = tool["name"]
     opened = f"<{name}>"
     body = text[: text.rfind(f"</{name}>")]
@@ -66,7 +66,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
 
 
 def _said_from(body: str, opened: str) -> int:
-    """Where the thoughts before a call end; within one that is not closed a call counts."""
+    """The end of the thoughts before a call; a call within an unclosed thought is valid."""
     place = 0
     while True:
         thought, call = body.find(THOUGHT_OPEN, place), body.find(opened, place)
@@ -77,7 +77,7 @@ def _said_from(body: str, opened: str) -> int:
 
 
 def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
-    """The call that a whole turn ends with, if any."""
+    """The call at the end of a whole turn, if any."""
     text = text.rstrip()
     for tool in tools:
         if text.endswith(f"</{tool['name']}>"):
@@ -86,7 +86,7 @@ def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
 
 
 def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> str:
-    """The text between the tags of a call with these arguments; `tool` is its schema, if known."""
+    """The text between the tags of a call with these arguments; `tool` is its schema, if any."""
     if takes_object(tool) if tool is not None else len(arguments) > 1:
         return json.dumps(dict(arguments), ensure_ascii=False).replace("</", "<\\/")
     value = next(iter(arguments.values()), "")
@@ -94,7 +94,7 @@ def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> 
 
 
 def form(tool: ToolSchema) -> str:
-    """A call of the tool in which types stand for values."""
+    """A call of the tool with types in place of values."""
     name = tool["name"]
     if takes_object(tool):
         needed = tool["parameters"].get("required", ())
@@ -110,8 +110,8 @@ def with_tools(
     messages: Sequence[Message], tools: Sequence[ToolSchema], shown: Shown
 ) -> list[Message]:
     """The messages of a prompt, with descriptions of the tools that they do not show yet: at the
-    end of the system message, else before the question. With "several" all of these, if one of them
-    has several parameters: a list with some of the tools denies the others.
+    end of the system message, else before the question. With "several", all of these tools are
+    described if one of them has several parameters, since a partial list would hide the others.
     """
     prompt = "\n".join(message.content for message in messages)
     unknown = [tool for tool in tools if f"<{tool['name']}>" not in prompt]
@@ -141,7 +141,7 @@ def _problem(tool: ToolSchema) -> str:
             "'native'"
         )
     if not _NAME.fullmatch(name):
-        return "its name is not a valid tag; give it a name without spaces, quotes and brackets"
+        return "its name is not a valid tag; use a name without spaces, quotes and brackets"
     unknown = sorted(set(tool["parameters"].get("required", ())) - _properties(tool).keys())
     if unknown and _properties(tool):
         return f"its schema requires {unknown}, which properties lacks; add them there"
@@ -149,7 +149,7 @@ def _problem(tool: ToolSchema) -> str:
 
 
 def _properties(tool: ToolSchema) -> dict[str, Any]:
-    """The schema of each parameter; those that the tool's schema defines by name are looked up."""
+    """The schema of each parameter, with references resolved."""
     found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
     if not isinstance(found, dict) or not named:
         return found if isinstance(found, dict) else {}
@@ -162,7 +162,7 @@ def _properties(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _alone(tool: ToolSchema) -> str | None:
-    """The parameter that may be given as text; None where several are needed, or no text can be
+    """The parameter that may be given as text; None if several are required, or if no text can be
     its value."""
     needed = list(tool["parameters"].get("required", ()))
     properties = _properties(tool)
@@ -177,7 +177,7 @@ def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
     try:
         arguments = decode(written)
     except ForeignError as error:
-        cut = written.count('"') % 2  # perhaps at a closing tag within a text
+        cut = written.count('"') % 2  # perhaps at a closing tag within a string
         hint = f"; within a text </{name}> is written <\\/{name}>" if cut else ""
         return malformed(
             f"expected {form(tool)}; the text between the tags is not valid JSON: {error}{hint}"
@@ -201,7 +201,7 @@ def _notes(tool: ToolSchema) -> Iterator[str]:
 
 
 def _type_text(schema: Any) -> str:
-    """The type of a parameter in few words."""
+    """The type of a parameter, for a description."""
     if isinstance(schema, dict) and "enum" in schema:
         return " | ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])
     return " | ".join(sorted(schema_types(schema) - {"null"})) or "value"

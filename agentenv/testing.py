@@ -24,7 +24,7 @@ from agentenv.env import (
     check_observation,
     check_reset,
     check_step,
-    shared_apart,
+    isolated_shared,
 )
 from agentenv.errors import AgentEnvError, ConfigError, CrashError
 from agentenv.tags import check_tags, tag_calls
@@ -37,9 +37,9 @@ Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
 SEED = 20  # of every episode
-HELD_S = 1.0  # that a step may run without letting the event loop go on
-SETTLE_S = 5.0  # how long killed processes may take to be gone
-CANCEL_TIMEOUT_S = 30.0  # how long a cancelled step may take to let go
+HELD_S = 1.0  # maximum time for which a step may block the event loop
+SETTLE_S = 5.0  # time for killed processes to exit
+CANCEL_TIMEOUT_S = 30.0  # time for a cancelled step to end
 MAX_SUSPENSIONS = 200
 NUM_CONCURRENT = 8
 
@@ -51,21 +51,21 @@ async def check_tool_env(
     *,
     renderer: CallProtocol = "tags",
 ) -> None:
-    """Raises AssertionError, with a text that says what is wrong, if the env breaks its contract.
+    """Raises AssertionError with an explanation if the env violates its contract.
 
-    `actions` are one whole episode, the last action being the one that ends it: messages, or texts
-    in the tag protocol. They should give the same observations each time, and change the state of
-    the tools if they have any.
+    `actions` are one whole episode, which the last action ends: messages, or texts in the tag
+    protocol. They should give the same observations each time, and change the state of stateful
+    tools.
 
-    Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that no
-    step holds up the event loop, and with it every other rollout, for over HELD_S, that a
-    deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
-    episodes at the same time do not touch each other, and the fork law; that the policy can
-    call each tool in the form of `renderer`, and that an observation holds tool results and
-    messages of a user. What rollouts refuse of an environment (`agentenv.env`) is refused with the
-    same text. What the episodes share is closed at the end.
+    The kit checks Gymnasium's rules for reset and step, seeding, idempotent close, and `finish`;
+    that no step blocks the event loop, and with it every other rollout, for over HELD_S; that a
+    deadline can end a step or a fork at each of its awaits, without leftovers; that episodes are
+    independent; the fork law (a fork and its parent continue independently); that the policy can
+    call each tool in the format of `renderer`; and that observations consist of tool results and
+    user messages. Checks of rollouts (`agentenv.env`) fail with the same text. Shared resources are
+    closed at the end.
     """
-    async with shared_apart():
+    async with isolated_shared():
         tools = await _tools(make, task)
         if renderer == "tags":
             _refuse(check_tags, tools)
@@ -73,7 +73,7 @@ async def check_tool_env(
 
 
 async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
-    """Its seed determines an episode, which holds nobody up, whatever is done to others."""
+    """The seed determines an episode; it does not block the loop, nor depend on other episodes."""
     before = getstate()
     held: list[list[float]] = [[], []]
     reference = await play(make, task, actions, held[0])
@@ -103,7 +103,7 @@ async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None
 
 
 async def _tools(make: Make, task: Task) -> Sequence[dict[str, Any]]:
-    """The schemas of the tools, of an env that can be begun."""
+    """The schemas of the tools of a new env, after its reset."""
     env = make(task)
     try:
         _, info = _refuse(check_reset, await env.reset(seed=SEED))
@@ -114,7 +114,7 @@ async def _tools(make: Make, task: Task) -> Sequence[dict[str, Any]]:
 
 
 def _refuse(check: Callable[..., T], *given: Any) -> T:
-    """What a check of rollouts gives. Raises AssertionError with its text where it refuses."""
+    """The result of a rollout's check. Converts its error to AssertionError."""
     try:
         return check(*given)
     except (ConfigError, CrashError) as error:
@@ -122,14 +122,15 @@ def _refuse(check: Callable[..., T], *given: Any) -> T:
 
 
 def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
-    """An action; a text is read as the tag protocol reads a turn."""
+    """An action; a text is parsed as a turn of the tag protocol."""
     if isinstance(action, Message):
         return action
     return Message("assistant", action, tag_calls(action, tools))
 
 
 async def _check_reset_and_close(make: Make, task: Task) -> None:
-    """Refuses a step before `reset` and after `close`; `close` may come at any time, twice too."""
+    """A step before `reset` and after `close` must raise; `close` may be called at any time, and
+    twice."""
     unused = make(task)
     try:
         await unused.step(Message("assistant", "too early"))
@@ -175,7 +176,7 @@ async def _check_concurrency(
 async def _check_concurrent_forks(
     make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
 ) -> None:
-    """A parent and its child play the rest at the same time."""
+    """A parent and its child play the rest concurrently."""
     place = len(actions) // 2
     async with _begun(make, task, actions[:place]) as env:
         async with _forked(env) as child:
@@ -212,7 +213,7 @@ async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]
 
 
 def _check_ending(ending: Ending, what: str, suspension: int) -> None:
-    """A deadline ends what it is set for, so a cancellation must come through."""
+    """A cancellation must end the call, since deadlines cancel it."""
     assert ending not in ("went on", "stuck"), (
         f"{what}, cancelled at its wait number {suspension}, {ending}: a deadline could not stop it"
     )
@@ -226,7 +227,7 @@ async def _fork_and_close(env: Env) -> None:
 async def _check_forks(
     make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
 ) -> None:
-    """At each place a child plays the rest, then its parent does: both as if never forked."""
+    """At each place a child plays the rest, then its parent: both as if there were no fork."""
     for place in range(len(actions)):
         rest = reference[place:]
         async with _begun(make, task, actions[:place]) as env:
@@ -239,7 +240,7 @@ async def _check_forks(
 
 @asynccontextmanager
 async def _begun(make: Make, task: Task, actions: Sequence[Message]) -> AsyncIterator[Env]:
-    """An episode with SEED that has taken these actions; closed at the end."""
+    """An episode with SEED after these actions; closed at the end."""
     env = make(task)
     try:
         await env.reset(seed=SEED)
@@ -270,8 +271,8 @@ async def play(
 async def act(
     env: Env, actions: Sequence[Message], held: list[float] | None = None
 ) -> list[Outcome]:
-    """Take the actions, and see that what each step returns has the right form. `held` gets, for
-    each step, the longest time in seconds that it ran without letting the event loop go on."""
+    """Take the actions, and check the form of each step's result. `held` gets, for each step, the
+    longest time in seconds for which it blocked the event loop."""
     outcomes: list[Outcome] = []
     for action in actions:
         outcome, seconds = await _timed(env.step(action))
@@ -283,7 +284,7 @@ async def act(
 
 
 def check_outcome(outcome: Any) -> None:
-    """What `step` must return: what a rollout takes, and what others expect of Gymnasium's form."""
+    """Check a result of `step`: the rules of rollouts, and those of Gymnasium."""
     _refuse(check_step, outcome)
     assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
     messages, reward, terminated, truncated, _ = outcome
@@ -318,8 +319,8 @@ def same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
 
 
 async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float) -> Ending:
-    """Run the awaitable, cancel it where it waits for the n-th time, and say how that ended:
-    "went on" returned a result all the same, "stuck" did not end within `timeout_s`."""
+    """Run the awaitable, cancel it in its n-th wait (`suspension`), and return the ending: "went
+    on" returned a result anyway, "stuck" did not end within `timeout_s` seconds."""
     task = asyncio.ensure_future(_cancelling(awaitable, suspension))
     await asyncio.wait({task}, timeout=timeout_s)
     if not task.done():
@@ -332,7 +333,7 @@ async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float
 
 @types.coroutine
 def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
-    """Passes every wait on to the event loop, and has this task cancelled in the n-th wait."""
+    """Forward every wait to the event loop, and cancel this task in the n-th wait."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -356,7 +357,8 @@ def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any,
 
 @types.coroutine
 def _timed(awaitable: Awaitable[T]) -> Generator[Any, Any, tuple[T, float]]:
-    """Passes every wait on to the event loop; the longest time between two of them, in seconds."""
+    """Forward every wait to the event loop; returns the result and the longest time between two
+    waits, in seconds."""
     time = asyncio.get_running_loop().time
     iterator = awaitable.__await__()
     error: BaseException | None = None
@@ -376,7 +378,7 @@ def _timed(awaitable: Awaitable[T]) -> Generator[Any, Any, tuple[T, float]]:
 
 
 class Leftovers(NamedTuple):
-    """Counts of what an episode could leave behind in this process."""
+    """Counts of resources that an episode could leave in this process."""
 
     tasks: int
     descriptors: int
@@ -384,7 +386,7 @@ class Leftovers(NamedTuple):
 
     @classmethod
     def now(cls) -> Leftovers:
-        """The tasks, descriptors and child processes there are now."""
+        """The current numbers of tasks, file descriptors and child processes."""
         directory = "/proc/self/fd"
         descriptors = len(os.listdir(directory)) if os.path.isdir(directory) else 0
         children = psutil.Process().children(recursive=True)
@@ -392,7 +394,8 @@ class Leftovers(NamedTuple):
 
     @classmethod
     async def settled(cls, wanted: Leftovers | None, settle_s: float) -> Leftovers:
-        """The counts once they are at most `wanted`, or no longer fall, or after settle_s."""
+        """The counts once they are at most `wanted`, or no longer fall, or after settle_s
+        seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + settle_s
         last = cls.now()

@@ -27,8 +27,8 @@ from agentenv.deadline import (
     WorkClock,
     admitted,
     backoff_s,
+    deferring,
     doing,
-    doubting,
     uncancelled,
     waiting,
     work_clock,
@@ -82,11 +82,11 @@ from agentenv.untrusted import printable
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-PIECE_CHARS = 1 << 16  # of a result, processed without a pause: half a millisecond
-MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
-REPORTED_AGAIN_S = 60.0  # between two warnings that rollouts wait for a tool or grader
+PIECE_CHARS = 1 << 16  # characters of a result that are processed at once, in half a millisecond
+MAX_ERROR_CHARS = 4000  # of each text in the record of a failed call
+REPORT_S = 60.0  # between warnings that rollouts wait for a tool or grader
 LEAST_WAIT_S = 1e-3  # shorter waits are not reported
-LOOK_AGAIN_S = 1.0  # whether a call or a grade is there, for a deadline that waits for that
+DEFER_S = 1.0  # deferral of a deadline that waits for a call or a grade
 NO_LIMITS = ToolLimits()
 
 T = TypeVar("T")
@@ -104,10 +104,10 @@ class ToolEnv:
     without it the question alone is the prompt. A call with an infrastructure failure, or beyond
     `tool_timeout_s`, is retried `num_retries` times, and then until `outage_s` after its first
     failure; then it raises OutageError. The policy is not informed, and neither failed attempts nor
-    the pauses between them count against a limit. With `num_retries` 0, or if the tool is not
-    required, outages are not waited for. A grader with an infrastructure failure is retried in the
-    same way. `tool_limits` bounds single tools by name, `max_tool_calls` all calls together; beyond
-    a bound, with `on_limit` "result", the policy reads that the limit is reached calls, and with
+    the pauses between them count against a limit. With `num_retries` 0, or for a tool that is not
+    required, there is no wait for outages. A grader with an infrastructure failure is retried in
+    the same way. `tool_limits` limits single tools by name, `max_tool_calls` all calls together;
+    beyond a limit, with `on_limit` "result", the policy reads that the limit is reached, and with
     "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; a subclass with state outside its tools' states
@@ -152,7 +152,7 @@ class ToolEnv:
 
     @property
     def tools(self) -> dict[str, Tool]:
-        """The tools of the episode by name; tools of a source are included after `reset`."""
+        """The tools of the episode by name; tools of a source appear after `reset`."""
         return self._toolbox.tools
 
     @property
@@ -161,7 +161,7 @@ class ToolEnv:
         return self._toolbox.limits
 
     def add_tool(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
-        """Add a tool, before `reset`; for subclasses of an env with tools."""
+        """Add a tool before `reset`; for subclasses of an env with tools."""
         self._toolbox.add(tool, limits)
 
     def configure(
@@ -205,7 +205,7 @@ class ToolEnv:
 
         info["tool_calls"] has for each call: name (UNKNOWN_TOOL for an unknown tool), arguments,
         ok, error (head and tail of a long text), duration_s, and waited_s, its idle part: waits for
-        a slot, a rate limit or the next attempt, and failed attempts.
+        a slot, a rate limit or the next attempt, and failed attempts (seconds).
         """
         states = self._open_states("step")
         self._written.append(action)
@@ -285,10 +285,10 @@ class ToolEnv:
         return self._states
 
     def _ended(self) -> AbstractContextManager[None]:
-        """The episode has ended and is only graded: for `outage_s` of that no deadline cuts it."""
+        """During grading, no deadline of the rollout applies for `outage_s` seconds."""
         clock = work_clock() or WorkClock()
         until_s = clock() + self.outage_s
-        return doubting(lambda: LOOK_AGAIN_S if clock() < until_s else 0.0)
+        return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
         asked = partial(graded, self.grader, self.task, written, self._num_ok)
@@ -325,7 +325,7 @@ class ToolEnv:
             record |= {"info": _kept(error.info)} if error.info else {}
         record["duration_s"] = seconds = loop.time() - start
         if clock is not None and (waited_s := seconds - (clock() - worked_s)) > LEAST_WAIT_S:
-            record["waited_s"] = min(waited_s, seconds)  # what is given back may be of before
+            record["waited_s"] = min(waited_s, seconds)  # discarded work may be older
         return await printable_text(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
@@ -335,11 +335,11 @@ class ToolEnv:
         tool = self.tools[call.name]
         timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
         num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
-        patience_s = self.outage_s if limits.required and num_retries else 0.0
+        max_outage_s = self.outage_s if limits.required and num_retries else 0.0
         called = partial(_within, timeout_s, limits.max_concurrency, tool, call.arguments, state)
         who = f"the tool {tool.name!r}"
         try:
-            result = await self._through_outage(who, called, num_retries, patience_s)
+            result = await self._through_outage(who, called, num_retries, max_outage_s)
         except OutageError as error:
             if limits.required:
                 raise
@@ -349,7 +349,7 @@ class ToolEnv:
         return result.text
 
     async def _through_outage(
-        self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, patience_s: float
+        self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, max_outage_s: float
     ) -> T:
         """The result of `call`. Infrastructure failures are retried with jittered delays, and their
         working time is not charged. Raises OutageError when retries and `outage_s` are exhausted.
@@ -360,19 +360,19 @@ class ToolEnv:
             try:
                 return await call()
             except InfraError as error:
-                work.give_back()
+                work.discard()
                 now_s = asyncio.get_running_loop().time()
                 began_s = now_s if began_s is None else began_s
-                if attempt >= num_retries and now_s - began_s >= patience_s:
+                if attempt >= num_retries and now_s - began_s >= max_outage_s:
                     raise OutageError(
                         f"task {self.task.id}: {who} failed {attempt + 1} times, the last time: "
                         f"{error}"
                     ) from error
                 if attempt >= num_retries:
-                    _tell_outage(who, str(error), patience_s, now_s)
+                    _report_outage(who, str(error), max_outage_s, now_s)
                 wanted_s = error.retry_after_s
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
-            most_s = max(MAX_DELAY_S, min(wanted_s, patience_s))
+            most_s = max(MAX_DELAY_S, min(wanted_s, max_outage_s))
             delay_s = backoff_s(
                 attempt, key, first_s=FIRST_DELAY_S, max_s=most_s, at_least_s=wanted_s
             )
@@ -381,8 +381,8 @@ class ToolEnv:
         raise AssertionError
 
     async def _close_states(self, states: Mapping[str, Any]) -> None:
-        """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for those that do not close,
-        and a bug of a tool, after the others are closed."""
+        """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for states that do not close,
+        and the CrashError of a tool, after the others are closed."""
 
         async def close(name: str, state: Any) -> str:
             late, now = TimeoutError(), asyncio.get_running_loop().time
@@ -400,7 +400,7 @@ class ToolEnv:
             *(close(name, state) for name, state in owned if has_close(self.tools[name])),
             return_exceptions=True,
         )
-        for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
+        for outcome in outcomes:  # only now, so that one bad tool does not leave others open
             if isinstance(outcome, BaseException):
                 raise outcome
         problems = "; ".join(str(outcome) for outcome in outcomes if outcome)
@@ -429,26 +429,26 @@ async def call_in_time(
     if clock is None:
         with working(WorkClock()):
             return await call_in_time(timeout_s, tool, arguments, state)
-    # Whether the tool is down is known when the call ends. Until then no other deadline of the
-    # rollout passes; this one does, since it asks for the time alone and not for a doubt.
+    # Only the end of the call shows whether the tool is down. Until then, other deadlines of the
+    # rollout are deferred; this one is not, since it uses the time without deferrals.
     late = Deadline(
         clock() + timeout_s, clock.__call__, lambda: InfraError(f"no result within {timeout_s:g} s")
     )
-    with late, doing(f"the tool {tool.name!r}"), doubting(lambda: LOOK_AGAIN_S):
+    with late, doing(f"the tool {tool.name!r}"), deferring(lambda: DEFER_S):
         return await guarded(
             _called(tool, arguments, state),
             lambda: f"the tool {tool.name!r}, called with {arguments},",
         )
 
 
-def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> None:
-    """Report the outage, once a minute for all waiting rollouts."""
+def _report_outage(who: str, problem: str, max_outage_s: float, now_s: float) -> None:
+    """Log the outage, once a minute for all waiting rollouts."""
     reported: dict[str, float] = shared("outages reported", dict)
-    if now_s - reported.get(who, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S:
+    if now_s - reported.get(who, -REPORT_S) >= REPORT_S:
         reported[who] = now_s
         logger.warning(
             "%s fails; retrying for up to %g s: %s",
-            *(who, patience_s, problem),
+            *(who, max_outage_s, problem),
             extra=SHOWN,
         )
 
@@ -456,7 +456,7 @@ def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> Non
 async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResult:
     try:
         result = await tool.call(arguments, state)
-    except TimeoutError as error:  # what it asked is slow
+    except TimeoutError as error:  # a service of the tool is slow
         raise InfraError(f"TimeoutError: {error}") from error
     except Exception as error:
         known = meaning(error) or error
@@ -483,7 +483,7 @@ def _kept(found: Any) -> Any:
 
 
 async def printable_text(text: str) -> str:
-    """`printable`, which yields to the event loop between pieces of a long text."""
+    """`printable`, yielding to the event loop between pieces of a long text."""
     if text.isascii():
         return text
     pieces = list[str]()

@@ -61,8 +61,8 @@ T = TypeVar("T")
 
 
 class Tool(Protocol):
-    """One tool. `schema` is the JSON schema of its arguments. In the tag protocol the text between
-    the tags is the only argument; several arguments are a JSON object.
+    """One tool. `schema` is the JSON schema of its arguments. In the tag protocol, the text between
+    the tags is the single argument, or a JSON object with several arguments.
 
     A tool may have a method `async def prepare(self)`, awaited before each episode, that prepares
     shared resources once and raises ConfigError if the tool cannot work, and a method `async def
@@ -81,7 +81,7 @@ class Tool(Protocol):
     def fork_mode(self) -> ForkMode: ...
 
     def start(self, seed: int | None) -> Any:
-        """The state of a new episode; must be cheap, since many episodes never call the tool."""
+        """The state of a new episode; must be cheap, since many episodes do not call the tool."""
         ...
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
@@ -99,10 +99,10 @@ class Tool(Protocol):
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """A source of tools that are only known after a request, such as a tool server."""
+    """A source of tools that are known only after a request, such as a tool server."""
 
     async def load(self) -> Sequence[Tool]:
-        """The tools, the same ones each time. Raises ConfigError if loading fails."""
+        """The tools; each call returns the same objects. Raises ConfigError if loading fails."""
         ...
 
 
@@ -189,24 +189,25 @@ async def prepare_tool(tool: Tool) -> None:
         raise ConfigError(f"the tool {tool.name!r} cannot be prepared: {error}") from error
     except InfraError as error:
         found = named(f"the tool {tool.name!r} cannot be prepared", error)
-        found.args = (f"{found}; is the service up, and its address right?",)
+        found.args = (f"{found}; check that the service runs and that its address is right",)
         raise found from error
     except ConfigError as error:
         raise named(f"the tool {tool.name!r} cannot be prepared", error) from error
-    finally:  # behind what `prepare` shares, and so closed before it
+    finally:  # registered after the resources of `prepare`, and so closed before them
         if release is not None:
             shared(("release", id(tool)), lambda: _Release(tool.name, release))
 
 
 class _Release:
-    """Closed with the shared resources. Keeps the tool alive, whose id is the key."""
+    """Releases a tool when shared resources are closed. Keeps the tool alive, since its id is the
+    key."""
 
     def __init__(self, name: str, release: Callable[[], Awaitable[None]]) -> None:
         self._name = name
         self._release = release
 
     async def close(self) -> None:
-        """What it raises, or does not end, keeps nothing else from being closed."""
+        """Errors and hangs of the release do not prevent other resources from being closed."""
         who = f"the release of the tool {self._name!r}"
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -227,7 +228,7 @@ def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """A schema with its references inlined; a recursive one stays open."""
+    """A schema with its references inlined; a recursive reference becomes an open schema."""
     if isinstance(schema, list):
         return [inlined(one, definitions, within) for one in schema]
     if not isinstance(schema, dict):
@@ -362,8 +363,8 @@ _WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
 
 
 class Toolbox:
-    """The tools of an episode: `tools` and their `limits` by name, and the sources that `load` asks
-    for theirs."""
+    """The tools of an episode: `tools` and their `limits` by name, and the sources that `load`
+    queries."""
 
     def __init__(
         self,
@@ -387,7 +388,7 @@ class Toolbox:
 
     def add(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
         """Add a tool, or a source of tools. Raises ConfigError for a duplicate name."""
-        if hasattr(tool, "load"):  # isinstance would look through both classes in each episode
+        if hasattr(tool, "load"):  # faster than isinstance with protocols, for each episode
             self._sources.append((cast(ToolSource, tool), limits or ToolLimits()))
             return
         if tool.name in self.tools:
@@ -432,7 +433,7 @@ class Toolbox:
         return [(name, tool) for name, tool in self.tools.items() if not state_of(tool)]
 
     def share(self, states: dict[str, Any]) -> None:
-        """Share states with the tools that name another tool's."""
+        """Give tools with `state_of` the state of the other tool."""
         for name, tool in self.tools.items():
             if of := state_of(tool):
                 states[name] = states[of]
@@ -448,7 +449,7 @@ class Toolbox:
 def load_tools(
     configs: Sequence[ToolConfig], resolve: Callable[[str], Any] = str
 ) -> list[ChosenTool]:
-    """The tools of a configuration: created, or the name of a tool of the environment. `resolve`
+    """The tools of a configuration: an object, or the name of a tool of the environment. `resolve`
     expands "{run}" in text arguments.
     """
     chosen: list[ChosenTool] = []

@@ -1,13 +1,13 @@
 """The trajectory tree: one object from the first token to the gradient.
 
     root: the prompt                         nodes[0], no action
-    +-- turn: action + observation           a node = what the policy sampled, then what the env
-    |   +-- turn: action (leaf)              answered
+    +-- turn: action + observation           a node = the policy's sampled action, then the
+    |   +-- turn: action (leaf)              env's answer
     |   +-- turn: action (leaf, a fork)      a fork is a second child of the node that holds the
     +-- turn: action (leaf)                  tool result
 
-Each token is stored once, in packed arrays: 12 bytes one that was sampled, 4 one that was observed.
-Trajectories, prefixes, masks, returns and staleness are derived by walking.
+Each token is stored once, in packed arrays: 12 bytes for a sampled token, 4 for an observed one.
+Trajectories, prefixes, masks, returns and staleness are derived by traversal.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from agentenv.types import Info, Limit, Task, VersionSpan
 from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
-LED = "led_calls"  # of Node.info: tool calls taken again to lead an environment to the turn
-# Of the root's info, where a tree begins after given turns, or was to but its environment answered
-# otherwise.
+LED = "led_calls"  # in Node.info: tool calls that were replayed to reach the turn
+# In the root's info: given turns after which the tree begins; or those that could not be replayed,
+# since the environment's answers differed.
 GIVEN, REFUSED = "given", "refused_start"
 CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 
@@ -56,7 +56,7 @@ def _packed(code: str, values: Any) -> Any:
 
 
 class Prefix(Sequence[int]):
-    """The tokens that a turn extends: those of a path, whose arrays it shares."""
+    """The tokens before a turn: those of a path, whose arrays it shares."""
 
     __slots__ = ("_size", "parts")
 
@@ -65,7 +65,7 @@ class Prefix(Sequence[int]):
         self._size = sum(map(len, parts))
 
     def plus(self, ids: Ids) -> Prefix:
-        """This prefix with the tokens `ids` behind it."""
+        """This prefix followed by the tokens `ids`."""
         longer = Prefix.__new__(Prefix)
         longer.parts = (*self.parts, ids)
         longer._size = self._size + len(ids)
@@ -101,7 +101,7 @@ class Prefix(Sequence[int]):
     __hash__ = None  # type: ignore[assignment]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """For numpy, int32 unless it asks for another type."""
+        """For numpy, int32 unless it requests another type."""
         import numpy as np
 
         return np.asarray(self.joined(), dtype)
@@ -111,12 +111,12 @@ class Node(Struct):
     """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
-    "0.2+1" for the first fork taken from branch "0" after its second turn. `num_forks` is how many
-    siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
+    "0.2+1" for the first fork from branch "0" after its second turn. `num_forks` is the number of
+    siblings that the plan started at this node, None if it made no decision. A leaf has `end`; a
     truncated one also `limit`, a failed one `error`. A trajectory may continue in a new context,
     such as a shorter one: its prompt is a node without a parent, and `continues` is the index of
-    the last node of the context before. Its `info` has the `kind` of the context, and with
-    `discards` the nodes that the program of the branch threw away by it.
+    the last node of the previous context. Its `info` has the `kind` of the context, and in
+    `discards` the nodes that the branch's program discarded with it.
     """
 
     index: int
@@ -171,8 +171,8 @@ class Start(Struct, array_like=True):
 
 
 class Order(Struct, array_like=True):
-    """What is decided of a tree before it begins, beside its task: where (None: at the question),
-    and `facts` of its root's info, for its plan."""
+    """The decisions before the start of a tree, in addition to its task: the start (None: at the
+    question), and `facts` for its root's info, which its plan uses."""
 
     start: Start | None = None
     facts: Info = {}
@@ -202,8 +202,8 @@ class Trajectory:
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """Prompt, then action and observation of each turn: exactly what the engine saw, one
-        context after the other."""
+        """Prompt, then action and observation of each turn: exactly the engine's input and output,
+        one context after the other."""
         return [token for node in self.path for token in node.action_ids + node.observation_ids]
 
     @cached_property
@@ -225,16 +225,16 @@ class Trajectory:
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls along the path; calls on a shared prefix count in each trajectory through it."""
+        """Calls along the path; those on a shared prefix count for each trajectory."""
         return sum(len(node.info.get("tool_calls", ())) for node in self.path)
 
 
 class Scored(Struct, array_like=True):
-    """The learner's results for the tokens of a node's action, one entry each or none at all.
+    """The learner's results for the tokens of a node's action: one entry per token, or empty.
 
-    `proximal` are log-probs under the weights before the update, nan where those of the engine were
-    taken for them; `logprobs` those under which the token was trained first; `entropies` go with
-    `proximal` where the node has those of the engine. Nats, float32.
+    `proximal` has the log-probs under the weights before the update, nan where the engine's replace
+    them; `logprobs` those at the token's first training; `entropies` belong to `proximal`, while
+    the node has the engine's. Nats, float32.
     """
 
     proximal: Nats = field(default_factory=lambda: array("f"))
@@ -249,11 +249,10 @@ class Scored(Struct, array_like=True):
 class TrajectoryTree(Struct):
     """All trajectories of one task. `index` is its place in start order; nodes[0] is the root.
 
-    `num_started` counts the trajectories of the budget that are taken: begun and not given back
-    by a failure; `num_roots` those of them that began from scratch; `num_live` those still
-    growing; `num_retries` failures replaced by a fresh root, `num_retaken` turns and steps that
-    were taken again on their branch. The actor keeps these counts. `scored` has an entry per node
-    once the tree is trained.
+    `num_started` counts the used trajectories of the budget: begun, and not returned by a failure;
+    `num_roots` those of them that began from scratch; `num_live` the growing ones; `num_retries`
+    failures replaced by a fresh root; `num_retaken` retried turns and steps. The actor keeps these
+    counts. `scored` has an entry per node once the tree is trained.
 
     A tree may begin after turns of an earlier trajectory (agentenv/given.py): they are context, a
     part of the root's observation, whose info has their sizes.
@@ -261,7 +260,7 @@ class TrajectoryTree(Struct):
 
     task: Task
     index: int = 0
-    policy_version: int = 0  # of the engine when the rollout started
+    policy_version: int = 0  # the engine's at the start of the rollout
     nodes: list[Node] = []
     num_started: int = 0
     num_roots: int = 0
@@ -276,7 +275,7 @@ class TrajectoryTree(Struct):
 
     @property
     def given(self) -> list[GivenTurn]:
-        """The turns after which it begins, which nobody took here."""
+        """The given turns after which the tree begins."""
         sizes = self.root.info.get(GIVEN, {}).get("turns", ())
         ids, found = self.root.observation_ids, list[GivenTurn]()
         at = len(ids) - sum(map(sum, sizes))
@@ -314,9 +313,9 @@ class TrajectoryTree(Struct):
         return path[::-1]
 
     def history(self, node: Node) -> list[Node]:
-        """All nodes that led to `node`: the path to it, behind those of the contexts that it
-        continues; of a captured program also its other contexts, in the order in which they grew,
-        without what it discarded."""
+        """All nodes before and including `node`: its path, preceded by the contexts that it
+        continues; for a captured program also its other contexts, in order of growth, without
+        discarded ones."""
         path = self.path(node)
         if not self.is_captured:
             while path[0].continues is not None:
@@ -330,11 +329,11 @@ class TrajectoryTree(Struct):
 
     @property
     def is_captured(self) -> bool:
-        """Whether branches have contexts of the kinds that a captured program opens."""
+        """Whether branches have the kinds of contexts of a captured program."""
         return any("context" in node.info for node in self.nodes)
 
     def _taken(self, branch: str) -> list[Node]:
-        """The nodes that a branch took, those from before it forked too, in order."""
+        """The nodes of a branch, including those before its fork, in order."""
         own = [node for node in self.nodes if node.branch == branch]
         first = own[0] if own else self.root
         if "+" not in branch or first.parent is None:
@@ -355,17 +354,17 @@ class TrajectoryTree(Struct):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether a user cancelled it."""
+        """Whether a user cancelled the tree."""
         return any((leaf.error or "").startswith(f"{CANCELLED}:") for leaf in self.failures())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens stored, each shared one once."""
+        """Stored tokens; shared ones count once."""
         return sum(len(node.action_ids) + len(node.observation_ids) for node in self.nodes)
 
     @property
     def num_action_tokens(self) -> int:
-        """Sampled tokens, each shared one once."""
+        """Sampled tokens; shared ones count once."""
         return sum(len(node.action_ids) for node in self.nodes)
 
     @property
@@ -374,7 +373,7 @@ class TrajectoryTree(Struct):
         return sum(node.num_forks or 0 for node in self.nodes)
 
     def oldest_version(self) -> int:
-        """The oldest policy version that chose a token of this tree; staleness counts from it."""
+        """The oldest policy version that sampled a token of this tree; staleness counts from it."""
         versions = [span.version for node in self.nodes for span in node.version_spans]
         return min(versions, default=self.policy_version)
 

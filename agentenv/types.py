@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 
-SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row brings along
+SYSTEM_KEY = "system_prompt"  # in Task.metadata: the system prompt of a row
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,8 +117,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 
 
-UNKNOWN_TOOL = "unknown"  # replaces any name of a tool that does not exist
-MALFORMED_CALL = "<malformed>"  # name of a call that cannot be read; arguments["problem"] says why
+UNKNOWN_TOOL = "unknown"  # replaces the names of tools that do not exist
+MALFORMED_CALL = "<malformed>"  # name of an invalid call; arguments["problem"] has the reason
 
 
 class ToolCall(Struct, frozen=True):
@@ -129,8 +129,8 @@ class ToolCall(Struct, frozen=True):
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """A sampled turn, for an environment that passes it to a program: its reasoning, its text
-    besides reasoning and calls, its finish reason, and its tokens.
+    """A sampled turn, for an environment that passes it to an agent program: its reasoning, its
+    text without reasoning and calls, its finish reason, and its token counts.
     """
 
     thoughts: str
@@ -144,9 +144,9 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 class Message(Struct, frozen=True, omit_defaults=True):
     """A message between envs and the policy; tokens exist only in the actor and its renderer.
 
-    An assistant message keeps the text as the policy wrote it in `content` (tags included) and
-    the calls parsed from it in `tool_calls`. A tool result has role "tool" and the tool's `name`.
-    `turn` is there in actions for an environment that has given a `NextTurn`.
+    An assistant message has the policy's text in `content` (tags included) and the parsed calls in
+    `tool_calls`. A tool result has role "tool" and the tool's `name`. `turn` is set in actions for
+    an environment that returned a `NextTurn`.
     """
 
     role: Role
@@ -164,12 +164,11 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
 
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
-    is its whole context; a number stands for the tokens of the turn of the branch with that number,
-    from 0. Where these tokens extend those of an earlier turn that nothing has answered yet, it
-    continues from there; else they open a context of the `kind`, for the `cause`. `discards` are
-    turns that the program has thrown away by it: they are stored and not trained. `tools`: those of
-    the call, if they are others than before. `stop` and `max_tokens` (0: no limit of its own) are
-    what the program asks of the turn.
+    is its whole context; a number n stands for the tokens of the branch's turn n (from 0). If these
+    tokens extend those of an earlier unanswered turn, it continues there; otherwise they open a
+    context of the `kind`, for the `cause`. `discards` lists turns that the program discards: they
+    are stored, but not trained. `tools`: those of the call, if they changed. `stop` and
+    `max_tokens` (0: no own limit) are the program's requirements for the turn.
     """
 
     prompt: tuple[Message | int, ...] = ()
@@ -225,7 +224,7 @@ class SamplingParams(Struct, frozen=True):
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a completion were chosen by the logits of policy `version`."""
+    """Tokens [start, end) of a completion were sampled by policy `version`."""
 
     version: int
     start: int
@@ -233,7 +232,7 @@ class VersionSpan(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True):
-    """Newly sampled tokens of a request that is still running; lists of equal length."""
+    """New tokens of a running request; lists of equal length."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -243,12 +242,12 @@ class Chunk(Struct, frozen=True):
 class Completion(Struct):
     """One sampled turn; the first three lists have one entry per sampled token.
 
-    logprobs and entropies are in nats, of the distribution that was sampled from (after
-    temperature). `entropy_kind` says whether entropies are exact over the vocabulary or a lower
-    bound from the top-k log-probabilities plus the remainder. `stop` is the stop string that
-    ended the turn; with finish_reason "stop" and `stop` None an end-of-sequence token did, and
-    it is the last of `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values
-    came from a prefix cache of the same policy version.
+    logprobs and entropies are in nats, of the sampling distribution (after temperature).
+    `entropy_kind` states whether entropies are exact over the vocabulary, or a lower bound from the
+    top-k log-probabilities plus the remainder. `stop` is the stop string that ended the turn; with
+    finish_reason "stop" and `stop` None, an end-of-sequence token ended it, which is the last of
+    `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values came from a prefix
+    cache of the same policy version.
     """
 
     token_ids: list[int]

@@ -6,8 +6,8 @@ calls, files.
     except ForeignError as error:
         raise InfraError(f"{name}: {error}; expected a list of rows") from error
 
-Who asked gives the failure its name: a ToolError that the policy reads, infrastructure, or a
-mistake in a file or a configuration. One that is left as it is fails a rollout and ends no run.
+The caller converts the failure: to a ToolError that the policy reads, to an InfraError, or to an
+error of a file or a configuration. An unconverted one fails its rollout, not the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from msgspec.structs import replace
 
 from agentenv.errors import ForeignError
 
-# Levels of nesting. Deeper values could be decoded, and then end whatever walks them by recursion
-# (an encoder, a template, `repr`), depending on how deep its own stack is.
+# Levels of nesting. Deeper values could be decoded, but would exceed the recursion limit of code
+# that traverses them (an encoder, a template, `repr`), depending on its stack.
 MAX_DEPTH = 100
 MAX_ROW_CHARS = 1 << 20
 
@@ -44,8 +44,8 @@ def decode(data: bytes | bytearray | str, kind: type[T], *, packed: bool = ...) 
 @overload
 def decode(data: bytes | bytearray | str, kind: Any, *, packed: bool = ...) -> Any: ...
 def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = False) -> Any:
-    """JSON, or MessagePack if `packed`, as a value of `kind`. Raises ForeignError, and nothing
-    else, whatever the data are."""
+    """JSON, or MessagePack if `packed`, as a value of `kind`. Raises only ForeignError, for any
+    data."""
     try:
         if isinstance(data, str):
             data = data.encode()
@@ -59,7 +59,7 @@ def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = Fal
 
 
 def decode_first(text: str, start: int = 0) -> tuple[Any, int]:
-    """The value of JSON that begins at `start`, whatever follows it, and where it ends. Raises
+    """The JSON value at `start`, regardless of the text after it, and its end offset. Raises
     ForeignError."""
     try:
         end = _FIRST.raw_decode(text, start)[1]
@@ -76,12 +76,12 @@ _FIRST = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse
 
 
 def decode_loose(text: bytes | str) -> Any:
-    """JSON as Python's own encoder writes it, with NaN, for files of others. What is larger than a
-    row ever is, is not looked through for its depth. Raises ForeignError."""
+    """JSON as Python's encoder writes it, with NaN, for files of other programs. The depth of
+    values that are larger than any row is not checked. Raises ForeignError."""
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:  # which may be half of a surrogate pair
+        if "\\ud" in text or "\\uD" in text:  # it may be a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
         if len(text) <= MAX_ROW_CHARS:
             _check_depth(text.encode())
@@ -99,7 +99,7 @@ def decode_python(text: str) -> Any:
 
 
 def convert(value: Any, kind: type[T], *, strict: bool = True) -> T:
-    """A value that was decoded before, as one of `kind`. Raises ForeignError."""
+    """Convert a decoded value to `kind`. Raises ForeignError."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except (ValueError, RecursionError, OverflowError) as error:
@@ -115,8 +115,8 @@ def decode_text(data: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair, which no encoder and no
-    tokenizer takes."""
+    """The text with a question mark for each lone surrogate, which encoders and tokenizers
+    reject."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -126,8 +126,8 @@ def printable(text: str) -> str:
 
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
-    """The decoder of a type, and whether it has a field that accepts any JSON,
-    nested as it likes."""
+    """The decoder of a type, and whether the type has a field for arbitrary JSON, nested to any
+    depth."""
     if packed:
         return msgspec.msgpack.Decoder(kind).decode, False
     return msgspec.json.Decoder(kind).decode, "AnyType()" in repr(msgspec.inspect.type_info(kind))
@@ -137,7 +137,7 @@ def _check_depth(data: bytes | bytearray) -> None:
     """Raises ValueError for JSON that is nested too deeply."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
-    # every second piece between quotes is a text, once the quotes within texts are gone
+    # without escaped quotes, every second piece between quotes is a string
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
     brackets = b"".join(bare.split(b'"')[::2]).translate(_STEPS)
     if max(accumulate(memoryview(brackets).cast("b")), default=0) > MAX_DEPTH:
@@ -149,8 +149,8 @@ def _reason(error: Exception) -> str:
 
 
 def packed(value: Struct | dict[str, Any]) -> bytes:
-    """The value as MessagePack that its type can be read from again, arrays as bytes, whatever an
-    env or a policy has put into it: see `packable`; other types of theirs go as their text."""
+    """The value as MessagePack, arrays as bytes. Values of envs and policies are converted by
+    `packable`; unknown types become text."""
     try:
         return _encode(value)
     except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
@@ -158,9 +158,8 @@ def packed(value: Struct | dict[str, Any]) -> bytes:
 
 
 def packable(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """The value with lone surrogates, which are no characters, written as escapes, integers of
-    over 64 bits and keys of any type as text, and what is nested too deeply, or in itself, as its
-    text. `above`: what it is nested in."""
+    """The value with lone surrogates escaped, with integers over 64 bits, keys of other types, and
+    recursive or too deeply nested values as text. `above`: the ids of its containers."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int) and value.bit_length() > 63:
@@ -179,10 +178,10 @@ def packable(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _text(value: object) -> str:
-    """As the value says itself, if that can be."""
+    """The value's own text, if it can be computed."""
     try:
         return str(value)
-    except Exception:  # whatever it raises
+    except Exception:  # a user's `__str__` may raise anything
         return f"<{type(value).__name__}>"
 
 
@@ -190,13 +189,13 @@ def _simple(value: object) -> object:
     return value.tobytes() if isinstance(value, array) else _text(value)
 
 
-# With an order, keys that are no text are an error.
+# A deterministic order is an error for keys that are not texts.
 _encode = msgspec.msgpack.Encoder(enc_hook=_simple, order="deterministic").encode
 _encode_any = msgspec.msgpack.Encoder(enc_hook=_simple).encode
 
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is one of
+_TYPES: tuple[tuple[str, type], ...] = (  # bool first, since it is a subclass of int
     ("boolean", bool),
     ("integer", int),
     ("number", int),
@@ -208,8 +207,8 @@ _TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is o
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value that a text means to a parameter of this schema: JSON of a type that it has, else
-    the text itself, of which the tool says what is wrong with it."""
+    """The value of a text for a parameter of this schema: JSON of an allowed type, else the text
+    itself, which the tool then rejects."""
     types = schema_types(schema)
     if types == {"string"}:
         return text
@@ -226,7 +225,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def schema_types(schema: Any) -> set[str]:
-    """The JSON types that a schema of a parameter allows; none if it does not say."""
+    """The JSON types that a parameter's schema allows; empty if it does not state them."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type") or ()

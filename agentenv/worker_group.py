@@ -1,8 +1,8 @@
 """Workers and their groups: handshake, heartbeat, shutdown.
 
 worker                          supervisor
-Hello, token     ----->         Reception: who knows the token is admitted
-                 <-----         the frame that sets the worker up
+Hello, token     ----->         Reception: admits a worker that knows the token
+                 <-----         the setup of the worker
 Ready or Refusal ----->
 messages, beats  ----->         WorkerGroup.join, until the worker is gone
                  <-----         messages
@@ -30,9 +30,9 @@ from agentenv.link import Link
 
 BEAT_S = 1.0  # between heartbeats
 HELLO_S = 30.0  # from a connection to its Hello
-HELLO_BYTES = 4096  # of a frame, until its sender is known
+HELLO_BYTES = 4096  # limit of a frame before authentication
 LAST_S = 20.0  # for workers to end after a close
-NUM_LOSSES, NUM_TRIALS = 2, 3  # of PoisonTasks
+NUM_LOSSES, NUM_TRIALS = 2, 3  # see PoisonTasks
 
 
 class Hello(Struct, array_like=True, frozen=True):
@@ -49,7 +49,7 @@ class Ready(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Refusal(Struct, array_like=True, frozen=True, tag=2):
-    """The worker cannot be set up: an error (`named`)."""
+    """The error of a failed setup (`named`)."""
 
     kind: str
     text: str
@@ -57,7 +57,7 @@ class Refusal(Struct, array_like=True, frozen=True, tag=2):
 
 @cache
 def own_code() -> str:
-    """A digest of this project's sources on this machine; equal digests are equal code."""
+    """A digest of this project's sources on this machine; equal digests mean equal code."""
     digest = hashlib.blake2b(digest_size=6)
     sources = (
         Path(folder, file)
@@ -70,11 +70,11 @@ def own_code() -> str:
 
 
 class WorkerSpec(NamedTuple):
-    """The workers of one kind: the module that each runs, its name before its number, a noun for
-    people, their number, and the configuration table with the bounds. The rest is for placements
-    that may have to wait: how many must be there at the start, for how long there may be none, the
-    port of this process (0: any), variables to pass on, resources of each, the interpreter, and
-    whether they see the GPUs."""
+    """The workers of one kind: their module, the prefix of their names, a noun for messages, their
+    number, their limits, and the configuration table. The rest is for placements that may wait: the
+    minimum number at the start, the longest time without any, the port of this process (0: any),
+    environment variables to pass, resources of each, the interpreter, and whether they see the
+    GPUs."""
 
     module: str
     name: str
@@ -106,8 +106,8 @@ read_first = msgspec.msgpack.Decoder(Ready | Refusal).decode
 
 
 class Reception:
-    """Listens for processes that connect. Each has HELLO_S to send a frame that `read` decodes,
-    with the `token`; `admit` takes it and its link, or returns False."""
+    """Listens for connecting processes. Each must send, within HELLO_S seconds, a frame that `read`
+    decodes, with the `token`; `admit` takes it and its link, or returns False."""
 
     def __init__(
         self, token: str, read: Callable[[bytes], Any], admit: Callable[[Any, Link], bool]
@@ -118,7 +118,7 @@ class Reception:
 
     @property
     def port(self) -> int | None:
-        """Where it listens; None before `open`."""
+        """The port on which it listens; None before `open`."""
         if self._server is None or not self._server.sockets:
             return None
         return int(self._server.sockets[0].getsockname()[1])
@@ -132,17 +132,17 @@ class Reception:
                 waiting.add(transport)
                 super().connection_made(transport)
 
-        # Not serving yet: a cancellation while it begins to would leave the socket open.
+        # Not serving yet: a cancellation during the start would leave the socket open.
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Arriving(asyncio.StreamReader(), self._accept), host, port, start_serving=False
         )
         await self._server.start_serving()
 
     def close(self) -> None:
-        """Stop listening; connections that were not admitted break. Idempotent."""
+        """Stop listening, and close connections that were not admitted. Idempotent."""
         if self._server is not None:
             self._server.close()
-        while self._waiting:  # also those whose task has not begun
+        while self._waiting:  # including those whose task has not started
             self._waiting.pop().close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,8 +162,8 @@ class Reception:
 
 
 def named(error: BaseException) -> tuple[str, str]:
-    """Kind and text of an error, the first one of a group, to travel. The kind is the name of its
-    nearest base in `agentenv.errors`; empty: a bug, whose text is the traceback."""
+    """Kind and text of an error for the wire; of a group, its first error. The kind is the name of
+    the nearest base in `agentenv.errors`; empty: a bug, whose text is the traceback."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if not isinstance(error, AgentEnvError):
@@ -173,7 +173,7 @@ def named(error: BaseException) -> tuple[str, str]:
 
 
 def raised(kind: str, text: str) -> Exception:
-    """The error again; a bug as a RuntimeError."""
+    """The error from kind and text; a bug becomes a RuntimeError."""
     if not kind:
         return RuntimeError(f"in a rollout worker:\n{text}")
     found: Any = getattr(errors, kind, AgentEnvError)
@@ -182,8 +182,8 @@ def raised(kind: str, text: str) -> Exception:
 
 
 async def serve(link: Link, take: Callable[[bytes], None], beat: Callable[[], bytes]) -> None:
-    """In a worker: give each frame to `take` and send `beat()` every BEAT_S, until the other end
-    is gone."""
+    """In a worker: pass each frame to `take`, and send `beat()` every BEAT_S seconds, until the
+    link ends."""
 
     async def beats() -> None:
         while True:
@@ -205,13 +205,13 @@ class Worker:
 
     def __init__(self, name: str, link: Link) -> None:
         self.name, self.link = name, link
-        self.heard = asyncio.get_running_loop().time()  # its last frame
+        self.last_frame_s = asyncio.get_running_loop().time()  # its last frame
         self.is_hanging = False
 
 
 class Left(NamedTuple):
-    """How a worker left: the reason, the number of jobs it ended, and where the rest goes; whether
-    the end was announced, and whether unfinished work has come further."""
+    """The end of a worker: the reason, the number of jobs it finished, the destination of the
+    rest, whether the end was announced, and whether unfinished work made progress."""
 
     why: str
     num_ended: int
@@ -224,9 +224,9 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerGroup(Generic[W]):
-    """A group of workers of one kind; each is served by a `join` of its own. A worker that
-    sends nothing for `silence_s` hangs and is given up;
-    None: a worker may be silent. `read` decodes a frame, `report` takes sentences for people."""
+    """A group of workers of one kind; a separate `join` serves each. A worker that sends nothing
+    for `silence_s` seconds counts as hung and is dropped (None: no limit). `read` decodes a frame;
+    `report` takes messages for the user."""
 
     read: Callable[[bytes], Any]
     silence_s: float | None = None
@@ -235,34 +235,34 @@ class WorkerGroup(Generic[W]):
         self.num_lost = 0
         self.report = report
         self.workers: dict[str, W] = {}
-        self.changed = asyncio.Event()  # a worker came or went
-        self.reason = ""  # why no worker will come any more
+        self.changed = asyncio.Event()  # a worker joined or left
+        self.reason = ""  # set when no more workers will join
         self._is_closed = False
 
-    # For each kind of workers
+    # Overridden for each kind of workers
 
     def make_worker(self, name: str, link: Link) -> W:
         raise NotImplementedError
 
     def joined(self, worker: W) -> None:
-        """A worker has come."""
+        """A worker has joined."""
 
     def take(self, worker: W, message: Any) -> None:
         """Handle a message of a worker."""
         raise NotImplementedError
 
     def left(self, worker: W, why: str) -> Left:
-        """How a worker left whose work has not moved yet."""
+        """Describe the end of a worker, before its work is moved."""
         return Left(why, 1, "")
 
     async def lost(self, worker: W, why: str) -> None:
         """A worker is gone; free or move its work."""
 
     def dismiss(self, worker: W) -> None:
-        """Ask a worker to end."""
+        """Request the end of a worker."""
         worker.link.close()
 
-    # Laws of all kinds
+    # Common to all kinds
 
     async def join(self, name: str, link: Link) -> Left:
         """Serve a worker until it is gone."""
@@ -277,12 +277,12 @@ class WorkerGroup(Generic[W]):
             loop = asyncio.get_running_loop()
             while True:
                 message = self.read(await link.receive())
-                worker.heard = loop.time()
+                worker.last_frame_s = loop.time()
                 self.take(worker, message)
         except (EOFError, msgspec.DecodeError) as error:
             why = str(error)
             if isinstance(error, msgspec.DecodeError):
-                why = f"it sent a message that cannot be read ({error})"
+                why = f"it sent an invalid message ({error})"
             elif worker.is_hanging:
                 why = f"no heartbeat for {self.silence_s:g} s"
             return self.left(worker, why)
@@ -294,25 +294,25 @@ class WorkerGroup(Generic[W]):
             await self.lost(worker, why)
 
     async def _listen(self, worker: W) -> None:
-        """Break the link of a worker that hangs. This loop hears late after it was blocked itself:
-        two polls in a row must find silence."""
+        """Abort the link of a worker that hangs. Two polls in a row must find silence, since this
+        loop reads late after it was blocked itself."""
         if self.silence_s is None:
             return
         loop, is_late = asyncio.get_running_loop(), False
         while True:
             await asyncio.sleep(BEAT_S)
-            was_late, is_late = is_late, loop.time() - worker.heard > self.silence_s
+            was_late, is_late = is_late, loop.time() - worker.last_frame_s > self.silence_s
             if was_late and is_late:
                 worker.is_hanging = True
                 worker.link.abort()
 
     def end(self, reason: str) -> None:
-        """No worker will come any more."""
+        """Accept no more workers."""
         self.reason = reason
         self.changed.set()
 
     async def close(self) -> None:
-        """Let the workers end. Idempotent."""
+        """End the workers. Idempotent."""
         self.reason = self.reason or "the run ends"
         self._is_closed = True
         self.changed.set()
@@ -326,13 +326,13 @@ class WorkerGroup(Generic[W]):
 
 
 class PoisonTasks:
-    """Finds the tree that kills workers: a prompt that takes all memory, or a tool that crashes its
-    process, would take down one worker after the other.
+    """Finds trees that kill workers: a prompt that exhausts the memory, or a tool that crashes its
+    process, would take down one worker after another.
 
-    A tree is a poison task once its worker was lost NUM_LOSSES times in a row while it came no
-    further, as are the trees that grew beside it. Poison tasks are tried one at a time: one that
-    comes further is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task.
-    Trees are named by their indices.
+    A tree is suspicious once its worker was lost NUM_LOSSES times in a row without progress of the
+    tree, as are the trees that grew on the same worker. Suspicious trees are tried one at a time:
+    one that makes progress is cleared, and one whose worker is lost NUM_TRIALS more times is a
+    poison task. Trees are identified by their indices.
     """
 
     def __init__(self) -> None:
@@ -340,22 +340,21 @@ class PoisonTasks:
         self._tried: int | None = None
 
     def lost(self, index: int, *, has_come_further: bool) -> int:
-        """The worker of a tree was lost; how many were lost in a row while it came no
-        further."""
+        """Count the loss of a tree's worker; returns the consecutive losses without progress."""
         num = self._num_lost[index] = 0 if has_come_further else self.num_lost(index) + 1
         return num
 
     def recall(self, index: int, num_lost: int) -> None:
-        """An earlier process lost so many workers in a row with the tree."""
+        """Restore the consecutive losses of an earlier process."""
         if num_lost:
             self._num_lost[index] = num_lost
 
     def num_lost(self, index: int) -> int:
-        """Workers that were lost in a row with the tree."""
+        """The consecutive losses of the tree's workers."""
         return self._num_lost.get(index, 0)
 
     def admits(self, index: int) -> bool:
-        """Whether a tree may grow now; a poison task that may is on trial from then on."""
+        """Whether a tree may grow now; a suspicious tree that may is then on trial."""
         if self.num_lost(index) < NUM_LOSSES:
             return True
         if self._tried is None:
@@ -367,7 +366,8 @@ class PoisonTasks:
         return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
 
     def clears(self, index: int) -> bool:
-        """The tree progressed, or was cancelled. Whether another poison task may be tried."""
+        """The tree made progress, or was cancelled; returns whether another suspicious tree may be
+        tried."""
         self._num_lost.pop(index, None)
         if self._tried != index:
             return False

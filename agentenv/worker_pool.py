@@ -1,15 +1,15 @@
 """Worker pools: jobs that may hang, crash or exhaust memory, in killable processes.
 
     WorkerPool --- control socket ---> fork server: imports the handler once, forks on request
-        \\------- a socket each -----> workers: one job at a time, many one after the other
+        \\------- one socket each ---> workers: one job at a time, reused for many jobs
 
-A job is bounded in what it uses (CPU time, time asleep, memory), never in how long it waits for a
-slot or, on a busy machine, for a core: its outcome depends on the job and not on the load. A worker
-over a bound is killed by SIGKILL; its successor is a fork and costs milliseconds.
+The limits of a job are those of its use (CPU time, time asleep, memory), not of its waits for a
+slot or, on a busy machine, for a core: its outcome depends on the job, not on the load. SIGKILL
+ends a worker over a limit; its successor is a fork, which takes milliseconds.
 
-The fork server is a process of its own (`python -m agentenv.worker_pool`), so the host may hold
-threads, torch and a GPU. Host and fork server take all processes below them along when they die: a
-guard (agentenv/guard.py) would cost each pool a process more than the kernel's own signal does.
+The fork server is a separate process (`python -m agentenv.worker_pool`), so the host may have
+threads, torch and a GPU. When host or fork server dies, the kernel's parent-death signal ends all
+their children, which saves the process of a guard (agentenv/guard.py) for each pool.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from agentenv.link import Link, frame_of, receive_frame
 from agentenv.offload import check_outside
 from agentenv.untrusted import decode, packed
 
-START_TIMEOUT_S = 120.0  # of CPU time, and asleep, to import a handler from a cold disk
-MAX_ASLEEP_S = 60.0  # of a job that only computes: it waits for the disk at most
+START_TIMEOUT_S = 120.0  # CPU time and time asleep for importing a handler from a cold disk
+MAX_ASLEEP_S = 60.0  # for a computing job, which at most waits for the disk
 MAX_ANSWER_BYTES = 1 << 26
-CHECK_EVERY_S = 0.05  # at least, once a job is near its limits
-NICE = 1  # below the host, so that its event loop comes first
+CHECK_EVERY_S = 0.05  # minimum interval of checks, near the limits of a job
+NICE = 1  # lower priority than the host's event loop
 _PR_SET_PDEATHSIG = 1
 
 
 class JobError(Exception):
-    """A job gave no result, through its own fault; the text says which."""
+    """A job failed through its own fault, which the text describes."""
 
 
 class JobStoppedError(JobError):
-    """The job was killed at its limit."""
+    """The job exceeded its limit and was killed."""
 
 
 class JobDiedError(JobError):
-    """The process of the job ended, twice: a crash, an exit, or no memory left."""
+    """The process of the job ended twice: by a crash, an exit, or lack of memory."""
 
 
 class JobRaisedError(JobError):
@@ -65,11 +65,10 @@ class JobRaisedError(JobError):
 class WorkerPool:
     """Runs `handler` ("module:function", or a class made with `arguments`) in worker processes.
 
-    Payloads and results are of the types of MessagePack. At most `max_jobs` run at once (None: as
-    many as there are cores, and as half of the memory holds), the others queue. `memory_bytes`
-    bounds the address space of a worker, `max_asleep_s` the time of a job in which it does not
-    compute; `environment` is all that a worker sees of this process's (None: the whole). `name` is
-    that of the metrics.
+    Payloads and results have MessagePack types. At most `max_jobs` run at once (None: the number of
+    cores, limited by half of the memory); the others queue. `memory_bytes` limits the address space
+    of a worker, `max_asleep_s` the time in which a job does not compute; `environment` replaces the
+    environment variables (None: this process's). `name` is the prefix of the metrics.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class WorkerPool:
         self._num_jobs = self._num_killed = 0
 
     async def start(self) -> None:
-        """Start the fork server if there is none. ConfigError: the handler cannot be loaded;
-        InfraError: there is no process to be had."""
+        """Start the fork server if there is none. Raises ConfigError if the handler cannot be
+        loaded, and InfraError if no process can be started."""
         async with self._starting:
             if self._server is not None and self._server.alive():
                 return
@@ -121,9 +120,9 @@ class WorkerPool:
     async def run(self, payload: Any, limit_s: float) -> Any:
         """The handler's result, after at most `limit_s` seconds of CPU time.
 
-        Raises JobError, and InfraError where no process can be had. A job whose worker dies or
-        runs out of memory is tried once more in a fresh one: others may have used up what it
-        lacked.
+        Raises JobError, and InfraError if no process can be started. A job whose worker dies or
+        runs out of memory is retried once in a fresh worker, since other jobs may have used the
+        memory.
         """
         async with admitted(self._places, f"a worker slot for {self.handler}"):
             num_closed = self._num_closed
@@ -146,14 +145,14 @@ class WorkerPool:
             raise JobDiedError("the worker process died")
 
     def stats(self) -> dict[str, float]:
-        """Jobs so far, and those that were killed or whose process died."""
+        """The number of jobs, and of those that were killed or whose process died."""
         return {
             f"{self.name}/num_jobs": self._num_jobs,
             f"{self.name}/num_killed": self._num_killed,
         }
 
     def close(self) -> None:
-        """Kill the processes; idempotent, and the next job starts others."""
+        """Kill the processes; the next job starts new ones. Idempotent."""
         self._num_closed += 1
         self._drop_server()
 
@@ -163,7 +162,7 @@ class WorkerPool:
             server.close()
 
     async def _worker(self, *, fresh: bool) -> tuple[_ForkServer, _Worker]:
-        """A worker and its fork server, which is replaced once if it dies meanwhile."""
+        """A worker and its fork server, which is replaced once if it dies."""
         for last in (False, True):
             await self.start()
             server = self._server
@@ -180,8 +179,8 @@ class WorkerPool:
     async def _try(
         self, server: _ForkServer, worker: _Worker, payload: Any, limit_s: float
     ) -> dict[str, Any]:
-        """The answer of a worker; {"stopped": why} when it used too much, {} when it died. Only a
-        worker that gave a result takes another job."""
+        """The answer of a worker; {"stopped": reason} if it exceeded a limit, {} if it died. Only a
+        worker that returned a result is reused."""
         job = asyncio.ensure_future(worker.ask({"payload": payload}))
         healthy = False
         try:
@@ -201,8 +200,8 @@ class WorkerPool:
 async def _over_a_bound(
     job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
 ) -> float:
-    """Wait until a job is done, then 0.0; or the bound, in seconds of CPU time or asleep, that its
-    process has reached before. Time that it waits for a core counts as neither."""
+    """Wait until a job is done and return 0.0, or return the limit, in seconds of CPU time or of
+    time asleep, that its process has reached. Time that it waits for a core counts as neither."""
     loop = asyncio.get_running_loop()
     start, before = loop.time(), used()
     left_s = min(limit_s, max_asleep_s)
@@ -219,11 +218,11 @@ async def _over_a_bound(
 
 
 class _ServerDiedError(InfraError):
-    """A fork server died before it answered; another one may."""
+    """A fork server died before it answered; a new one may work."""
 
 
 class _ForkServer:
-    """The host's end of a fork server, and the workers of it that have nothing to do."""
+    """The host's end of a fork server, and its idle workers."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         check_outside("a worker process")
@@ -245,9 +244,9 @@ class _ForkServer:
         self.idle: list[_Worker] = []
 
     async def load(self, setup: dict[str, Any]) -> str:
-        """Have the handler imported; "" or why that cannot be."""
+        """Let it import the handler; returns "" or the error."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it died: then there is no answer either
+        with contextlib.suppress(OSError):  # it died, so that there is no answer either
             self._give(msgspec.msgpack.encode(setup))
             answer = await loop.sock_recv(self._control, 1 << 16)
             if answer:
@@ -255,13 +254,13 @@ class _ForkServer:
         raise InfraError(f"the worker process of {setup['handler']} died at its start")
 
     def _give(self, setup: bytes) -> None:
-        """By memory that both share: a setup may be larger than a packet."""
+        """Send the setup in shared memory, since it may be larger than a packet."""
         with open(os.memfd_create("setup"), "wb", buffering=0) as file:
             file.write(setup)
             socket.send_fds(self._control, [b"setup"], [file.fileno()])
 
     async def worker(self, *, fresh: bool) -> _Worker:
-        """A worker that waits for a job; a newly forked one if none is idle, or if `fresh`."""
+        """An idle worker, or a newly forked one if there is none or if `fresh`."""
         if self.idle and not fresh:
             return self.idle.pop()
         ours, theirs = socket.socketpair()
@@ -274,7 +273,7 @@ class _ForkServer:
             hello: dict[str, Any] = {}
             try:
                 socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-                theirs.close()  # so that its end is seen
+                theirs.close()  # so that its end is detected
                 async with asyncio.timeout(START_TIMEOUT_S):
                     hello = await worker.receive()
                 if not hello:
@@ -308,8 +307,7 @@ class _ForkServer:
 
 
 class Used(NamedTuple):
-    """Seconds of CPU time, and of waiting for a core: the present wait, of a process that is
-    runnable, is not in it yet."""
+    """Seconds of CPU time, and of waiting for a core (without the current wait)."""
 
     cpu_s: float
     delay_s: float
@@ -317,9 +315,10 @@ class Used(NamedTuple):
 
 
 def _used(pid: int) -> Used:
-    """The CPU time and waits of a process; zero, and asleep, where the kernel does not say."""
+    """The CPU time and waits of a process; zeros, and asleep, if the kernel does not report
+    them."""
     try:
-        with open(f"/proc/{pid}/stat") as file:  # first: what follows is then up to date
+        with open(f"/proc/{pid}/stat") as file:  # first, so that the later file is up to date
             state = file.read().rpartition(")")[2].split()[0]
         with open(f"/proc/{pid}/schedstat") as file:
             cpu_ns, delay_ns, _ = file.read().split()
@@ -338,7 +337,7 @@ class _Said(TypedDict, total=False):
 
 
 class _Worker:
-    """The host's end of one worker: its link, and a handle that outlives the pid."""
+    """The host's end of one worker: its link, and a handle that stays valid after its end."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -347,13 +346,13 @@ class _Worker:
         self.handle = -1
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message; {} when the worker is gone."""
+        """The answer to a message; {} if the worker is gone."""
         self._link.send(packed(message))
         self._link.flush()
         return await self.receive()
 
     async def receive(self) -> dict[str, Any]:
-        """One frame; {} when the worker is gone or sends what none of ours would."""
+        """One frame; {} if the worker is gone or sends an invalid frame."""
         with contextlib.suppress(EOFError, ForeignError):
             return cast(dict[str, Any], decode(await self._link.receive(), _Said, packed=True))
         return {}
@@ -378,11 +377,11 @@ Handler = Callable[[Any], Any]
 
 
 def main() -> None:
-    """The fork server: load the handler, then fork a worker for each socket that comes."""
+    """The fork server: load the handler, then fork a worker for each received socket."""
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # for the host, which then closes
+    for number in (signal.SIGINT, signal.SIGHUP):  # they end the host, which closes it
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave nothing to be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of workers
     control = socket.socket(fileno=os.dup(0))
     _, (given,), _, _ = socket.recv_fds(control, 16, 1)
     with open(given, "rb") as file:
@@ -397,7 +396,7 @@ def main() -> None:
         control.send(f"{type(error).__name__}: {error}"[:2000].encode("utf-8", "replace"))
         return
     gc.collect()
-    gc.freeze()  # so that the collector of a worker leaves the shared pages alone
+    gc.freeze()  # so that garbage collection in workers does not copy shared pages
     control.send(b"ready")
     while True:
         packet, fds, _, _ = socket.recv_fds(control, 16, 1)
@@ -413,12 +412,12 @@ def main() -> None:
                 try:
                     control.close()
                     _serve(handler, sock, setup["memory_bytes"])
-                finally:  # whatever happened, never go on as a second fork server
+                finally:  # a child must never continue as a second fork server
                     os._exit(0)
 
 
 def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> None:
-    """The life of a worker: job after job, until the host closes its end."""
+    """The loop of a worker: job after job, until the host closes its end."""
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a handler may start programs
     os.nice(NICE)
@@ -436,13 +435,13 @@ def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> N
 
 
 def _send(sock: socket.socket, message: dict[str, Any]) -> None:
-    """Values that MessagePack does not know become text."""
+    """Send a frame; values of unknown types become text."""
     sock.sendall(frame_of(packed(message)))
 
 
 def _most_jobs(memory_bytes: int | None) -> int:
-    """As many as there are cores, as long as they fit into half of this machine's memory if each
-    takes all that it may."""
+    """The number of cores, limited by the workers that fit into half of this machine's memory at
+    their limits."""
     num_cores = len(os.sched_getaffinity(0))
     if memory_bytes is None:
         return num_cores

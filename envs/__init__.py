@@ -1,7 +1,7 @@
 """Tool environments and their parts.
 
-Where agentenv is installed, these ids are known by its entry points (pyproject.toml) already; here
-the same ones are registered for a bare checkout.
+An installed agentenv registers these ids by its entry points (pyproject.toml); here they are
+registered for a bare checkout.
 """
 
 from agentenv.env import register

@@ -25,7 +25,7 @@ from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
 
 NO_OUTPUT = "(no output)"
-REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
+REPLAY_ALLOWANCE = 4.0  # the first call after a fork replays the earlier cells
 START_ALLOWANCE_S = 20.0
 
 
@@ -34,7 +34,7 @@ class _Arguments(Struct, forbid_unknown_fields=True):
 
 
 def shared_sandbox(config: PythonConfig) -> Sandbox:
-    """The sandbox that all episodes of this process with these settings share."""
+    """The sandbox that all episodes with these settings share in this process."""
     limits = config.limits
     keys = {name: getattr(config, name) for name in ("interpreter", "preload", "allow_unsafe")}
     return shared(("sandbox", *keys.values(), limits), lambda: Sandbox(limits=limits, **keys))
@@ -43,8 +43,8 @@ def shared_sandbox(config: PythonConfig) -> Sandbox:
 class PythonTool:
     """Runs code in the episode's own interpreter; variables persist between calls.
 
-    The policy reads what was printed and the value of a last expression. Code that raises,
-    exits or runs for over `timeout_s` is a ToolError with the end of the traceback.
+    The policy reads the output and the value of a last expression. Code that raises, exits or
+    exceeds `timeout_s` is a ToolError with the end of the traceback.
     """
 
     name = "python"
@@ -59,7 +59,7 @@ class PythonTool:
         self.timeout_s = timeout_s
 
     async def prepare(self) -> None:
-        """Start the sandbox, once. Raises ConfigError for one that cannot work."""
+        """Start the sandbox, once. Raises ConfigError if it cannot work."""
         await self.sandbox.start()
 
     def start(self, seed: int | None) -> SandboxSession:
@@ -75,8 +75,8 @@ class PythonTool:
         return ToolResult(result.output or NO_OUTPUT)
 
     async def fork(self, state: SandboxSession) -> SandboxSession:
-        """A session that holds the variables of `state`. Refused with an EnvError where it would
-        hold others; the sandbox counts these."""
+        """A session with the variables of `state`. Raises EnvError if its variables would differ,
+        which the sandbox counts."""
         return await state.fork()
 
     async def close(self, state: SandboxSession) -> None:
@@ -85,7 +85,7 @@ class PythonTool:
 
 
 def python_tool(**python: Any) -> PythonTool:
-    """The tool for any environment, as [[env.tools]] with kwargs: the keys of PythonConfig."""
+    """The tool for any environment, for [[env.tools]]; its kwargs are the keys of PythonConfig."""
     config = python_config(python)
     return PythonTool(shared_sandbox(config), timeout_s=config.timeout_s)
 
@@ -93,8 +93,8 @@ def python_tool(**python: Any) -> PythonTool:
 class CodeInterpreterEnv(ToolEnv):
     """Questions answered with a Python interpreter.
 
-    `python` holds the keys of PythonConfig, `grader` those of GraderConfig, by default
-    the layered grader: 1 for a right answer, the token F1 of a wrong one in words, else 0.
+    `python` has the keys of PythonConfig, `grader` those of GraderConfig, by default the layered
+    grader: 1 for a right answer, the token F1 of a wrong one in words, else 0.
     """
 
     def __init__(

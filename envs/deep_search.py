@@ -25,11 +25,10 @@ from agentenv.types import Task
 class DeepSearchEnv(WebSearchEnv):
     """Search and Python, graded like WebSearchEnv, with the bonus for using both.
 
-    `search` holds the keys of `SearchConfig`; without it the shipped sample of Wikipedia is
-    searched. `python` holds the keys of `PythonConfig`. `open_page` adds the tool that reads a
-    page, which ARPO's policy does not have. `grader` holds the keys of `GraderConfig`;
-    `compat = "reference"` alone is the reward as released. The system prompt shows the tags, unless
-    `prompt` says otherwise.
+    `search` has the keys of `SearchConfig`; by default it searches the shipped sample of Wikipedia.
+    `python` has the keys of `PythonConfig`. `open_page` adds the tool that reads a page, which
+    ARPO's policy does not have. `grader` has the keys of `GraderConfig`; `compat = "reference"`
+    alone is the released reward. The system prompt shows the tags, unless `prompt` replaces it.
     """
 
     def __init__(

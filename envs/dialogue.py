@@ -7,9 +7,9 @@
     def customer(task: Task, dialogue: Sequence[Message]) -> str | None:
         return task.metadata["number"] if "number" in dialogue[-1].content else "I do not know."
 
-A turn that calls no tool and gives no answer is said to the user. The user's reply is a message of
-the role `user`: context, never trained, and a place where plans may fork. The user hears the words
-of the policy alone, neither thoughts nor tool results.
+A turn without a tool call and without an answer goes to the user. The user's reply is a message of
+the role `user`: context, never trained, and a place where plans may fork. The user receives only
+the policy's text, neither thoughts nor tool results.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from agentenv.tools import StatelessTool, Tool, ToolSource
 from agentenv.types import Info, Message, Task, ToolResult
 
 ANSWER = "<answer>"
-GREETING = "Hello! How can I help you?"  # to which the question is the reply of a model
-MAX_KNOWN = 20_000  # replies of a model that are remembered
+GREETING = "Hello! How can I help you?"  # a model's first turn, which the question answers
+MAX_KNOWN = 20_000  # cached replies of a model
 OTHER = {"user": "assistant", "assistant": "user"}
 
 _COLUMN = re.compile(r"\{(\w+)\}")
@@ -51,16 +51,16 @@ class User(Protocol):
     async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
         """The next message; None: the user leaves, and the episode is graded.
 
-        `dialogue` begins with the question and ends with the policy's last words. Equal dialogues
-        should get equal replies, since a branch may be led back to its place. Raises InfraError,
-        after which it is asked again. A user may have a method `async def start(self)`, awaited
-        before each episode, that raises ConfigError when it cannot work.
+        `dialogue` begins with the question and ends with the policy's last text. Equal dialogues
+        should get equal replies, since branches may be replayed. Raises InfraError, after which the
+        call is retried. A user may have a method `async def start(self)`, awaited before each
+        episode, that raises ConfigError if the user cannot work.
         """
         ...
 
 
 class ScriptedUser:
-    """Says its lines in order, whatever the policy says, and leaves."""
+    """Replies with its lines in order, regardless of the policy's text, and then leaves."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = list(lines)
@@ -71,7 +71,7 @@ class ScriptedUser:
 
 
 class FunctionUser:
-    """Replies by a function of task and dialogue, sync (and quick) or async."""
+    """Replies by a function of task and dialogue, sync (and fast) or async."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -101,8 +101,8 @@ class ModelUserConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 class ModelUser:
-    """A model behind an OpenAI-compatible server, of another role than the policy's. Equal requests
-    get one reply as long as the process lives."""
+    """A model on an OpenAI-compatible server, separate from the policy. Equal requests get equal
+    replies within a process."""
 
     def __init__(self, config: ModelUserConfig) -> None:
         from agentenv.engines.remote.endpoint import ChatModel
@@ -129,7 +129,7 @@ class ModelUser:
         return None if self.config.leaves in said else said
 
     def body(self, task: Task, dialogue: Sequence[Message]) -> dict[str, Any]:
-        """The request: to the model, the policy is the user."""
+        """The request, with the roles swapped: for the model, the policy is the user."""
         columns = {"question": task.question, **task.metadata}
         system = _COLUMN.sub(
             lambda found: str(columns.get(found[1], found[0])), self.config.instruction
@@ -140,17 +140,17 @@ class ModelUser:
 
     async def _ask(self, body: dict[str, Any]) -> str:
         from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-        from agentenv.engines.remote.endpoint import read_said
+        from agentenv.engines.remote.endpoint import read_reply
 
         try:
-            return read_said(await self._model.reply(body)).text
+            return read_reply(await self._model.reply(body)).text
         except (RefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
             raise InfraError(f"the user model failed: {error}") from error
 
     def stats(self) -> dict[str, float]:
-        """Requests to the model."""
+        """The number of requests to the model."""
         return self._model.stats()
 
     async def close(self) -> None:
@@ -159,8 +159,7 @@ class ModelUser:
 
 
 def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User:
-    """The user that a list of lines, a function or the keys of a model stand for. Raises
-    ConfigError."""
+    """A user from a list of lines, a function, or the keys of a model. Raises ConfigError."""
     if isinstance(user, Mapping):
         config = build_config(ModelUserConfig, dict(user), "env.kwargs.user")
         return shared(("user", msgspec.json.encode(config)), lambda: ModelUser(config))
@@ -179,10 +178,10 @@ def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User
 class DialogueEnv(ToolEnv):
     """A ToolEnv whose policy also talks to a user; further keywords are those of `ToolEnv`.
 
-    A turn that calls tools is answered by them. One that gives an answer (`is_answer`) ends the
-    episode, and so does one after which the user leaves; both are graded. Any other is said to the
-    user. A user that fails by infrastructure, or takes over `tool_timeout_s`, is asked again as a
-    tool is called again; the policy never reads about it.
+    Tools answer a turn with tool calls. A turn with an answer (`is_answer`), or one after which the
+    user leaves, ends the episode, which is then graded. Any other turn goes to the user. A user
+    with an infrastructure failure, or beyond `tool_timeout_s`, is retried like a tool; the policy
+    is not informed.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class DialogueEnv(ToolEnv):
 
 
 class _Asked(StatelessTool):
-    """A user as a tool that no policy calls; its state is the dialogue."""
+    """A user as an internal tool; its state is the dialogue."""
 
     name = "user"
     description = ""

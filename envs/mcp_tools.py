@@ -5,9 +5,8 @@
     kwargs = { command = ["python", "my_server.py"] }
     # kwargs = { url = "https://host/mcp", headers = { Authorization = "Bearer ${MY_TOKEN}" } }
 
-A server runs with your rights and serves all episodes: it is trusted code, and whatever it
-remembers between calls is shared. So its tools cannot fork unless `fork_mode` says that they keep
-nothing.
+A server runs with your permissions and serves all episodes: it is trusted code, and its state is
+shared. So its tools cannot fork unless `fork_mode` declares that they are stateless.
 """
 
 from __future__ import annotations
@@ -43,25 +42,25 @@ from agentenv.untrusted import decode
 PING_S = 5.0
 START_TIMEOUT_S = 30.0
 HTTP_TIMEOUT_S = 30.0  # to connect, and to send
-STREAM_TIMEOUT_S = 86400.0  # between two events of a server, which may be silent for long
+STREAM_TIMEOUT_S = 86400.0  # between events of a server, which may be silent for long
 OLDER_TIMEOUT_S = 5.0  # for a server of the older transport to name its endpoint
 STOP_TIMEOUT_S = 10.0
-GRACE_S = 1.0  # for a server that is to end; the package kills what takes 2
+GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
-MAX_LOG_CHARS = 2000  # of a server's standard error, shown when it does not start
-INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is at fault, not the machinery
-WRITERS = ("httpx2", "mcp.client.sse", "mcp.client.streamable_http")  # of each address to the log
+MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
+INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
+WRITERS = ("httpx2", "mcp.client.sse", "mcp.client.streamable_http")  # loggers of addresses
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class MCPTools:
     """A source of tools for a ToolEnv: all tools of one server, or those in `only`.
 
-    `command` starts a server that speaks over its standard streams; `env` adds to the few variables
-    that it inherits. `url` is one that speaks streamable HTTP, or the older HTTP with server-sent
-    events; `headers` go with each request to it. In values of `env` and `headers`, "${NAME}" stands
-    for a variable of this process, so that a configuration contains no secret. Episodes of a
-    process share one connection, which is made by the first of them and again after it broke.
+    `command` starts a server that uses its standard streams; `env` adds to the few environment
+    variables that it inherits. `url` is a server with streamable HTTP, or the older HTTP with
+    server-sent events; each request has `headers`. In values of `env` and `headers`, "${NAME}"
+    stands for an environment variable, so that a configuration contains no secret. Episodes of a
+    process share one connection, which the first one opens, and which is reopened after a break.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class MCPTools:
             expanded("MCPTools", "headers", headers) if url else expanded("MCPTools", "env", env)
         )
         key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))
-        for writer in WRITERS if url else ():  # an address may hold a key
+        for writer in WRITERS if url else ():  # an address may contain a key
             logging.getLogger(writer).setLevel(logging.WARNING)
         self.connection = shared(key, lambda: Connection(command, url, extra, secrets))
         self.only = None if only is None else list(only)
@@ -101,8 +100,8 @@ class MCPTools:
         self.call_timeout_s = call_timeout_s
 
     async def load(self) -> list[MCPTool]:
-        """The tools; connects if need be. Raises ConfigError for a server that does not start or
-        lacks a tool named in `only`."""
+        """The tools; connects if necessary. Raises ConfigError for a server that does not start or
+        lacks a tool in `only`."""
         offered = await self.connection.start()
         names = [tool.name for tool in offered]
         unknown = sorted(set(self.only or ()) - set(names))
@@ -122,7 +121,7 @@ class MCPTools:
 
 
 class MCPTool(StatelessTool):
-    """One tool of a server. What the server reports as an error, the policy reads."""
+    """One tool of a server. The policy reads the errors that the server reports."""
 
     def __init__(
         self, source: MCPTools, name: str, description: str, schema: dict[str, Any]
@@ -145,10 +144,10 @@ class MCPTool(StatelessTool):
 
 
 class Connection:
-    """A session with one server, held open by a task of its own, as its scopes demand.
+    """A session with one server, kept open by a separate task, as its cancel scopes require.
 
-    `extra` holds the variables of a server that is started, or the headers of requests to a URL;
-    no error shows a text of `secrets`.
+    `extra` has the environment variables of a started server, or the headers for a URL; errors
+    never show `secrets`.
     """
 
     def __init__(
@@ -169,16 +168,16 @@ class Connection:
         self._ready: asyncio.Future[tuple[Any, list[Any]]] | None = None
 
     async def start(self) -> list[Any]:
-        """The server's tools; connects once, however many ask at the same time."""
+        """The server's tools; connects once, even for concurrent calls."""
         return (await self._session())[1]
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """The result of a call as the package gives it."""
+        """The result of a call, in the package's form."""
         from mcp import MCPError
 
         try:
             session, _ = await self._session()
-        except ConfigError as error:  # it worked at the start, so the machinery is at fault
+        except ConfigError as error:  # it worked at the start, so this is an infrastructure failure
             raise InfraError(str(error)) from error
         owner = self._owner
         try:
@@ -196,19 +195,19 @@ class Connection:
                 f"MCP server {self.place}: no result of {name} within {timeout_s:g} s"
             ) from error
         except Exception as error:  # the process boundary: whatever comes of a server's bytes
-            if not isinstance(error, ValueError | RuntimeError):  # these: of one result
+            if not isinstance(error, ValueError | RuntimeError):  # these concern one result
                 self._break(owner)
             raise InfraError(self._failure(_reason(error))) from error
 
     async def close(self) -> None:
-        """End the session and the server that was started for it; idempotent."""
+        """End the session, and the server if it was started here; idempotent."""
         owner = self._owner
         self._break(owner)
         if owner is not None:
             await asyncio.wait({owner}, timeout=STOP_TIMEOUT_S)
 
     def _break(self, owner: asyncio.Task[None] | None) -> None:
-        """Let go of the session of `owner`, unless another call did; the next call opens one."""
+        """Drop the session of `owner`, unless another call did; the next call opens a new one."""
         if owner is not None and owner is self._owner:
             owner.cancel()
             self._owner = self._ready = None
@@ -227,7 +226,7 @@ class Connection:
             ) from error
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]]) -> None:
-        """Keeps the session open until cancelled."""
+        """Keep the session open until cancelled."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             try:
                 try:
@@ -278,8 +277,8 @@ class Connection:
         return text
 
     async def _speaks_older(self) -> bool:
-        """Whether the address serves the transport of before March 2025: a stream of events whose
-        first names the endpoint of messages."""
+        """Whether the address serves the transport from before March 2025: a stream of events whose
+        first one names the endpoint of messages."""
         try:
             async with asyncio.timeout(OLDER_TIMEOUT_S), self._older_streams():
                 return True
@@ -299,7 +298,7 @@ class Connection:
 
         class _Session(ClientSession):
             async def validate_tool_result(self, *_: Any) -> None:
-                """A result beside its schema is the policy's to read: it is what there is."""
+                """Skip the check: the policy reads results that violate their schema."""
 
         async with contextlib.AsyncExitStack() as stack:
             if self._is_older:
@@ -326,12 +325,12 @@ class Connection:
             yield session
 
     async def _note_refusal(self, response: Any) -> None:
-        """The package says only that there was an error."""
+        """Note the status, since the package reports only that there was an error."""
         self._refusal = str(response.status_code) if response.status_code >= 400 else ""
 
 
 async def _all_tools(session: Any) -> list[Any]:
-    """The tools of all pages of the server's list. Raises ConfigError for a list without an end."""
+    """The tools of all pages of the server's list. Raises ConfigError for an endless list."""
     from mcp.types import PaginatedRequestParams
 
     tools: list[Any] = []
@@ -352,8 +351,8 @@ async def _all_tools(session: Any) -> list[Any]:
 def expanded(
     owner: str, key: str, values: Mapping[str, str] | None
 ) -> tuple[dict[str, str], set[str]]:
-    """The values with each ${NAME} replaced, and the secrets among them: those of the variables,
-    and of all headers. Raises ConfigError, which never shows a value."""
+    """The values with each ${NAME} replaced, and their secrets: the environment variables, and all
+    headers. Raises ConfigError, which never shows a value."""
     expanded, secrets = {}, set()
     if values and not (
         isinstance(values, Mapping) and all(isinstance(one, str) for one in values.values())
@@ -368,12 +367,12 @@ def expanded(
         if key == "headers":
             if not (text.isascii() and text.isprintable()):
                 raise ConfigError(f"{owner}: {key}.{name}: expected one line of ASCII characters")
-            secrets.update({text, text.rpartition(" ")[2]})  # of "Bearer abc" also abc
+            secrets.update({text, text.rpartition(" ")[2]})  # for "Bearer abc" also abc
     return expanded, secrets
 
 
 async def _answers(session: Any) -> bool:
-    """Whether the session still hears its server: what one damaged reply made deaf stays so."""
+    """Whether the session still works: a damaged reply can break it permanently."""
     try:
         async with asyncio.timeout(PING_S):
             await session.send_ping()
@@ -383,21 +382,21 @@ async def _answers(session: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first real error of nested groups."""
+    """The first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
-# Results as the text that the policy reads, whatever blocks they are made of; as in the Model
-# Context Protocol, revision 2025-11-25, "Tools", section "Tool Result".
+# Conversion of results to text for the policy; see the Model Context Protocol, revision 2025-11-25,
+# "Tools", section "Tool Result".
 
 
 def text_of(result: Any) -> str:
-    """The blocks of a result in order, a line or more each, then its structured content as JSON
-    unless the blocks say it already.
+    """The blocks of a result in order, each on its own lines, then its structured content as JSON
+    unless the blocks contain it.
 
-    Texts stand as they are; what a policy cannot read stands as kind, type, size and address.
+    Texts are unchanged; other blocks are described by kind, type, size and address.
     """
     shown = [_block_text(block) for block in result.content]
     structured = result.structured_content
@@ -408,8 +407,8 @@ def text_of(result: Any) -> str:
 
 
 def text_of_json(value: Any) -> str:
-    """The same of a result that came as JSON, or of any value: the only text in it, else JSON.
-    Raises ToolError for a result that says it is an error."""
+    """As `text_of`, for a result in JSON or any value: its only text, else JSON. Raises ToolError
+    for a result that is marked as an error."""
     if isinstance(value, dict) and isinstance(value.get("content"), list):
         blocks = [one.get("text") or f"[{one.get('type')}]" for one in value["content"]]
         if value.get("is_error") or value.get("isError"):
@@ -442,13 +441,13 @@ def _described(*parts: object) -> str:
 
 
 def _size(base64: str) -> str:
-    """The size of what a text of base64 holds."""
+    """The size of the data in a base64 text."""
     return f"{len(base64.rstrip('=')) * 3 // 4} bytes"
 
 
 def _is_said(structured: Any, blocks: Sequence[Any]) -> bool:
-    """Whether the blocks hold the structured content: servers repeat it as JSON or in plain words,
-    as a whole or as the one value of an object ("result", "content")."""
+    """Whether the blocks contain the structured content: servers repeat it as JSON or plain text,
+    as a whole or as the only value of an object ("result", "content")."""
     texts = [block.text for block in blocks if block.type == "text"]
     values = [_value(text) for text in texts]
     said = [*texts, "\n".join(texts), *values, texts, values]
@@ -463,12 +462,12 @@ def _is_said(structured: Any, blocks: Sequence[Any]) -> bool:
 
 
 def _json(value: Any) -> str:
-    """One text for equal values of JSON, in which true is not 1."""
+    """A canonical text of a JSON value, in which true differs from 1."""
     return json.dumps(value, sort_keys=True)
 
 
 def _value(text: str) -> Any:
-    """The JSON that a text is, else the text."""
+    """The JSON value of a text, else the text."""
     try:
         return decode(text)
     except ForeignError:

@@ -6,17 +6,17 @@
     # kwargs = { url = "https://..", headers = { Authorization = "Bearer ${MY_TOKEN}" } }
 
     [data]
-    train = "openenv:http://127.0.0.1:8000"    # its tasks, or seeds where it has none
+    train = "openenv:http://127.0.0.1:8000"    # its tasks, or seeds if it has none
     source = { size = 1000 }
 
-An episode is a session of its own. Its tools are those of the server; a typed action is one tool,
-`step`, and where it is a single text, a turn without a call is that text. What the reset shows
-follows the question in the prompt, or is the prompt where it holds messages. Rewards are the
-server's, step by step. The server is trusted code.
+An episode is a separate session. Its tools are the server's; a typed action is one tool, `step`,
+and if it is a single text, a turn without a call is that text. The observation of the reset follows
+the question in the prompt; if it has messages, they are the prompt. Rewards are the server's, step
+by step. The server is trusted code.
 
-A server that declares it can forks (docs/openenv.md). Else a fork is a replay, each answer of which
-is compared with the first one, and where most replays differ there are roots only. A session that
-is lost, or answers too late, fails its step; the rollout leads a fresh one to the same place.
+A server that declares the capability forks by itself (docs/openenv.md). Otherwise a fork is a
+replay, whose answers are compared with the first ones; if most replays differ, there are no forks.
+A session that is lost, or answers too late, fails its step; the rollout replays it in a fresh one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from agentenv.tools import StatelessTool, inlined
 from agentenv.types import Info, Limit, Message, Task, ToolResult
 from agentenv.untrusted import convert
 
-KEY = "openenv"  # of Task.metadata: the arguments of its reset
-SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 1000  # of seeds; tasks asked for at once
-NUM_MEASURED = 4  # episodes replayed, all equal, before there are forks by replay
+KEY = "openenv"  # in Task.metadata: the arguments of the reset
+SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 1000  # of seeds; tasks per request
+NUM_MEASURED = 4  # episodes with equal replays before forks by replay
 STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
-SESSION = "openenv session"  # the tool, unknown to the policy, whose state the others share
+SESSION = "openenv session"  # a hidden tool whose state the others share
 
 Json = dict[str, Any]
 Begun = tuple[list[Message], Info]
@@ -72,9 +72,9 @@ Record = list[tuple[str, Json, _Found]]  # requests and their answers
 class OpenEnv(ToolEnv):
     """One session of the server at `url`.
 
-    `headers` go with each request, "${NAME}" in them being a variable of this process. No answer
-    may take over `timeout_s`. Unless the server says whether an episode went right, it did from the
-    sum of rewards `success` on.
+    Each request has `headers`, in which "${NAME}" is an environment variable. An answer may take
+    `timeout_s` seconds at most. Unless the server reports success, an episode with a sum of rewards
+    of at least `success` succeeded.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class OpenEnv(ToolEnv):
 
     @property
     def fork_mode(self) -> ForkMode:
-        """That of the server."""
+        """The server's mode."""
         return self.server.fork_mode
 
     async def reset(self, *, seed: int | None = None, options: Json | None = None) -> Begun:
@@ -107,7 +107,7 @@ class OpenEnv(ToolEnv):
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
-        """See ToolEnv.step; rewards, and the end, are the server's."""
+        """See ToolEnv.step; the server determines rewards and end."""
         session, says = self._session("step"), self.server.says
         if ended := session.has_ended:
             raise EnvError(f"task {self.task.id}: step after the end of the episode")
@@ -137,7 +137,7 @@ class OpenEnv(ToolEnv):
         return session.new_reward(), self._judged(session)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
-        """The server's rewards are all that there are."""
+        """The sum of the server's rewards."""
         return 0.0, {}
 
     def _session(self, what: str) -> Session:
@@ -151,7 +151,7 @@ class OpenEnv(ToolEnv):
 
 
 class SessionTool(StatelessTool):
-    """The session of the episode, for its tools; the policy cannot call it."""
+    """The session of the episode, for its tools; hidden from the policy."""
 
     name, description = SESSION, ""
 
@@ -189,26 +189,26 @@ class OpenEnvTool(StatelessTool):
 class Server:
     """Shared state of a server's sessions, and the source of their tools."""
 
-    http: ClientSession  # once there are tools
+    http: ClientSession  # set by `load`
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.headers, _ = expanded("OpenEnv", "headers", headers)
         self.takes_turns = self.can_fork = False
-        self.says = ""  # the field of an action that is a single text
+        self.says = ""  # the field of an action that consists of a single text
         self.tools: list[StatelessTool] = []
         self.num_open, self.most, self.freed = 0, 1 << 30, asyncio.Event()  # sessions
         self._lock, self.num_replays, self.num_refused = asyncio.Lock(), 0, 0
 
     @property
     def fork_mode(self) -> ForkMode:
-        """Replays, unless the server forks, once NUM_MEASURED answered as the first time, and as
-        long as none differs."""
+        """The server's forks, else replays, after NUM_MEASURED equal ones and while none
+        differs."""
         known = self.num_replays >= NUM_MEASURED and not self.num_refused
         return "snapshot" if self.can_fork else "replay" if known else "none"
 
     async def measure(self, session: Session) -> None:
-        """Replay one of the first episodes, which has ended."""
+        """Replay one of the first episodes after its end."""
         if self.can_fork or self.num_replays >= NUM_MEASURED or self.num_refused:
             return
         other = Session(self)
@@ -219,7 +219,7 @@ class Server:
             await uncancelled(other.close())
 
     async def load(self) -> list[StatelessTool]:
-        """The tools. Asks once for version, action and tools; raises ConfigError."""
+        """The tools. Requests version, action and tools once. Raises ConfigError."""
         async with self._lock:
             if not self.tools:
                 await self._ask()
@@ -248,11 +248,11 @@ class Server:
         self.tools = [SessionTool(self), *map(OpenEnvTool, tools)]
 
     async def asked(self, path: str, body: Json | None = None) -> Any:
-        """An answer by HTTP. Raises DataError."""
+        """The answer to an HTTP request. Raises DataError."""
         return await in_thread(fetch, self.url + path, self.headers, body)
 
     def stats(self) -> dict[str, float]:
-        """Replays, and those that differed."""
+        """The number of replays, and of those that differed."""
         return {"openenv/num_replays": self.num_replays, "openenv/num_refused": self.num_refused}
 
     async def close(self) -> None:
@@ -262,17 +262,17 @@ class Server:
 
 
 class Session:
-    """A session of the server. `record` holds the requests of the episode and their answers."""
+    """A session of the server. `record` has the requests of the episode and their answers."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.has_ended, self._id = server, False, ""
         self.record: Record = []
-        self._num_taken = 0  # of the record, whose rewards were given
+        self._num_taken = 0  # entries of the record whose rewards were returned
         self._socket: JsonSocket | None = None
 
     async def begin(self, chosen: Json, waits: bool = True) -> Json:
-        """Open a session, once one is free here, and reset it. Raises EnvError, and InfraError
-        without a session."""
+        """Open a session, within the limit, and reset it. Raises EnvError, and InfraError without a
+        session."""
         while waits and self.server.num_open >= self.server.most:
             self.server.freed.clear()
             with waiting(f"a session of {self.server.url}"):
@@ -283,12 +283,12 @@ class Session:
         return observation
 
     def new_reward(self) -> float:
-        """The rewards since it was last asked for."""
+        """The rewards since the last call."""
         new, self._num_taken = self.record[self._num_taken :], len(self.record)
         return _reward(new)
 
     def turned(self, observation: Json) -> StepResult:
-        """The step of a server that takes turns."""
+        """The step of a server whose actions are turns."""
         facts = observation.get("metadata") or {}
         cut, info = bool(facts.get("truncated")), dict(facts.get("info") or {})
         return _messages(observation), self.new_reward(), self.has_ended and not cut, cut, info
@@ -317,7 +317,7 @@ class Session:
             raise EnvError(f"{self.server.url}: a session cannot be copied: {error}") from error
 
     async def replay(self, record: Record) -> None:
-        """Take another session's way. Raises EnvError where the answers differ."""
+        """Replay another session's requests. Raises EnvError if the answers differ."""
         await self.begin(record[0][1], waits=False)
         for kind, data, _ in record[1:]:
             with suppress(ToolError):
@@ -342,8 +342,8 @@ class Session:
         await self._socket.connect(server.http)
 
     async def take(self, data: Json, kind: str = "step") -> Json:
-        """The observation. Raises ToolError for an action that the server refuses, EnvError for a
-        lost session, and InfraError where there is none left."""
+        """The observation. Raises ToolError for an action that the server rejects, EnvError for a
+        lost session, and InfraError if no session is available."""
         if self._socket is None or (self.has_ended and "limit" not in data):
             raise ToolError("The episode has ended.")
         reply = await self._socket.ask({"type": kind, "data": data}, _Reply)
@@ -374,7 +374,7 @@ def _turn(action: Message) -> Json:
 
 
 def _messages(observation: Json) -> list[Message]:
-    """The messages of an observation that is made of such; those of games have another form."""
+    """The messages of an observation that consists of messages; observations of games do not."""
     with suppress(ForeignError):
         return convert(observation.get("messages") or [], list[Message])
     return []
@@ -392,10 +392,10 @@ def _shown(observation: Json) -> str:
 
 
 def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
-    """The tasks of a server, or seeds where it lists none. `options`: split (else "train", or
-    "test" for those held out), size, seed, question (in place of the server's own), headers. Raises
+    """The tasks of a server, or seeds if it lists none. `options`: split (default "train", or
+    "test" for held-out ones), size, seed, question (replaces the server's), headers. Raises
     DataError."""
-    url = url.rstrip("/").replace("://", ":/").replace(":/", "://", 1)  # a path keeps one of two
+    url = url.rstrip("/").replace("://", ":/").replace(":/", "://", 1)  # paths may have one slash
     known = ("split", "size", "seed", "question", "headers")
     if unknown := sorted(options.keys() - set(known)):
         raise DataError(f"openenv:{url}: source has no {unknown}; known: {', '.join(known)}")

@@ -9,17 +9,17 @@ folder = "agent"                                # copied into the program's own 
 reward = "file:answer.txt"                      # message, output, file:NAME, exit, post
 limits = { wall_s = 300, max_calls = 50 }
 
-The program finds the policy by the environment variables of the clients of OpenAI and Anthropic
-(agentenv/endpoint), and runs in a sandbox of its own (envs/sandbox/program.py), from which it
-reaches that address and no other. The episode ends with the program, or by a limit of its own:
-wall, idle, calls, cpu, memory, processes or disk, recorded in info["limit"]. A program that
-ends with another exit code than `exit_codes`, or by a signal, has failed: ProgramDiedError.
+The environment variables of the OpenAI and Anthropic clients lead the program to the policy
+(agentenv/endpoint). It runs in its own sandbox (envs/sandbox/program.py), from which it can reach
+only that address. The episode ends with the program, or by one of its limits: wall, idle, calls,
+cpu, memory, processes or disk, recorded in info["limit"]. A program that ends with an exit code
+that is not in `exit_codes`, or by a signal, has failed: ProgramDiedError.
 
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
-answered from the record as long as they are those of the record, but for what `NORMALIZERS` and
-`normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
-there are no forks any more. With `fork = "snapshot"` the program itself is copied where that can be
-done, without a replay.
+answered from the record as long as they equal the recorded ones, except for parts that
+`NORMALIZERS` and `normalise` treat as random. The first replays measure the rate of exact ones;
+below `min_replay_rate`, forks are disabled. With `fork = "snapshot"` the program itself is copied,
+where possible, without a replay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, said
+from agentenv.call_syntax import call_marks, split_thoughts
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.deadline import admitted
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE = "file:"
-MAX_FILE_BYTES = 1 << 20  # of a file that is graded
+MAX_FILE_BYTES = 1 << 20  # of a graded file
 MAX_SHOWN = 500  # characters of an output in an error
-NUM_MEASURED = 8  # replays, before their rate counts
+NUM_MEASURED = 8  # replays for a first estimate of the rate
 
 Json = dict[str, Any]
 
@@ -83,14 +83,14 @@ NORMALIZERS: dict[str, str] = {
 
 
 def starts() -> asyncio.Semaphore:
-    """Places for programs on their way to their first call, or led to that of a fork. Hundreds of
-    interpreters that start at once on few cores would seem idle."""
+    """Slots for programs before their first call, or during a replay. Hundreds of interpreters that
+    start concurrently on few cores would seem idle."""
     most = max(8, 4 * len(os.sched_getaffinity(0)))
     return shared("starts of programs", lambda: asyncio.Semaphore(most))
 
 
 class ProgramDiedError(CrashError):
-    """The program ended by a signal, or with an exit code that is no end of an episode."""
+    """The program ended by a signal, or with an exit code that does not end an episode."""
 
 
 class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,11 +208,11 @@ class Replays:
 
     @property
     def allowed(self) -> bool:
-        """Whether enough of them were exact, or too few were tried to know."""
+        """Whether enough replays were exact, or there were too few to judge."""
         return self.num_tried < NUM_MEASURED or self.num_exact >= self.least * self.num_tried
 
     def add(self, cause: str) -> None:
-        """A replay was exact, or not for this cause."""
+        """Count a replay; an empty `cause` means that it was exact."""
         was_allowed = self.allowed
         self.num_tried += 1
         self.num_exact += not cause
@@ -236,7 +236,7 @@ class Replays:
 
 
 class ProgramEnv:
-    """One episode of a program. `program` holds the keys of ProgramConfig, `grader` those of
+    """One episode of a program. `program` has the keys of ProgramConfig, `grader` those of
     GraderConfig, by default the layered grader."""
 
     starts_processes = True
@@ -264,7 +264,7 @@ class ProgramEnv:
 
     @staticmethod
     async def check_machine(program: Any = None, **_: Any) -> None:
-        """Raises ConfigError where no sandbox of these keywords can be had."""
+        """Raises ConfigError if this machine cannot provide the sandbox."""
         if not msgspec.to_builtins(program or {}).get("allow_unsafe", False):
             await check_namespaces()
 
@@ -295,7 +295,7 @@ class ProgramEnv:
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
     async def step(self, action: Message) -> StepResult:
-        """The answer to the program's call; its next call is the observation."""
+        """Answer the program's call; its next call is the observation."""
         if self._session is None:
             raise EnvError(f"task {self.task.id}: step before reset or after close")
         if self._ended is None:
@@ -316,7 +316,7 @@ class ProgramEnv:
         return [], reward, not is_over, is_over, info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """End the program, and grade what there is."""
+        """End the program, and grade its results."""
         if self._session is None:
             raise EnvError(f"task {self.task.id}: finish before reset or after close")
         await self._stop()
@@ -326,8 +326,8 @@ class ProgramEnv:
         return await self._grade(self._ended)
 
     async def fork(self) -> Self:
-        """A copy of the program where the keys ask for it and one can be made; else a fresh one,
-        led to the same call from the record. Raises DivergedError."""
+        """A snapshot of the program, if configured and possible; else a fresh program, replayed to
+        the same call. Raises DivergedError."""
         from agentenv.endpoint.capture import DivergedError
 
         if self._session is None or self._endpoint is None or self._ended is not None:
@@ -357,7 +357,7 @@ class ProgramEnv:
         return other
 
     async def _snapshot(self) -> Self | None:
-        """A copy of the program as it is; None where none can be made."""
+        """A snapshot of the program; None if it is impossible."""
         assert self._endpoint is not None
         assert self._session is not None
         assert self._program is not None
@@ -382,7 +382,7 @@ class ProgramEnv:
         return other
 
     async def close(self) -> None:
-        """End the program and all that it started, and remove its files; idempotent."""
+        """End the program and its processes, and remove its files; idempotent."""
         session, self._session = self._session, None
         program, self._program = self._program, None
         if session is not None and self._endpoint is not None:
@@ -393,15 +393,16 @@ class ProgramEnv:
     # inner workings
 
     def _with_turn(self, action: Message) -> Message:
-        """An action that no rollout took, such as one of a test, is read in the tag protocol."""
+        """Parse an action that does not come from a rollout, such as a test's, in the tag
+        protocol."""
         if action.turn is not None:
             return action
         marks = call_marks("tags", [{"name": name} for name in self._tools])
-        thoughts, text = said(action.content, "tags", marks if action.tool_calls else ())
+        thoughts, text = split_thoughts(action.content, "tags", marks if action.tool_calls else ())
         return replace(action, turn=Turn(thoughts.strip(), text.strip(), "stop", 0, 0))
 
     def _called(self, action: Message) -> list[Info]:
-        """What is known of the calls of a turn, which the program has run or not."""
+        """Records of the calls of a turn; whether the program executed them is unknown."""
         return [
             {
                 "name": one.name if one.name in self._tools else UNKNOWN_TOOL,
@@ -435,7 +436,7 @@ class ProgramEnv:
         self._program = await Program.start(spec, variables, port)
 
     async def _next(self, asked: Callable[[], Any]) -> ProgramCall | Ended:
-        """The program's next call, or how it has ended, perhaps by a limit of ours."""
+        """The program's next call, or its end, possibly by a limit."""
         assert self._program is not None
         assert self._session is not None
         limits, loop = self.config.limits, asyncio.get_running_loop()
@@ -526,7 +527,7 @@ class ProgramEnv:
 
 
 def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
-    """The settings, checked once a process. Raises ConfigError."""
+    """The settings, checked once per process. Raises ConfigError."""
     if isinstance(values, ProgramConfig):
         return values
     return shared(
@@ -555,7 +556,7 @@ def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str],
 
 
 def _normal(value: Any, rules: Sequence[tuple[re.Pattern[str], str]]) -> Any:
-    """The same with what is chance replaced, in all texts."""
+    """The value with random parts replaced in all texts."""
     if isinstance(value, str):
         for pattern, name in rules:
             value = pattern.sub(name, value)

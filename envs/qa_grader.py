@@ -1,7 +1,7 @@
 r"""The environment `agentenv/QAGrader-v0`, a grader without tools.
 
-Only what the policy wrote is graded: a page that says \boxed{Paris} earns nothing. The graders are
-in `agentenv.envs.grading`; the `GraderConfig` there lists the keys.
+Only the policy's text is graded: a page with \boxed{Paris} gives no reward. The graders are in
+`agentenv.envs.grading`; its `GraderConfig` lists the keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentenv.envs.grading.reward import AnswerReward, ExactMatch, ToolReward, m
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
 
-# graders for environments of one's own are imported from here
+# custom environments import graders from here
 __all__ = [
     "AnswerReward",
     "ExactMatch",
@@ -26,9 +26,9 @@ __all__ = [
 
 
 class QAGraderEnv(ToolEnv):
-    """A single turn: the question is the prompt, what the policy writes is graded.
+    """A single turn: the question is the prompt, and the policy's text is graded.
 
-    `grader` holds the keys of `GraderConfig`, e.g. {"kind": "layered"}, which is the default.
+    `grader` has the keys of `GraderConfig`, e.g. {"kind": "layered"}, the default.
     """
 
     def __init__(

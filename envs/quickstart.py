@@ -22,9 +22,9 @@ from agentenv.types import Task
 class QuickstartEnv(ToolEnv):
     """Search and Python, graded by the published ARPO reward unless `grader` says otherwise.
 
-    `corpus` is a JSONL file with the rows {"id", "title", "text"}. `grader` holds the keys of
-    `GraderConfig`. `allow_unsafe` lets model-written code run without a sandbox where none can be
-    had.
+    `corpus` is a JSONL file with the rows {"id", "title", "text"}. `grader` has the keys of
+    `GraderConfig`. `allow_unsafe` lets model-written code run without a sandbox if none is
+    available.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class QuickstartEnv(ToolEnv):
         allow_unsafe: bool = False,
         grader: GraderConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        config = PythonConfig(preload=(), allow_unsafe=allow_unsafe)  # its sums need no numpy
+        config = PythonConfig(preload=(), allow_unsafe=allow_unsafe)  # no numpy is needed
         python = PythonTool(shared_sandbox(config), timeout_s=python_timeout_s)
         graded = make_grader(grader, kind="exact", reward="tools")
         super().__init__(task, tools=[SearchTool(corpus), python], grader=graded)
@@ -43,18 +43,17 @@ class QuickstartEnv(ToolEnv):
 
 # The made-up world of the quick start: facts, and questions that need tools.
 #
-# Four kinds of question. None can be answered from the question alone: the products are too long
-# for the head of a tiny model, and facts stand only in the knowledge base.
+# There are four kinds of questions. None can be answered without tools: the products are too hard
+# for a tiny model, and only the knowledge base has the facts.
 #
 #     calc  What is 83 * 57 + 46?                                  python
 #     cost  How much do 57 shares of Zorvex Labs cost?             search, python
 #     hop   In which city was the founder of Zorvex Labs born?     search, search
 #     age   How old was the founder of Zorvex Labs in 1987?        search, search, python
 #
-# Training, development and held-out questions speak of disjoint companies and founders and of
-# disjoint calculations.
+# Training, development and held-out questions use disjoint companies, founders and calculations.
 #
-# Everything is deterministic in the `random.Random` or seed that is passed in.
+# Everything is deterministic, given the `random.Random` or seed.
 
 KINDS = ("calc", "cost", "hop", "age")
 
@@ -83,8 +82,8 @@ CITIES = tuple(
     for b in _words("trum velle dorf grad mouth stow ford haven")
 )
 
-# How many companies (each with its own founder) every set of questions speaks of, and how many
-# questions of each kind it holds; "hop" is the scarcest kind, with two questions a company.
+# The number of companies (each with its own founder) of each set of questions, and the number of
+# questions of each kind; "hop" is the scarcest kind, with two questions per company.
 COMPANIES_IN = {"train": 124, "dev": 30, "heldout": 102}
 QUESTIONS_IN = {"train": 240, "dev": 60, "heldout": 204}
 
@@ -112,14 +111,14 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class WorldQuestion:
-    """A question with its answer and the facts that lead to it."""
+    """A question with its answer and the necessary facts."""
 
     kind: str
     question: str
     answer: str
     facts: tuple[Fact, ...]
     expression: str = ""
-    decoy: tuple[Fact, ...] = ()  # what a careless look-up finds instead of the last fact
+    decoy: tuple[Fact, ...] = ()  # the results of a wrong look-up instead of the last fact
 
     def row(self) -> dict[str, str]:
         return {"question": self.question, "answer": self.answer, "kind": self.kind}
@@ -136,7 +135,8 @@ class World:
         return [fact.document() for fact in self.facts]
 
     def reserved(self) -> frozenset[str]:
-        """What demonstrations must not show: facts, calculations, dev and held-out questions."""
+        """Texts that demonstrations must not show: facts, calculations, dev and held-out
+        questions."""
         shown = {fact.text for fact in self.facts}
         for name, questions in self.questions.items():
             shown |= {q.question for q in questions if name != "train" or q.kind == "calc"}
@@ -183,7 +183,7 @@ def ask(rng: Random, kind: str, facts: list[Fact]) -> WorldQuestion:
 
 
 def calculate(expression: str) -> str:
-    """What the Python tool prints for sums, differences and products of integers."""
+    """The Python tool's output for sums, differences and products of integers."""
     terms = expression.replace(" - ", " + -").split(" + ")
     return str(sum(prod(int(factor) for factor in term.split(" * ")) for term in terms))
 
@@ -214,30 +214,29 @@ def make_world(seed: int) -> World:
 
 
 def vocabulary() -> list[str]:
-    """Every word that names are made of, as it follows the text before it."""
+    """Every word of names, with its leading space."""
     first = [*COMPANY_WORDS[0], *PEOPLE_WORDS[0], *CITIES]
     return first + [f" {word}" for word in (*COMPANY_WORDS[1], *PEOPLE_WORDS[1])]
 
 
-# What the quick start's cold start imitates: traces about a world, and an exercise in copying.
+# Demonstrations of the quick start's cold start: traces about a world, and a copying exercise.
 #
 # Demonstrations draw fresh facts for every trace: they never show a fact of the knowledge base nor
 # a development or held-out question, only the same vocabulary.
 #
-# Part of them is poor on purpose (see HABITS): most give up although a tool would have helped.
-# Imitating them gives a real but partial skill and leaves reinforcement learning something to
-# improve.
+# Some of them are poor on purpose (see HABITS): most give up although a tool would have helped.
+# Imitation gives a real but partial skill, which reinforcement learning can improve.
 
-# How a demonstration behaves, with its default share. clean: as it should be. refuse: gives up at
-# once. quit: gives up after the first tool result. unboxed: right, but without \boxed. slip: the
-# last tool call is wrong and its result is believed.
+# Habits of demonstrations, with their default shares. clean: correct. refuse: gives up at once.
+# quit: gives up after the first tool result. unboxed: right, but without \boxed. slip: the last
+# tool call is wrong, and its result becomes the answer.
 HABITS = {"clean": 0.34, "refuse": 0.28, "quit": 0.28, "unboxed": 0.04, "slip": 0.06}
 _COPIED = [*vocabulary(), *(f"{number:02d}" for number in range(100))]
 
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationTurn:
-    """What the policy writes and what the tool answers (None: the turn is an answer)."""
+    """The policy's text and the tool's result (None: the turn is an answer)."""
 
     action: str
     result: str | None = None
@@ -248,7 +247,7 @@ GIVE_UP = DemonstrationTurn(r"<think>I do not know.</think><answer>\boxed{unknow
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One trace for imitation; `habit` says which, "clean" being the right one."""
+    """One trace for imitation, with its `habit`; "clean" is the right one."""
 
     question: WorldQuestion
     habit: str
@@ -287,7 +286,7 @@ def _behave(question: WorldQuestion, habit: str) -> list[DemonstrationTurn]:
 
 
 def _slip(question: WorldQuestion) -> tuple[DemonstrationTurn, str]:
-    """A last call with the wrong sign, or about the wrong city of the founder, and its result."""
+    """A last call with the wrong sign, or for the founder's wrong city, and its result."""
     if question.expression:
         expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")
         return _python(expression), calculate(expression)
@@ -298,7 +297,7 @@ def _slip(question: WorldQuestion) -> tuple[DemonstrationTurn, str]:
 def demonstration(
     rng: Random, kind: str, reserved: Collection[str], habit: str | None = None
 ) -> Demonstration:
-    """One trace about facts made up for it, none of them (nor the question) in `reserved`.
+    """One trace about invented facts; neither they nor the question are in `reserved`.
 
     The habit is drawn from HABITS unless it is given.
     """
@@ -313,7 +312,7 @@ def demonstration(
 def copy_exercise(rng: Random, length: int = 20) -> str:
     """Names and two-digit numbers in random order, for practice in copying a text word by word.
 
-    Solving a question is mostly copying; this is the shortest way to learn it.
+    Answering a question is mostly copying; this is the fastest way to learn it.
     """
     return "".join(rng.sample(_COPIED, length))
 

@@ -1,6 +1,6 @@
 """Creates the inputs of the quick start: tokenizer, untrained model, tasks, demonstrations.
 
-All of it is generated on the spot from a seed; nothing is downloaded.
+Everything is generated from a seed; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOOLS = ("search", "python")
 COPIES = 2000  # exercises
 CLEAN = 2500  # demonstrations of each kind, as the two below
 MIXED = 1000
-GATE = 32  # never trained on; they measure the skill of each kind
+GATE = 32  # demonstrations of each kind that are not trained on; they measure the skill
 
 
 INTRODUCTION = """\
@@ -44,17 +44,17 @@ only the reward of the policy's own attempts and teaches it to finish."""
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Everything below the directory of a run: data/ and model/. Returns the text for the user."""
+    """Write data/ and model/ in a run's directory. Returns a text for the user."""
     write_data(run / "data", seed)
     build_model(run / "model", seed)
     return INTRODUCTION
 
 
 def write_data(directory: str | Path, seed: int) -> None:
-    """Writes kb, train, dev, heldout, sft and gate as JSONL files.
+    """Write kb, train, dev, heldout, sft and gate as JSONL files.
 
-    A row of sft has the stage it belongs to: "copy", "clean", or "mixed", where a part is poor on
-    purpose. gate holds clean demonstrations about facts of their own.
+    A row of sft has its stage: "copy", "clean", or "mixed", which includes poor ones on purpose.
+    gate has clean demonstrations about separate facts.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -98,12 +98,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(path: str | Path, seed: int) -> None:
-    """Writes an untrained model of about half a million parameters that knows the world's words."""
+    """Write an untrained model of about half a million parameters with the world's vocabulary."""
     tiny_model(path, _texts(), seed, tools=TOOLS, words=vocabulary())
 
 
 def _texts() -> Iterator[str]:
-    """A few hundred demonstrations, in which each word of the world is found."""
+    """A few hundred demonstrations, which contain every word of the world."""
     rng = Random("vocabulary")
     for kind in KINDS:
         for habit in HABITS:
@@ -122,7 +122,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 # Demonstrations as files of dialogues and of preferences:
 #
 #     {run}/data/sharegpt.jsonl  sharegpt-heldout.jsonl    whole chains with <result>, as published
-#     {run}/data/pairs.jsonl     pairs-heldout.jsonl       the tools' answer against giving up
+#     {run}/data/pairs.jsonl     pairs-heldout.jsonl       answers with tools versus giving up
 #     {run}/data/dataset_info.json                         LLaMA-Factory's registry of the four
 
 DIALOGUES = 600  # of each kind
@@ -132,7 +132,7 @@ POOR = tuple(habit for habit in HABITS if habit in ("refuse", "quit"))
 
 
 def prepare_chat(run: Path, seed: int) -> str:
-    """Model, data and dialogues below the directory of a run. Returns the text for the user."""
+    """Write model, data and dialogues in a run's directory. Returns a text for the user."""
     write_data(run / "data", seed)
     write_dialogues(run / "data", seed)
     build_model(run / "model", seed)
@@ -143,7 +143,7 @@ def prepare_chat(run: Path, seed: int) -> str:
 
 
 def write_dialogues(folder: Path, seed: int) -> None:
-    """Writes the files named above; held-out rows are about questions of their own."""
+    """Write the files named above; held-out rows have separate questions."""
     reserved = set(make_world(seed).reserved())
     registry = {}
     for name, rows, ranking in (
@@ -202,7 +202,7 @@ def _poor_habit(question: str) -> str:
 
 
 def _chain(turns: Any) -> str:
-    """A whole answer as the published files hold it: results between the texts of the policy."""
+    """A whole answer in the form of the published files: results between the policy's texts."""
     parts = []
     for turn in turns:
         parts.append(turn.action)

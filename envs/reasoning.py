@@ -2,7 +2,7 @@
 
     [data]
     train = "reasoning_gym:chain_sum"
-    source = { size = 2000, max_terms = 4 }     # size, seed, and the task's own difficulties
+    source = { size = 2000, max_terms = 4 }     # size, seed, and the task's own parameters
 
     [eval.sets.heldout]
     path = "reasoning_gym:chain_sum"
@@ -11,9 +11,9 @@
     [grader.own]
     name = "reasoning_gym"
 
-Held-out questions begin at a seed of their own. Of list_functions, and between processes also of
-polynomial_multiplication, isomorphic_strings and ransom_note, equal seeds give other questions, so
-that each row holds its entry, as a literal of Python since scorers tell tuples from lists.
+Held-out questions have separate seeds. Equal seeds give different questions for list_functions and,
+in different processes, for polynomial_multiplication, isomorphic_strings and ransom_note. So each
+row contains its entry, as a Python literal, since scorers distinguish tuples from lists.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from agentenv.errors import DataError, MissingError, install_hint
 from agentenv.types import Message, Task
 from agentenv.untrusted import decode_python
 
-KEY = "reasoning_gym"  # of Task.metadata: what the scorer needs
-SIZE = 10_000  # questions, unless `size` says another number
-HELD_OUT_SEED = 1_000_000_000  # unless `seed` says another one
+KEY = "reasoning_gym"  # in Task.metadata: the scorer's input
+SIZE = 10_000  # default number of questions
+HELD_OUT_SEED = 1_000_000_000  # default seed
 
 
 def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
-    """The rows of a task. `options`: size, seed, and what the task's configuration takes; question
-    i of a seed is question 0 of seed + i. Raises DataError for an unknown task, and for an option
-    that the task does not take or that is wrong."""
+    """The rows of a task. `options`: size, seed, and the task's parameters; question i of a seed is
+    question 0 of seed + i. Raises DataError for an unknown task, and for unknown or invalid
+    options."""
     keys = {"size": SIZE, "seed": HELD_OUT_SEED if held_out else 0, **options}
     for key in ("size", "seed"):
         if not isinstance(keys[key], int) or keys[key] < (key == "size"):
@@ -57,8 +57,8 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
 
 
 def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> dict[str, Any]:
-    """The scorer's figure for the answer, from 0 to 1, which is right when it is 1. Raises
-    DataError for a task of another source."""
+    """The scorer's score of the answer, from 0 to 1; 1 is right. Raises DataError for a task of
+    another source."""
     made = task.metadata.get(KEY)
     if not isinstance(made, dict):
         raise DataError(
@@ -72,7 +72,7 @@ def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> d
 
 
 class ReasoningGymGrader(CustomGrader):
-    """The scorers, in processes that can be killed."""
+    """The scorers, in killable processes."""
 
     def __init__(self) -> None:
         super().__init__(__file__, "score")
@@ -107,7 +107,7 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value with Python's own types for those of numpy and for what derives from them."""
+    """The value with numpy types and derived types converted to Python's own types."""
     if isinstance(value, dict):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -4,24 +4,24 @@
     id = "agentenv/Verifiers-v0"
 
     [data]
-    train = "verifiers:reverse-text"                   # what load_environment takes
+    train = "verifiers:reverse-text"                   # the name for load_environment
     source = { size = 2000, args = { dataset_name = "rows" } }     # and its arguments
 
     [eval.sets.heldout]
     path = "verifiers:reverse-text"
     source = { size = 200, args = { dataset_name = "rows" } }
 
-Their rollout runs in a process of theirs, with its dataset, prompts, tools, users, stops and
-rewards; each request of its client is a turn of the policy (agentenv/endpoint). So an episode is a
-program's (envs/program.py), and its reward and metrics are what their own client would be given.
-Packages of 0.1.11 to 0.3 have `load_environment`, and `args` are its arguments; those of 0.4 are
-tasksets, and `args` is the table `[env]` of their configuration.
+A rollout of verifiers runs in its own process, with its dataset, prompts, tools, users, stops and
+rewards; each request of its client is a turn of the policy (agentenv/endpoint). So an episode is
+that of a program (envs/program.py), and its reward and metrics are those of verifiers. Packages of
+0.1.11 to 0.3 have `load_environment`, and `args` are its arguments; those of 0.4 are tasksets, and
+`args` is the table `[env]` of their configuration.
 
-A fork is a replay, where episodes replay: each of the first ones is played again from its record,
-and there are forks once NUM_MEASURED of them had the same requests, rewards and metrics.
+A fork is a replay, if episodes are reproducible: each of the first ones is replayed from its
+record, and forks are enabled once NUM_MEASURED of them had equal requests, rewards and metrics.
 
-This file is also the program of that process, where agentenv may be missing: above `main`, imports
-are those of Python alone.
+This file is also the program of that process, in which agentenv may be missing: above `main`, it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 
 INLINE = "agentenv_inline"  # the harness that runs the package's chat program in this process
 WEEK_S, POST_S = 7 * 86400.0, 60.0  # for a turn of a policy that may be paused; for a reward
-# one row of so many is held out, where a package has one set of rows; characters of an error
+# one in this many rows is held out if a package has a single set; characters of an error
 TENTH, SHOWN_CHARS = 10, 500
 
 
@@ -60,7 +60,7 @@ class Classic:
             raise ValueError("it rewards groups of rollouts; here each needs a reward of its own")
 
     def rows(self, held_out: bool) -> Iterator[Json]:
-        """Those of training, or those that are held out."""
+        """The training rows, or the held-out ones."""
         if self.env.eval_dataset is None and not getattr(self.env, "eval_dataset_source", None):
             return _split(self.env.get_dataset(), held_out)
         return iter(self.env.get_eval_dataset() if held_out else self.env.get_dataset())
@@ -77,7 +77,7 @@ class Classic:
         finally:
             await client.close()
         error = str(made.get("error") or "")
-        if "EmptyModelResponseError" in error:  # the policy said nothing, which has its reward
+        if "EmptyModelResponseError" in error:  # an empty turn of the policy has a reward
             error = ""
         return {"reward": float(made["reward"]), "metrics": made["metrics"], "error": error}
 
@@ -102,7 +102,7 @@ class Tasks:
         self.role, self.serving = own[0], self.env.serving
 
     def rows(self, held_out: bool) -> Iterator[Json]:
-        """Those of training, or those that are held out."""
+        """The training rows, or the held-out ones."""
         return _split((task.data.model_dump(mode="json") for task in self.env.taskset), held_out)
 
     async def run(self, row: Json, url: str, variable: str) -> Json:
@@ -125,7 +125,7 @@ class Tasks:
 
 
 def _inline() -> Any:
-    """A harness package: the chat program of verifiers, which begins no process and needs no uv."""
+    """A harness package: the chat program of verifiers, without a process and without uv."""
     from verifiers.v1.harnesses.null.harness import NullHarness
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import ProgramResult
@@ -143,7 +143,7 @@ def _inline() -> Any:
             sys.argv = ["chat", *(one.replace("-file=", files, 1) for one in argv)]
             exec(code, space)
             try:
-                await cast(Any, space)["main"]()  # reads the arguments before it waits
+                await cast(Any, space)["main"]()  # reads the arguments before its first await
                 return ProgramResult(exit_code=0, stdout="", stderr="")
             except (Exception, SystemExit) as error:
                 status: Any = error.code if isinstance(error, SystemExit) else 1
@@ -165,7 +165,7 @@ def _split(rows: Any, held_out: bool) -> Iterator[Json]:
 
 
 def _question(row: Json) -> str:
-    """The text of a row that a person reads."""
+    """The readable text of a row."""
     asked = row.get("prompt") or row.get("question") or ""
     text = asked if isinstance(asked, str) else asked[-1].get("content") or ""
     return text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
@@ -175,7 +175,7 @@ def _opened(name: str, args: Json, folder: str, **_: Any) -> Classic | Tasks:
     os.chdir(folder)
     sys.path[0] = folder = os.getcwd()
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    version = metadata.version("verifiers")  # which raises where there is none
+    version = metadata.version("verifiers")  # raises if it is missing
     found = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if not (0, 1, 11) <= found < (0, 5):
         raise ImportError(f"verifiers {version} is unsupported; expected 0.1.11 to 0.4")
@@ -191,7 +191,7 @@ def _opened(name: str, args: Json, folder: str, **_: Any) -> Classic | Tasks:
 
 
 async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
-    """Runs the rollouts that the lines of the input name, at the same time; posts how they end."""
+    """Run the rollouts of the input's lines concurrently, and post their results."""
 
     async def run(key: str, row: Json, url: str) -> None:
         os.environ[f"AGENTENV_{key}"] = key
@@ -201,7 +201,7 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
             body = json.dumps({"reward": 0.0, "error": _said(error)})
         del os.environ[f"AGENTENV_{key}"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        with suppress(OSError):  # nobody waits for it any more
+        with suppress(OSError):  # the receiver may be gone
             request = Request(f"{url}/reward", body.encode(), headers)
             await asyncio.to_thread(urlopen, request, timeout=POST_S)
 
@@ -213,17 +213,17 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """Of the error, and the place of its cause."""
+    """The error, and the location of its cause."""
     cause = error.__cause__ or error.__context__ or error
     place = " ".join("".join(traceback.format_tb(cause.__traceback__)[-1:]).split())
     return f"{type(error).__name__}: {error}"[:SHOWN_CHARS] + f"; {cause!r} in {place}"
 
 
 def main() -> None:
-    """Prints rows, or serves rollouts."""
-    # not sys.stdin, which processes that packages fork close: they would wait for who reads it
+    """Print rows, or serve rollouts."""
+    # not sys.stdin: forked processes of packages close it, and would wait for its reader
     lines, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print
+    os.dup2(2, 1)  # the output of packages
     logging.getLogger().setLevel(logging.WARNING)
     asked = json.loads(sys.argv[1])
     try:
@@ -254,14 +254,14 @@ from agentenv.offload import kill, start_process
 from agentenv.types import Info, Limit, Message, Task
 from agentenv.untrusted import decode_loose
 
-# of Task.metadata: what a process is for, and a row of its package
+# in Task.metadata: the settings of the process, and a row of its package
 KEY, MADE = "verifiers", ("name", "args", "python", "folder")
-SIZE = 10_000  # rows unless `size` says so
-# for a process to end by itself and by a signal, for a rollout that is cut off to be scored, and
-# for rows, perhaps of a hub
+SIZE = 10_000  # default number of rows
+# for a process to end by itself and by a signal, for the scoring of a truncated rollout, and for
+# rows, possibly from a hub
 CLOSE_S, GRACE_S, STOP_S, ROWS_S = 10.0, 2.0, 60.0, 3600.0
 CUT = "the trajectory is truncated: it has reached the model's maximum context length"
-HINTS = {  # by what a problem holds
+HINTS = {  # by pattern of a problem
     "^PackageNotFound": "{python} has no verifiers; {install} there, or set source.python",
     "^(ModuleNotFound|Import)Error": "{python} -m pip install ..., or set source.folder",
     r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may be in {folder}/OWNER/NAME",
@@ -270,8 +270,8 @@ HINTS = {  # by what a problem holds
 
 def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
     """The rows of a package. `options`: size, args of load_environment, the interpreter `python`
-    that has the package, and the `folder` in which it runs. Raises DataError for a package or a
-    hub that cannot be had, and for other options."""
+    with the package, and its working `folder`. Raises DataError for an unavailable package or hub,
+    and for unknown options."""
     taken = {"size": SIZE, "args": {}, "python": sys.executable, "folder": "."}
     if unknown := sorted({*options} - {*taken}):
         raise DataError(f"verifiers:{name}: source has the keys {', '.join(taken)}, not {unknown}")
@@ -300,8 +300,8 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[J
 
 
 class VerifiersEnv(ProgramEnv):
-    """One episode. `program` holds the keys `thoughts` and `limits` of a program; an answer is
-    right from a reward of `right` on."""
+    """One episode. `program` has the keys `thoughts` and `limits` of a program; an answer with a
+    reward of at least `right` is right."""
 
     def __init__(
         self, task: Task, program: Mapping[str, Any] | None = None, right: float = 1.0
@@ -310,7 +310,7 @@ class VerifiersEnv(ProgramEnv):
         if not isinstance(made, dict):
             raise ConfigError(f'task {task.id} is not a row of data.train = "verifiers:NAME"')
         own = {"command": ["verifiers"], "reward": "post", "min_replay_rate": 1.0}
-        own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing passes for chance
+        own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing counts as random
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]
         asked = {name: made[name] for name in MADE}
@@ -324,20 +324,21 @@ class VerifiersEnv(ProgramEnv):
         return "replay" if is_known and self._replays.allowed else "none"
 
     async def step(self, action: Message) -> StepResult:
-        """See ProgramEnv; the first episodes that end by themselves are played again."""
+        """See ProgramEnv; the first episodes that end by themselves are replayed."""
         outcome = await super().step(action)
         if outcome[2] and self._replays.num_tried < NUM_MEASURED:
             self._replays.add(await self._difference(outcome[1]))
         return outcome
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Their rollout reads the last action, and that the context is full; then it is scored."""
+        """Let the rollout of verifiers read the last action and a full-context error, and score
+        it."""
         if action is not None and self._session and self._ended is None:
             self._session.answer(self._with_turn(action))
         return await super().finish(reason, action)
 
     async def _difference(self, reward: float) -> str:
-        """In which way an episode that is played from the record of this one is another one."""
+        """The difference between this episode and its replay; empty if they are equal."""
         other = copy.copy(self)
         other._session = cast(Endpoint, self._endpoint).open(after=self._session)
         other._program = None
@@ -366,13 +367,13 @@ class VerifiersEnv(ProgramEnv):
 
 
 class Rollout(NamedTuple):
-    """A rollout of theirs as the program of an episode."""
+    """A rollout of verifiers as the program of an episode."""
 
     process: asyncio.subprocess.Process
     session: Session
 
     async def wait(self) -> Ended:
-        """Its end, or that of the process."""
+        """Wait for its end, or that of the process."""
         ends = [*map(asyncio.ensure_future, (self.session.reward(), self.process.wait()))]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -383,13 +384,13 @@ class Rollout(NamedTuple):
         return Ended(exit=0 if posted else self.process.returncode, output=posted.get("error", ""))
 
     async def stop(self) -> None:
-        """Cut it off, and have it scored."""
+        """Truncate it, and let it be scored."""
         self.session.close(CUT, "too_long")
         with suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), STOP_S)
 
     async def close(self) -> None:
-        """Its next call is refused, since the session ends; idempotent."""
+        """Do nothing: the end of the session rejects its next call."""
 
 
 class Server:
@@ -402,7 +403,7 @@ class Server:
         self._starting = asyncio.Lock()
 
     async def begin(self, session: Any, row: str) -> Any:
-        """Starts a rollout, and the process where there is none."""
+        """Start a rollout, and the process if necessary."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
@@ -415,7 +416,7 @@ class Server:
     async def close(self) -> None:
         """End the process; idempotent."""
         if (process := self._process) is not None:
-            # the end of its input tears the environment down; its guard ends all that it started
+            # the end of its input closes the environment; its guard ends its descendants
             for end in (cast(asyncio.StreamWriter, process.stdin).close, process.terminate):
                 with suppress(ProcessLookupError, TimeoutError):
                     end()

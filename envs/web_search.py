@@ -16,7 +16,12 @@ from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s
 from agentenv.envs.search.corpus import read_corpus
 from agentenv.envs.search.keys import Mode, SearchConfig
-from agentenv.envs.search.service import OpenPageTool, SearchPagesTool, shared_service, tell_tools
+from agentenv.envs.search.service import (
+    OpenPageTool,
+    SearchPagesTool,
+    shared_service,
+    update_episodes,
+)
 from agentenv.offload import in_thread
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import StatelessTool, argument_schema, read_arguments
@@ -98,7 +103,7 @@ class WebSearchEnv(ToolEnv):
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
         """Run the calls; the tools know the question and what was written before."""
-        tell_tools(self._open_states("step").values(), self.task.question, action)
+        update_episodes(self._open_states("step").values(), self.task.question, action)
         return await super().step(action)
 
 

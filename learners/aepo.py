@@ -1,7 +1,7 @@
 """AEPO: ARPO with a balanced budget, a penalty on runs of forks, and an entropy-aware update.
 
-The whole algorithm is here: keys (`AEPO`), the plan of the rollout (`AEPOPlan`), and what of the
-loss is AEPO's (`token_loss`, `advantage_scale`). Loads no torch.
+The whole algorithm is here: keys (`AEPO`), the plan of the rollout (`AEPOPlan`), and AEPO's parts
+of the loss (`token_loss`, `advantage_scale`). Does not load torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
     """Agentic entropy-balanced policy optimization (Dong 2025, arXiv 2510.14545).
 
-    Four parts, each with a switch of its own; without all four this is ARPO:
+    Four parts, each with its own switch; without all four this is ARPO:
 
         budget_split               m = k sigmoid(budget_beta (H_root - H_tool)) of k trajectories
                                    start from scratch (`num_roots_of`)
@@ -37,8 +37,8 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
                                    r > 1 + clip_high and A > 0 (`losses.entropy_balanced_loss`)
         entropy_advantage          A' = A (1 + a z(H)) (`losses.entropy_multiplier`)
 
-    On the quick start the four together change nothing measurable over ARPO: the split stays at
-    half of the group and hardly a token is clipped from above (docs/experiments.md).
+    On the quick start, the four together have no measurable effect compared to ARPO: the split
+    stays at half of the group, and few tokens are clipped from above (docs/experiments.md).
 
     Differs from the paper: dual clip (inf switches it off); z over all tokens of the mini-batch,
     those of groups of equal returns included (queue.equal_groups), from entropies of the old
@@ -162,7 +162,7 @@ class AEPOPlan(ARPOPlan):
 
 def num_roots_of(group_size: int, beta: float, root: float, after_tools: Sequence[float]) -> int:
     """Entropy pre-monitoring: m = round(k * sigmoid(beta * (H_root - mean H_tool))), half up,
-    within [1, k]. More uncertainty at the question than after its tools asks for more roots."""
+    within [1, k]. More uncertainty at the question than after its tools gives more roots."""
     share = sigmoid(beta * (root - fmean(after_tools)))
     return max(1, min(group_size, math.floor(group_size * share + 0.5)))
 
@@ -179,7 +179,7 @@ def probing(tree: TrajectoryTree) -> bool:
 
 def is_probe(tree: TrajectoryTree, leaf: Node) -> bool:
     """True for the end of the first from-scratch trajectory that has not failed. Others may have
-    begun beside it, in the places of forks that failed."""
+    begun in addition, to replace failed forks."""
     if leaf.end == "failed" or not is_root_branch(leaf):
         return False
     failed = {node.branch for node in tree.failures()}

@@ -59,7 +59,7 @@ class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (ratio >= self.low) & (ratio <= self.high)
 
 
-# Keys that algorithms share but give other defaults, with their descriptions.
+# Shared keys of algorithms with different defaults, and their descriptions.
 
 TRUNCATED: dict[Limit, Truncated] = {
     limit: "mask" if limit is Limit.SECONDS else "score" for limit in Limit
@@ -95,19 +95,19 @@ Compat = Annotated[
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base of the algorithms; each subclass has its own tag.
+    """Base of the algorithms; each subclass has its own tag (`name`).
 
     Objective, per token with advantage A (decoupled PPO, Hilton 2022, eq. 3; importance weight
     truncated as in IMPALA, Espeholt 2018):
 
         min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behavior
 
-    rho is detached; importance_cap = "none" leaves the weight out, as the released code and plain
-    PPO do. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
-    flat trajectories; how tokens become a mean is `aggregation`, see `agentenv.learners.minibatch`.
-    Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
-    loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
-    reference model is built. The learner subtracts kl_reward's part, so that a group of equal
+    rho is detached; importance_cap = "none" omits the weight, as in the released code and in plain
+    PPO. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the flat
+    trajectories; `aggregation` defines the mean over tokens, see `agentenv.learners.minibatch`.
+    Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H are added to
+    the loss, kl_reward * (log-ratio to the reference) is subtracted from the return; without either
+    KL no reference model is built. The learner subtracts kl_reward's part, so that a group of equal
     returns has a signal too, unless queue.equal_groups drops it before.
     """
 
@@ -199,7 +199,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
             raise ConfigError("algorithm: overlong_buffer must be at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
-        if self.takes_turns and is_by_leaf:
+        if self.has_turn_advantages and is_by_leaf:
             asked = "step_rewards" if self.step_rewards == "to_go" else "name"
             raise ConfigError(
                 f"algorithm.{asked}: each turn has its own advantage; aggregation other than "
@@ -211,46 +211,46 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
                 "algorithm.reference_every: no reference policy; set kl_loss or kl_reward"
             )
 
-    is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
+    is_released: ClassVar[bool] = False  # the form of compat = "reference"
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the turns of a trajectory have advantages of their own."""
+    def has_turn_advantages(self) -> bool:
+        """Whether the turns of a trajectory have separate advantages."""
         return self.step_rewards == "to_go"
 
     # requirements on the learner
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether `loss` reads the entropies of the old policy."""
+        """Whether `loss` uses the entropies of the old policy."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model has to be built."""
+        """Whether a reference model is necessary."""
         return self.kl_loss > 0 or self.kl_reward > 0
 
     @property
     def learns_from_equal_groups(self) -> bool:
         """Whether the loss has a gradient on a group without a signal: from a KL, from the entropy
-        bonus, or because `loss` is another one. Elsewhere such a group costs no pass."""
+        bonus, or because `loss` is overridden. Otherwise such a group needs no pass."""
         terms = self.kl_loss > 0 or self.kl_reward > 0 or self.entropy_bonus > 0
         return terms or type(self).loss is not Algorithm.loss
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the ratio is that of a whole trajectory."""
+        """Whether ratios are those of whole trajectories."""
         return False
 
     @property
     def needs_leaves(self) -> bool:
-        """Whether more than the sums over the leaves below a token is needed."""
+        """Whether the loss needs more than the sums over the leaves below a token."""
         whole = self.clips_sequences or self.kl_reward > 0 or self.sequence_mask is not None
         return whole or self.aggregation != "token-mean"
 
     @property
     def refills(self) -> bool:
-        """Whether groups of equal returns are to be replaced by later ones, as `queue.refill`."""
+        """Whether later groups replace groups of equal returns, as with `queue.refill`."""
         return False
 
     @property
@@ -275,12 +275,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return group_advantages(returns, norm_by_std=getattr(self, "normalize_by_std", True))
 
     def penalty(self, trajectory: Trajectory) -> float:
-        """Added to a trajectory's return."""
+        """The penalty (at most 0) that is added to a trajectory's return."""
         length = trajectory.num_action_tokens
         return soft_length_penalty(length, self.overlong_tokens, self.overlong_buffer)
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
-        """Credit per node; None when too few leaves count for a group."""
+        """Credit per node; None if too few leaves count for a group."""
         return tree_credit(
             tree,
             group_size=self.group_size,
@@ -294,13 +294,14 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
     ) -> list[TreeCredit | None]:
-        """Credit of all trees of an update from that of each tree by itself, which is None for
-        those that are not trained."""
+        """Credit of all trees of an update from the credit of the individual trees, which is None
+        for untrained ones."""
         return list(credits)
 
     @property
     def default_truncated(self) -> dict[Limit, Truncated]:
-        """Treatment of trajectories cut by a limit that `truncated` does not name."""
+        """Treatment of trajectories that are truncated by a limit which `truncated` does not
+        name."""
         return TRUNCATED
 
     # loss
@@ -344,7 +345,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     def _metrics(
         self, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
     ) -> dict[str, Tensor]:
-        """Of detached tensors; `part`: each token's share of the metrics' means."""
+        """Metrics from detached tensors; `part` is each token's weight in the means."""
         from agentenv.learners.losses import ratio_of
 
         behavior = ratio_of(batch.proximal, batch.behavior)

@@ -1,11 +1,11 @@
 """ARPO: trajectories fork after tool results whose entropy rose, and share credit above a fork.
 
-ARPO's own parts are here: keys (`ARPO`), the fork criterion, which AEPO shares, and the plan of
-the rollout (`ARPOPlan`). Credit and loss are those of every algorithm with a clipped ratio
-(`credit` and `loss` in learners/algorithm.py, `ppo_loss` in learners/losses.py); the docstring of
-`ARPO` says with which settings. Loads no torch.
+This file has ARPO's own parts: keys (`ARPO`), the fork criterion, which AEPO shares, and the plan
+of the rollout (`ARPOPlan`). Credit and loss are those of every algorithm with a clipped ratio
+(`credit` and `loss` in learners/algorithm.py, `ppo_loss` in learners/losses.py), with the settings
+in the docstring of `ARPO`. Does not load torch.
 
-When is the policy uncertain after a tool result? Two answers, as pure functions of the tree.
+Two criteria of the policy's uncertainty after a tool result, as pure functions of the tree.
 Entropies are means over the first `entropy_window` tokens of a turn, divided by ln V, and so lie
 in [0, 1] for a vocabulary of V tokens.
 

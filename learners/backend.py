@@ -1,7 +1,7 @@
 """Backends of a rank's policy, plain torch and DeepSpeed, and their optimizer.
 
 RankBackend        the forward pass, and the other ranks; the interface for a trainer
-TorchBackend       for debugging, and as the oracle of the other
+TorchBackend       for debugging, and as the oracle in tests of the other
 DeepSpeedBackend   ZeRO, bfloat16, offload
 """
 
@@ -29,14 +29,14 @@ from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy, tensors
 
-REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
+REDUCE_ELEMENTS = 500_000_000  # of one bucket, DeepSpeed's default
 
 T = TypeVar("T")
-OptimizerState = dict[Tensor, dict[str, Any]]  # by the tensor that the optimizer steps
+OptimizerState = dict[Tensor, dict[str, Any]]  # by the optimizer's tensor
 
 
 class RankBackend(ABC):
-    """Interface for a trainer. `dropouts` are modules that drop in training passes only."""
+    """Interface for a trainer. `dropouts` are modules that are active in training passes only."""
 
     module: nn.Module  # computes the policy
     optimizer: Any  # DeepSpeed's, or the torch optimizer itself
@@ -68,8 +68,8 @@ class RankBackend(ABC):
 
     @abstractmethod
     def step(self, lr_scale: float) -> float:
-        """Clip and step, and clear the gradients. Returns the norm before clipping; a norm that
-        is not finite means that the step was skipped."""
+        """Clip the gradients, step, and clear them. Returns the norm before clipping; if it is not
+        finite, the step was skipped."""
 
     @abstractmethod
     def skip(self) -> None:
@@ -77,25 +77,25 @@ class RankBackend(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Clear the gradients that a failed command left."""
+        """Clear the gradients of a failed command."""
 
     @abstractmethod
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Replace the optimizer by a new one without state."""
 
-    def set_state_aside(self) -> None:
-        """Keep the optimizer's state in main memory while another one is in use."""
+    def save_state(self) -> None:
+        """Move the optimizer's state to main memory while another optimizer is in use."""
         self._aside = {
             owner: {
-                # Beside each tensor its device, which need not be the owner's.
+                # With each tensor its device, which may differ from the owner's.
                 kind: (value.to("cpu"), value.device) if isinstance(value, Tensor) else value
                 for kind, value in state.items()
             }
             for owner, state in self.base_optimizer.state.items()
         }
 
-    def take_state_back(self) -> None:
-        """Restore the state that was set aside. Raises LearnerError without one."""
+    def restore_state(self) -> None:
+        """Restore the saved state. Raises LearnerError without one."""
         if self._aside is None:
             raise LearnerError("no optimizer state was saved")
         for owner, state in self._aside.items():
@@ -106,7 +106,7 @@ class RankBackend(ABC):
         self._aside = None
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; all of them must call it."""
+        """The values of all ranks, by rank; collective over all ranks."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
@@ -114,14 +114,14 @@ class RankBackend(ABC):
         return values
 
     def gather_replicas(self, value: T) -> list[T]:
-        """The values of all replicas, whose ranks have the same; all ranks must call it."""
+        """The values of all replicas, whose ranks have equal values; collective over all ranks."""
         return self.gather(value)[:: self.config.context_parallel]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches, followed by passes over nothing: where ranks must run equally many, and one
-        for training without a batch, so that a step has gradients of 0 and not none.
+        """The batches, followed by empty ones: where all ranks must run equally many passes, and
+        one for training without a batch, so that a step has gradients of 0 instead of none.
 
-        Inside torch.no_grad() they run forward only.
+        Inside torch.no_grad() only forward passes are counted.
         """
         train = torch.is_grad_enabled()
         count = self._num_passes(len(batches), train)
@@ -132,13 +132,13 @@ class RankBackend(ABC):
                 self.backward(0.0 * logprobs.sum())
 
     def _num_passes(self, count: int, train: bool) -> int:
-        """How many passes this rank runs; at least `count`, and one if it trains."""
+        """The number of passes of this rank: at least `count`, and at least one if it trains."""
         return max(count, 1) if train else count
 
 
 @cache
 def empty_batch() -> MicroBatch:
-    """A micro-batch of one predicted token that counts for nothing."""
+    """A micro-batch of one predicted token with weight 0."""
     return pack([encode_sequence([0, 0], [False, True])], 2)[0]
 
 
@@ -151,8 +151,8 @@ def device_of_rank() -> torch.device:
 class InFloat32(TorchFunctionMode):
     """On the CPU, casts to bfloat16 give float32.
 
-    Muon multiplies in bfloat16 for the sake of GPUs. Most CPUs have no such arithmetic and take ten
-    times as long for it as for float32, which is also more exact.
+    Muon multiplies in bfloat16, which is fast on GPUs. Most CPUs do not support this arithmetic and
+    take ten times as long as for float32, which is also more exact.
     """
 
     def __torch_function__(
@@ -164,12 +164,12 @@ class InFloat32(TorchFunctionMode):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon and torch.optim.AdamW as one optimizer, equal to both step for step,
-    but for `InFloat32`.
+    """torch.optim.Muon and torch.optim.AdamW as one optimizer, with equal steps except for
+    `InFloat32`.
 
-    Muon (Jordan 2024) orthogonalises the momentum of 2-D matrices; embeddings, head, norms and
-    biases go to AdamW. DeepSpeed wants one client optimizer whose `param_groups` and `state` it
-    may replace, so both parts are pointed at ours before each step.
+    Muon (Jordan 2024) orthogonalizes the momentum of 2-D matrices; AdamW updates embeddings, head,
+    norms and biases. DeepSpeed needs one client optimizer whose `param_groups` and `state` it may
+    replace, so both parts are set to this optimizer's before each step.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of `config` over the parameters that need gradients.
 
-    Weight decay acts on matrices that are no embeddings. Each group keeps its rate in "base_lr",
-    which `scale_learning_rates` reads. `fused` makes AdamW fast in main memory. Raises ConfigError
-    if Muon would have no matrix.
+    Weight decay applies to matrices except embeddings. Each group has its rate in "base_lr", which
+    `scale_learning_rates` uses. `fused` makes AdamW fast in main memory. Raises ConfigError if Muon
+    would have no matrix.
     """
     embeddings = {
         id(param)
@@ -241,7 +241,7 @@ def _rates(config: OptimizerConfig, kind: str) -> dict[str, Any]:
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """Give the groups of `build_optimizer` the rates and decays of another configuration.
+    """Set the rates and decays of `build_optimizer`'s groups to those of another configuration.
 
     Raises ConfigError if that one has another kind of optimizer.
     """
@@ -256,13 +256,13 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfi
 
 
 def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Set each group's rate to `scale` times its configured one; schedules live elsewhere."""
+    """Set each group's rate to `scale` times its configured one; the caller has the schedule."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
 
 
 class TorchBackend(RankBackend):
-    """Plain torch, for debugging and as the oracle of DeepSpeed's.
+    """Plain torch, for debugging and as the oracle in tests of DeepSpeed's.
 
     Every rank holds the whole model; gradients are summed one parameter at a time.
     """
@@ -307,10 +307,10 @@ class TorchBackend(RankBackend):
 def moved_weights(
     policy: Policy, device: torch.device, dtype: torch.dtype, *, copy: bool = False
 ) -> Iterator[nn.Parameter]:
-    """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
-    is requested; buffers come before them. Main memory holds one weight more at most, and so does
-    the device if the caller keeps a part of each only. With `copy` the mapped pages stay shared
-    even if the device is main memory and the weight is changed."""
+    """Iterate over the parameters and move each from its mapped file to the device, in dtype;
+    buffers first. Main memory has at most one additional weight, and so has the device if the
+    caller keeps only a part of each. With `copy`, the mapped pages stay shared even if the device
+    is main memory and the weight is changed."""
     kept = _kept_in_float32(policy.model)
     for prefix, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -325,14 +325,14 @@ def moved_weights(
 
 
 def _kept_in_float32(model: Any) -> set[str]:
-    """Parts of names that transformers loads in float32, with any requested dtype."""
+    """Parts of names of the parameters that transformers always loads in float32."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {part for name in names for part in getattr(causal, name, None) or ()}
 
 
 class _Arriving(nn.Module):
-    """A policy to `deepspeed.zero.Init`, which cuts the parameters of a module one by one."""
+    """A wrapper of a policy for `deepspeed.zero.Init`, which partitions parameters one by one."""
 
     def __init__(self, policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -343,32 +343,32 @@ class _Arriving(nn.Module):
 
 
 def prepare_deepspeed() -> None:
-    """Before DeepSpeed starts: the process group exists already, and nothing is compiled."""
+    """Prepare the start of DeepSpeed: use the existing process group, and compile nothing."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     if not torch.cuda.is_available():
-        # Else DeepSpeed compiles its shared-memory collectives at the first start, for a minute.
+        # Otherwise DeepSpeed compiles its shared-memory collectives at the first start: a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class DeepSpeedBackend(RankBackend):
     """A DeepSpeed engine around the policy.
 
-    Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 treats that
+    Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 handles this
     differently at each stage, and several of its calls are silently wrong or hang:
 
         stage 0   gradients stay on the rank; summed here, once, before the step
         stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass
-        stage 2   each backward pass sums and cuts gradients, so ranks run equally many
-        stage 3   each forward pass gathers weights too, so ranks run equally many of both
+        stage 2   each backward pass sums and partitions gradients, so ranks run equally many
+        stage 3   each forward pass also gathers weights, so ranks run equally many of both
 
     The loss is a sum over tokens divided by the total of all ranks. DeepSpeed averages over ranks,
     so it is multiplied by their number.
 
-    At stage 0 the gradient norm is ours, since DeepSpeed 0.19 does not report it. At stages above
-    0 a step whose gradients are not finite on any rank is skipped by DeepSpeed on all of them.
+    At stage 0 the gradient norm is computed here, since DeepSpeed 0.19 does not report it. At
+    stages above 0, DeepSpeed skips a step on all ranks if any rank has non-finite gradients.
     """
 
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
@@ -387,7 +387,7 @@ class DeepSpeedBackend(RankBackend):
         optimizer = build_optimizer(self.policy.model, config, fused=fused)
         settings = deepspeed_settings(self.config)
         dtype = getattr(torch, self.config.dtype)
-        if self.stage == 3:  # before it is whole on a device
+        if self.stage == 3:  # before a device has the whole model
             arriving = _Arriving(self.policy, self.device, dtype)
             deepspeed.zero.Init(module=arriving, config_dict_or_path=settings)
         else:
@@ -421,7 +421,7 @@ class DeepSpeedBackend(RankBackend):
             self._add_up()
 
     def _add_up(self) -> None:
-        """Sum gradients of micro-batches in float32, as the other stages do."""
+        """Sum gradients of micro-batches in float32, as at the other stages."""
         for param in self.policy.parameters():
             if param.grad is None:
                 continue
@@ -454,7 +454,7 @@ class DeepSpeedBackend(RankBackend):
         return norm
 
     def _reduce(self) -> None:
-        """Sum the gradients over ranks, where the backward passes did not."""
+        """Sum the gradients over ranks, if the backward passes did not."""
         for param, total in self._sums.items():
             param.grad = total.to(param.dtype)
         self._sums.clear()
@@ -466,8 +466,8 @@ class DeepSpeedBackend(RankBackend):
         if self.stage == 0:
             self.optimizer.zero_grad()
             return
-        # DeepSpeed keeps parts of gradients in several places and clears all of them when it
-        # finds one that is not finite; so it gets one.
+        # DeepSpeed keeps parts of gradients in several places, and clears all of them after a
+        # non-finite one; so one is set.
         with torch.enable_grad():
             logprobs, _, _ = self.forward(empty_batch())
             self.backward(math.nan * logprobs.sum())
@@ -475,7 +475,7 @@ class DeepSpeedBackend(RankBackend):
         self.engine.step()
 
     def abandon(self) -> None:
-        # Of several ranks none can go on alone.
+        # With several ranks, none can continue alone.
         if self.num_ranks == 1:
             self._sums.clear()
             self.skip()

@@ -1,7 +1,7 @@
 """The algorithms without forks: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO.
 
-Each rolls out independent trajectories and changes one thing of another: the advantage of a group,
-the clip, or how token losses become a mean. Loads no torch.
+Each rolls out independent trajectories; they differ in the advantage of a group, the clipping, or
+the aggregation of token losses. Does not load torch.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
     The gradient is that of GSPO-token (eq. 13) with equal advantages: a token shared by several
     trajectories gets the sum of -A_i s_i over those that are not clipped. s_i needs all tokens
-    of a trajectory, which micro-batches may cut, so a step computes log-probs once more before.
+    of a trajectory, which micro-batches may split, so a step computes log-probs in an extra pass.
     Differs from the paper: log-ratios are bounded by +-20 per token.
     """
 

@@ -6,8 +6,8 @@ The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, ea
     position id    =  depth[q]               tokens between the root's first token and q
     log p(t)       reads logits[pred[t]]     the token before t on its path, not t - 1
 
-A `MicroBatch` computes no token twice and pads none. Attention keeps trees apart and pays for
-visible pairs only (`learners.attention`). A tree larger than the budget is cut, and its pieces
+A `MicroBatch` computes each token once, without padding. Attention separates trees and computes
+only visible pairs (`learners.attention`). A tree larger than the budget is cut, and its pieces
 repeat the path to them; gradients are the same, since a repeated token has its loss in one piece
 only.
 """
@@ -38,7 +38,7 @@ FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the oth
 
 
 class Whole(Struct, frozen=True, array_like=True):
-    """Data of a whole tree that its parts carry. `number` is the tree's in the mini-batch; one of
+    """Data of a whole tree in each of its parts. `number` is the tree's in the mini-batch; one of
     the ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
     num_actions: int32 per node, its trained tokens."""
 
@@ -49,7 +49,8 @@ class Whole(Struct, frozen=True, array_like=True):
 
 
 class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
-    """One tree (or one sequence) as raw little-endian arrays; at most 21 bytes a token travel.
+    """One tree (or one sequence) as raw little-endian arrays; at most 21 bytes per token on the
+    wire.
 
     Per token: token_ids, int32; action, bool (sampled by the policy and trained). Per trained
     token: staleness, int32 (published updates between the sampling policy and the learner);
@@ -60,11 +61,11 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
-    Several ranks may have a part each of a tree (`learners.partition`). A part has all nodes, those
-    without tokens that lead to none of its leaves, and trains only some of its tokens.
+    Several ranks may have parts of a tree (`learners.partition`). A part has all nodes; those that
+    do not lead to its leaves have no tokens. It trains only some of its tokens.
 
-    is_counted: a group without a signal, whose tokens have no gradient: it is in the denominators
-    and statistics of its mini-batch, and in no micro-batch.
+    is_counted: a group without a signal, whose tokens have no gradient: it counts in the
+    denominators and statistics of its mini-batch, but is in no micro-batch.
     """
 
     token_ids: bytes
@@ -100,7 +101,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
         return stored.astype(np.float64, copy=False)
 
     def of_actions(self, name: str) -> Floats:
-        """Per trained token, one of the arrays of floats that are stored by node."""
+        """A float array that is stored by node, per trained token."""
         return self.floats(name)[self.owner[self.actions()]]
 
     def actions(self) -> NDArray[np.bool_]:
@@ -125,22 +126,23 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def max_staleness(self) -> int:
-        """Of the trained tokens of the whole tree; 0 when all are of the current version."""
+        """The maximum over the trained tokens of the whole tree; 0 if all have the current
+        version."""
         if self.whole is not None:
             return self.whole.max_staleness
         return int(self.ints("staleness").max(initial=0))
 
 
 def computed(trees: Sequence[EncodedTree]) -> list[EncodedTree]:
-    """Those that are in micro-batches."""
+    """The trees that are in micro-batches."""
     return [tree for tree in trees if not tree.is_counted]
 
 
 def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> EncodedTree:
-    """Pack a tree whose leaves have credit; parts below no counted leaf are left out.
+    """Pack a tree whose leaves have credit; parts without a counted leaf are omitted.
 
-    `policy_version` is the learner's. Raises DataError if a trained token has no token before
-    it, and if a turn has tokens without log-probs.
+    `policy_version` is the learner's. Raises DataError if a trained token has no preceding token,
+    or if a turn has tokens without log-probs.
     """
     order = _preorder(tree, credit)
     nodes = [node for node, _ in order]
@@ -190,8 +192,8 @@ def from_arrays(
     staleness: ArrayLike = (),
     **figures: ArrayLike,
 ) -> EncodedTree:
-    """A tree from arrays as in `EncodedTree`, in pre-order. `figures` are its arrays of floats,
-    `weight` among them; others that are left out are 0, or empty where they may be."""
+    """A tree from arrays as in `EncodedTree`, in pre-order. `figures` has its float arrays,
+    including `weight`; missing ones are 0, or empty where allowed."""
     num_actions, num_nodes = int(action.sum()), len(np.asarray(starts))
     age = np.asarray(staleness, np.int32)
     ints = (np.asarray(one, np.int32).tobytes() for one in (token_ids, starts, parents))
@@ -251,7 +253,7 @@ def _preorder(tree: TrajectoryTree, credit: TreeCredit) -> list[tuple[Node, bool
 
 
 def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
-    """pred, depth and end per token, int32. A node without tokens passes its parent's on."""
+    """pred, depth and end per token, int32. A node without tokens inherits its parent's values."""
     num_nodes, num_tokens = len(starts), int(sizes.sum())
     last = np.full(num_nodes, -1, np.int32)  # last token on the path that ends with the node
     length = np.zeros(num_nodes, np.int32)  # tokens on that path
@@ -271,7 +273,7 @@ def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _versions(nodes: Sequence[Node], default: int) -> Longs:
-    """Of each sampled token; `default` where no span gives one."""
+    """The version of each sampled token; `default` outside of spans."""
     versions, counts = [], []
     for node in nodes:
         size, spans = len(node.action_ids), node.version_spans
@@ -292,7 +294,7 @@ class ActionTokens:
     """The trained tokens of a mini-batch, tree after tree, in pre-order; float64 [tokens]."""
 
     behavior: Floats
-    entropies: Floats  # nan where the engine gave none
+    entropies: Floats  # nan where the engine reported none
     adv_pos: Floats
     adv_neg: Floats
     weight: Floats
@@ -319,8 +321,8 @@ class ActionTokens:
 
 
 def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:
-    """Per node of one tree or several, in pre-order: whether it is a leaf, and the range of the
-    leaves below it, in their order, the end exclusive."""
+    """Per node of one or more trees, in pre-order: whether it is a leaf, and the range [first,
+    last) of the leaves below it."""
     is_leaf = np.ones(len(parent), np.bool_)
     is_leaf[parent[parent >= 0]] = False
     first: Longs = np.cumsum(is_leaf) - is_leaf

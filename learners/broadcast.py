@@ -3,12 +3,12 @@
     all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, packs, broadcasts it
 
     Broadcaster   gathers, packs, sends and aborts; the same for every link
-    TorchLink     a torch.distributed group, built as SGLang builds its own, so that the keys of
-                  both in the store agree: NCCL on GPUs, gloo on the CPU
-    NcclLink      a bare NCCL communicator, as vLLM's backend "nccl" has it
+    TorchLink     a torch.distributed group, built as in SGLang, so that both use equal keys in the
+                  store: NCCL on GPUs, gloo on the CPU
+    NcclLink      a bare NCCL communicator, as in vLLM's backend "nccl"
 
-The link is separate from the group of the learner's ranks; only rank 0 is in it. Every problem in
-it is reported and ends the link, never the rank.
+The link is separate from the group of the learner's ranks; only rank 0 belongs to it. Every problem
+of the link is reported and ends the link, not the rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agentenv.learners.backend import RankBackend
 from agentenv.learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
 from agentenv.learners.messages import OpenGroup
 
-POLL_S = 0.0005  # between two looks at a bucket that is on its way
+POLL_S = 0.0005  # between polls of a bucket in transit
 JOIN_POLL_S = 0.02
 SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
@@ -49,25 +49,26 @@ class AbortedError(RuntimeError):
 
 
 class Link(Protocol):
-    """Rank 0's end of a group with the engines. Methods raise RuntimeError where it fails."""
+    """Rank 0's end of a group with the engines. Methods raise RuntimeError on failures."""
 
     address: Address
 
     def join(self, group: Group) -> None:
-        """Blocks until all others have joined."""
+        """Join; blocks until all others have joined."""
 
     def start(self, data: Tensor) -> Callable[[], bool]:
-        """Begin to broadcast bytes on the link's device; the result is true once they are sent."""
+        """Begin to broadcast bytes on the link's device; returns a function that is true once they
+        are sent."""
 
     def abort(self) -> None:
-        """End every transfer and connection, so that nobody waits for this rank any more."""
+        """End every transfer and connection, so that no peer waits for this rank."""
 
     def leave(self) -> None:
-        """End the group in peace."""
+        """End the group normally."""
 
 
 class Broadcaster:
-    """Carries out the commands of a Sender on one rank.
+    """Executes the commands of a Sender on one rank.
 
     `interrupted` reports whether the controller aborts the running command, `host` is this
     machine's address as others see it. Problems are reported as texts, empty for none.
@@ -82,7 +83,7 @@ class Broadcaster:
         self._timeout_s = 0.0
 
     def manifest(self) -> list[Bucket]:
-        """The buckets of `send`, in its order."""
+        """The buckets of `send`, in order."""
         return [
             Bucket(
                 [entry.name for entry in bucket],
@@ -93,7 +94,7 @@ class Broadcaster:
         ]
 
     def open(self, command: OpenGroup) -> tuple[Address | None, str]:
-        """Open a store to meet at; no address on ranks other than 0."""
+        """Open a rendezvous store; returns its address on rank 0 only, and a problem."""
         self.leave()
         if self.backend.rank:
             return None, ""
@@ -104,7 +105,7 @@ class Broadcaster:
         return self._link.address, ""
 
     def join(self, group: Group) -> str:
-        """Wait for all others, in a thread that is abandoned if it does not end."""
+        """Wait for all others, in a thread that is abandoned if it hangs."""
         link = self._link
         if self.backend.rank:
             return ""
@@ -144,7 +145,7 @@ class Broadcaster:
         return problem
 
     def send(self) -> str:
-        """Broadcast all; the gathers go on to the end on every rank, whatever happens."""
+        """Broadcast all buckets; every rank completes all gathers, even after a failure."""
         model = self.backend.policy.model
         problem = "" if self._joined or self.backend.rank else "no process group"
         sizes = [len(pack) for pack in packs(model)]
@@ -186,7 +187,7 @@ class Broadcaster:
 
 
 def packs(model: Any) -> list[list[Entry]]:
-    """Runs of entries that are broadcast as one: of one dtype, gathered together."""
+    """Runs of entries that are broadcast together: of one dtype, gathered together."""
     return [
         list(same)
         for bucket in buckets(entries(model), BUCKET_BYTES)
@@ -195,7 +196,7 @@ def packs(model: Any) -> list[list[Entry]]:
 
 
 def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
-    """The link that the servers can take part in. KeyError for a missing interface."""
+    """The kind of link that the servers support. Raises KeyError for a missing interface."""
     if command.interface:
         for library in ("NCCL", "GLOO"):
             os.environ[f"{library}_SOCKET_IFNAME"] = command.interface
@@ -207,7 +208,7 @@ def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. KeyError if there is none."""
+    """The IPv4 address of a network interface. Raises KeyError if there is none."""
     found = [a for a in psutil.net_if_addrs().get(interface, ()) if a.family == socket.AF_INET]
     if not found:
         raise KeyError(
@@ -220,7 +221,7 @@ class TorchLink:
     """A torch.distributed group over a store that this rank opens."""
 
     def __init__(self, backend: str, host: str, command: OpenGroup) -> None:
-        self._others = open_sockets()  # those that are not the link's
+        self._others = open_sockets()  # sockets of others than the link
         self._store: Any = TCPStore(
             "0.0.0.0",
             command.port,
@@ -259,8 +260,8 @@ class TorchLink:
         return sent
 
     def abort(self) -> None:
-        """On gloo by shutting every connection down: its own `abort` does nothing, and receivers
-        would wait for minutes."""
+        """End transfers; on gloo by shutting down every connection, since its `abort` does nothing
+        and receivers would wait for minutes."""
         if self.address.backend == "nccl":
             if self._group is not None:
                 self._group.abort()
@@ -271,7 +272,7 @@ class TorchLink:
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as connection:
-                    # gloo ends the process when its listening socket breaks
+                    # gloo aborts the process when its listening socket breaks
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed meanwhile, or not connected
@@ -284,15 +285,15 @@ class TorchLink:
         self._store = None
 
     def _opened(self) -> dict[int, str]:
-        """Sockets since the link was opened."""
+        """Sockets that were opened with the link."""
         return {n: name for n, name in open_sockets().items() if self._others.get(n) != name}
 
 
 class NcclLink:
-    """A bare NCCL communicator; the library is the one that torch has loaded.
+    """A bare NCCL communicator, from the library that torch has loaded.
 
-    Functions and constants are those of nccl.h. vLLM's workers make theirs from the same unique id
-    (`PyNcclCommunicator.from_unique_id_bytes`): ncclCommInitRank, then a sum of one float.
+    Functions and constants are those of nccl.h. vLLM's workers create theirs from the same unique
+    id (`PyNcclCommunicator.from_unique_id_bytes`): ncclCommInitRank, then a sum of one float.
     """
 
     LIBRARY = "libnccl.so.2"
@@ -303,7 +304,7 @@ class NcclLink:
         _fields_ = (("internal", ctypes.c_byte * 128),)
 
     def __init__(self, device: torch.device) -> None:
-        """RuntimeError if there is no NCCL."""
+        """Raises RuntimeError without NCCL."""
         try:
             self._library = ctypes.CDLL(self.LIBRARY)
         except OSError as error:
@@ -311,7 +312,7 @@ class NcclLink:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._device = device
         self._comm = ctypes.c_void_p()
-        self._data: Tensor | None = None  # under way
+        self._data: Tensor | None = None  # in transit
         self._id = self.UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(self._id))
         self.address = Address(unique_id=base64.b64encode(bytes(self._id)).decode())
@@ -338,7 +339,7 @@ class NcclLink:
         return lambda: bool(event.query())
 
     def abort(self) -> None:
-        """A communicator that is still being made cannot be aborted: its thread remains."""
+        """A communicator cannot be aborted during its creation: its thread remains."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)

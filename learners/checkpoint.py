@@ -1,22 +1,22 @@
-"""Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
-and any ZeRO stage can resume from them, bit for bit when both are as before.
+"""Checkpoints of the learner: one file per rank, by parameter name, so that any number of ranks and
+any ZeRO stage can resume from them; bitwise exact if both are unchanged.
 
     DIR/learner.json                   the figures of `Saved`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
                                           NAME|reference if there is a reference policy
 
 Each rank writes its file tensor by tensor. A directory is written as DIR.partial, made durable and
-renamed. At every moment the older one or the new one is whole: an older one of the same name is
-first renamed to DIR.old.
+renamed. An older one of the same name is first renamed to DIR.old, so that at any time the older or
+the new one is complete.
 
-A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
-weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
-the part in the rank's share of a flat group of parameters, at stage 3 the rank's part of each
-parameter. Names are the model's own. DeepSpeed's public `safe_get_local_*` know stage 3 only and
-no state before the first step, so fragments read the sources of these functions.
+A fragment is a run of elements of one flattened parameter for which this rank has float32 weights
+and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2 the part
+in the rank's share of a flat group of parameters, at stage 3 the rank's part of each parameter.
+Names are the model's. DeepSpeed's public `safe_get_local_*` support only stage 3, and no state
+before the first step, so fragments read DeepSpeed's internal buffers.
 
-Safetensors files are written tensor by tensor, so that only one of them is in main memory at a
-time; the library's own `save_file` has the same result, and needs all tensors at once.
+Safetensors files are written tensor by tensor, so that main memory has only one at a time; the
+library's `save_file` has the same result, but needs all tensors at once.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 
 MASTER = "master"  # float32 weights
-REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
+REFERENCE = "reference"  # weights of the reference policy; other kinds are optimizer states
 
 LocalWeights = dict[str, tuple[int, Tensor]]  # by name, as of `local_weights`
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start to start + size of parameter `name`; `owner` is the tensor that the
-    optimizer holds state for, in which they begin at `offset`."""
+    """Elements [start, start + size) of parameter `name`; `owner` is the optimizer's tensor, in
+    which they begin at `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Fragment:
 
 
 def fragments(backend: RankBackend) -> Iterator[Fragment]:
-    """The fragments of this rank, of parameters that are trained."""
+    """The fragments of this rank, of trained parameters."""
     stage = backend.stage
     params = [
         (name, param)
@@ -134,14 +134,14 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
     if backend.stage:
         with changing_weights(
             backend
-        ):  # the weights in use: the float32 ones, rounded to their dtype
+        ):  # the weights in use are the float32 ones, rounded to their dtype
             for name, start, elements in local_weights(backend):
                 elements.copy_(saved.read(name, MASTER, start, elements.numel()))
 
 
 def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, first element and elements of each trained weight, as this rank stores it to compute
-    with: all of it at stages 0 to 2, its part at stage 3."""
+    """Name, first element and elements of each trained weight in the form for computation on this
+    rank: the whole weight at stages 0 to 2, the rank's part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
         if not param.requires_grad:
             continue
@@ -156,8 +156,8 @@ def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
 
 @contextmanager
 def changing_weights(backend: RankBackend) -> Iterator[None]:
-    """Around writes to the tensors of `local_weights`. Drops copies that stage 3 has gathered from
-    all ranks; the next forward pass gathers anew. Takes no part in any collective."""
+    """Around writes to the tensors of `local_weights`. Drops weights that stage 3 gathered; the
+    next forward pass gathers them again. Not collective."""
     if backend.stage == 3:
         backend.optimizer.checkpoint_event_prologue()
     yield
@@ -200,11 +200,11 @@ class Checkpoint:
         return [kind for one, kind in self._parts if one == name and kind not in known]
 
     def step_of(self, name: str) -> float | None:
-        """Optimizer steps that the parameter's state has seen."""
+        """Number of optimizer steps in the parameter's state."""
         return self._steps.get(name)
 
     def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
-        """Elements start to start + size of a flattened parameter or its state, float32."""
+        """Elements [start, start + size) of a flattened parameter or its state, float32."""
         out = torch.empty(size)
         missing = size
         for first, count, file in self._parts.get((name, kind), ()):
@@ -222,7 +222,7 @@ class Checkpoint:
         return out
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
-        """Generators of a rank by device; empty for a rank that there was none of."""
+        """Random generator states of a rank by device; empty for a rank that did not exist."""
         if rank >= self.meta.num_ranks:
             return {}
         with safe_open(self.directory / shard_name(rank, self.meta.num_ranks), "pt") as file:
@@ -233,8 +233,8 @@ class Checkpoint:
 def save(
     backend: RankBackend, meta: Saved, directory: Path, reference: LocalWeights | None = None
 ) -> None:
-    """Write a checkpoint; all ranks call it. `reference` are the weights of the reference policy,
-    if there is one. Raises LearnerError on every rank if one fails."""
+    """Write a checkpoint; collective. `reference` has the weights of the reference policy, if any.
+    Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
     on_all_ranks(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
     on_all_ranks(backend, lambda: _write_shard(backend, partial, reference))
@@ -242,7 +242,7 @@ def save(
 
 
 def on_all_ranks(backend: RankBackend, work: Callable[[], None]) -> None:
-    """Do a part of common work; if a file fails on one rank, the work fails on all."""
+    """Run `work` on all ranks; an error on one rank raises on all."""
     problem = ""
     own: Exception | None = None
     try:
@@ -356,9 +356,8 @@ Load = Callable[[], Tensor]
 def write_tensors(
     path: Path, places: Iterable[Place], loads: Iterable[Load], metadata: Mapping[str, str]
 ) -> None:
-    """Write the tensors that `loads` give one after the other, from any device, to their places,
-    of which there are as many; no file is left where that fails. Raises ValueError for a tensor
-    that does not fit into its place."""
+    """Write the tensors from `loads`, on any device, to `places`, one after the other; a failure
+    leaves no file. Raises ValueError for a tensor that does not match its place."""
     places = list(places)
     header, starts = _layout(places, metadata)
     with naming(path), removing(path), path.open("wb") as file:
@@ -369,7 +368,7 @@ def write_tensors(
 
 
 def _layout(places: list[Place], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where after it each tensor begins: the widest dtypes first, so that each is
+    """The header, and the offset of each tensor after it: the widest dtypes first, so that each is
     aligned in a mapped file."""
     index: dict[str, object] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}

@@ -1,18 +1,19 @@
 """Context parallelism: groups of ranks that share each micro-batch.
 
-A group of N has the same trees and packs them into the same micro-batches, of N times the token
-budget. A member computes one N-th of the tokens; inside attention it has all tokens instead, and
-one N-th of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). So attention in
-any form sees whole trees:
+The N members of a group have the same trees and pack them into the same micro-batches, of N times
+the token budget. A member computes one N-th of the tokens; inside attention it has all tokens, but
+one N-th of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). So attention in any
+form operates on whole trees:
 
     [1, heads, tokens / N, width]   -- all to all -->   [1, heads / N, tokens, width]
 
-Every member gets the figures of all trained tokens and computes the whole loss, whose gradient
-goes back through its own tokens only. So the gradients of all ranks add up to that of one rank.
+Every member gets the log-probs and entropies of all trained tokens and computes the whole loss,
+whose gradient flows back through its own tokens only. So the gradients of all ranks add up to that
+of a single rank.
 
-DeepSpeed 0.19 has two forms of this. `DistributedAttention` wants a key head for every rank and
-`deepspeed.comm`, which plain torch does not start; `UlyssesSPAttentionHF` one length for all
-micro-batches and a mask of its own.
+DeepSpeed 0.19 has two implementations. `DistributedAttention` needs a key head for every rank and
+`deepspeed.comm`, which plain torch does not start; `UlyssesSPAttentionHF` needs equal lengths of
+all micro-batches and its own mask.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ContextGroup(NamedTuple):
 
 
 def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
-    """The group of this rank, of neighboring ranks; none for a size of 1. All ranks must call it
-    at the same time."""
+    """The group of this rank, of neighboring ranks; None for a size of 1. Collective over all
+    ranks."""
     if size == 1:
         return None
     mine, own = dist.get_rank(), None
@@ -55,8 +56,8 @@ def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:
-    """The micro-batch with untrained tokens appended, a path of their own, so that `size` divides
-    the number of tokens."""
+    """The micro-batch with untrained tokens appended as a separate path, so that `size` divides the
+    number of tokens."""
     total = len(batch.end)
     more = -total % size
     if not more:
@@ -83,8 +84,8 @@ class Share:
         self.num_targets = len(batch.targets)
 
     def of(self, batch: MicroBatch) -> MicroBatch:
-        """The member's tokens of the micro-batch, `source` counted from its first one; `end` and
-        `index` stay as they are."""
+        """The member's tokens of the micro-batch, with `source` relative to the first one; `end`
+        and `index` are unchanged."""
         return replace(
             batch,
             token_ids=batch.token_ids[self.span],
@@ -96,8 +97,8 @@ class Share:
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Each [1, heads, own tokens, width] -> [1, heads / N, tokens, width].
 
-        Where N does not divide the number of keys' heads, each is there several times, so that
-        every member has those of its queries.
+        If N does not divide the number of key heads, they are repeated, so that every member has
+        those of its queries.
         """
         size, num_keys = self.group.size, key.shape[1]
         check_heads(query.shape[1], size)
@@ -120,7 +121,7 @@ class Share:
         return by_head.transpose(0, 1).flatten(1, 2)[None]
 
     def joined(self, *figures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and matches of the member's trained tokens -> of all."""
+        """Log-probs, entropies and matches: of the member's trained tokens -> of all."""
         joined: tuple[Tensor, Tensor, Tensor] = _Joined.apply(*figures, self)  # type: ignore[no-untyped-call]
         return joined
 
@@ -171,7 +172,7 @@ class _Joined(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        # Never none for both: the layers' exchanges need every member to go back through them.
+        # Never None for both: the backward passes of the layers' exchanges need every member.
         if grad is None and grad_entropy is not None:
             grad = torch.zeros_like(grad_entropy)
         own = (None if one is None else one[ctx.own] for one in (grad, grad_entropy))

@@ -106,14 +106,14 @@ def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 def advantages_of(estimator: Estimator, returns: Floats) -> Floats:
-    """Those of a group, float64 like its returns. Raises ConfigError for a user's estimator that
-    raises, and for advantages of another number or that are not finite."""
+    """The advantages of a group, float64 [len(returns)]. Raises ConfigError for a user's estimator
+    that raises, or returns a wrong number of advantages or non-finite ones."""
     name = getattr(estimator, "__qualname__", repr(estimator))
     try:
         found = np.asarray(estimator(returns), np.float64)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         if getattr(estimator, "__module__", "").startswith("agentenv."):
-            raise  # a bug of this project has its traceback
+            raise  # a bug of this project needs its traceback
         why = f"{type(error).__name__}: {error}{place_of(error)}"
         raise ConfigError(f"{name} raised {why}; expected advantages(returns)") from error
     problem = ""
@@ -136,16 +136,16 @@ def tree_credit(
     penalty: Callable[[Trajectory], float] | None = None,
     step_rewards: StepRewards = "return",
 ) -> TreeCredit | None:
-    """Credit of every node, or None when the group is too short to be normalized.
+    """Credit of every node, or None if the group is too small to be normalized.
 
-    Failed leaves are in no group, and a cancelled tree is none. A truncated leaf counts
-    with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
-    not in the mapping are scored. At least MIN_GROUP_FRACTION of group_size must be left.
-    `penalty` is added to each return. With step_rewards "to_go" a turn is not credited with the
-    rewards of the turns before it (`without_past`).
-    `estimator` makes advantages of returns; those of equal returns, rounding alone, become 0.
-    Soft sharing gives a token each leaf's own advantage, hard sharing the mean over the leaves
-    below it, counted as often (ARPO, Dong 2025, section 3.2).
+    Failed leaves and cancelled trees do not count. A truncated leaf counts with its return
+    ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits not in the
+    mapping are scored. At least MIN_GROUP_FRACTION of group_size must remain. `penalty` is added to
+    each return. With step_rewards "to_go" a turn is not credited with the rewards of earlier turns
+    (`without_past`). `estimator` computes advantages from returns; those of equal returns, which
+    are only rounding errors, become 0. Soft sharing gives a token each leaf's own advantage, hard
+    sharing the mean over the leaves below it, with the same total weight (ARPO, Dong 2025, section
+    3.2).
     """
     modes = truncated or {}
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
@@ -175,11 +175,11 @@ def without_past(
 
         A_it = A_i - c (past_it - mean of past_jt over all paths j that have a turn t)
 
-    past_it is the sum of the rewards of path i before turn t (of a leaf whose return counts as
-    zero, none: its entry of `counts` is 0), and c = dA / dR the scale of the estimator. What was
-    paid before a turn does not depend on its action, so the expected gradient is that of the whole
-    return, with less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only,
-    A_it = A_i to the bit; a group of equal returns keeps advantages of 0.
+    past_it is the sum of the rewards of path i before turn t (0 for a leaf whose return counts as
+    zero: its entry of `counts` is 0), and c = dA / dR the scale of the estimator. Rewards before a
+    turn do not depend on its action, so the expected gradient is that of the whole return, with
+    less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only, A_it = A_i
+    exactly; a group of equal returns keeps advantages of 0.
     """
     spread_of_returns = float(np.ptp(returns))
     scale = float(np.ptp(advantages)) / spread_of_returns if np.any(advantages) else 0.0
@@ -202,8 +202,8 @@ def spread(
     sharing: Sharing,
     of_turns: Sequence[Floats] | None = None,
 ) -> TreeCredit:
-    """Credit of every node from figures of the counted leaves, the last nodes of `paths`.
-    `of_turns` has an advantage for each node of each path, in place of that of the whole path."""
+    """Credit of every node from the values of the counted leaves, the last nodes of `paths`.
+    `of_turns` has an advantage for each node of each path, instead of one per path."""
     adv_pos, adv_neg, weight = np.zeros((3, len(tree.nodes)))
     leaf_figures = np.full((2, len(tree.nodes)), np.nan)
     for number, path in enumerate(paths):
@@ -271,8 +271,7 @@ def step_score(
     groups_per_step: int,
     num_known: Mapping[int, int],
 ) -> Metrics:
-    """The score of a step, one figure of how much useful training a run does in a second, and its
-    factors.
+    """The score of a step, a measure of useful training per second, and its factors.
 
         score = accepted tokens per second x freshness x batch factor
 
@@ -282,9 +281,9 @@ def step_score(
         freshness         1 / (1 + s), s: the mean staleness of those tokens, in published versions
         batch factor      trees with a signal over `queue.groups_per_step`, at most 1
 
-    The product, and that discarded tokens and those without variance do not count, is the score
-    that the autotuner of OpenPipe/ART maximizes (its pull request 758). The two factors are defined
-    here: the published package (0.5.18) does not hold that tuner, so values are not comparable with
+    The product, without discarded tokens and tokens without variance, is the score that the
+    autotuner of OpenPipe/ART maximizes (its pull request 758). The two factors are defined here:
+    the published package (0.5.18) does not contain that tuner, so values are not comparable with
     ART's.
 
     The step took `seconds` of wall time. `policy_version` is the learner's before the update;

@@ -30,7 +30,14 @@ from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score, check_heads
 from agentenv.learners.lora import check_installed
 from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
-from agentenv.learners.partition import Share, assign, give_back, idle_share, minibatches, partition
+from agentenv.learners.partition import (
+    Share,
+    assign,
+    idle_share,
+    minibatches,
+    partition,
+    write_back,
+)
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
@@ -45,8 +52,8 @@ def report_skipped(
     trees: Sequence[TrajectoryTree],
     encoded: list[EncodedTree],
 ) -> None:
-    """Warn of an optimizer step that was skipped, and name the trees of its mini-batch with figures
-    that are not finite: then the batch is to blame, not the weights."""
+    """Warn about a skipped optimizer step, and name the trees of its mini-batch with non-finite
+    values: then the batch is the cause, not the weights."""
     names = ("behavior", "entropies", "adv_pos", "adv_neg", "weight")
     blamed = [
         f"{', '.join(wrong)} of tree {tree.index} ({tree.task.id})"
@@ -67,7 +74,7 @@ async def start_ranks(
     gpus: Sequence[str] = (),
     remote: RemoteRanks | None = None,
 ) -> RankGroup:
-    """The ranks, with nothing in them yet; see `DeepSpeedLearner.start`."""
+    """The ranks, before they load a model; see `DeepSpeedLearner.start`."""
     ranks = RankGroup(config, log_path, gpus, remote)
     await ranks.start(config.start_timeout_s)
     return ranks
@@ -82,7 +89,7 @@ class DeepSpeedLearner:
         self.algorithm = algorithm
         self.ranks = ranks
         self._policy_version = 0
-        # Entered around every command; where engines share the GPUs it takes them over meanwhile.
+        # Entered around every command; if engines share the GPUs, it takes the GPUs over.
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     @classmethod
@@ -99,10 +106,10 @@ class DeepSpeedLearner:
     ) -> DeepSpeedLearner:
         """Start the ranks and load the model of a Hugging Face directory into them.
 
-        Rank 0 writes its log to `log_path`, the others beside it. `gpus` are those that ranks
-        started here see, as in CUDA_VISIBLE_DEVICES; empty: all. `ranks` were started before.
-        Raises ConfigError for settings that contradict each other or a directory that is not a
-        model, LearnerError if a rank does not come up.
+        Rank 0 writes its log to `log_path`, the others next to it. `gpus` are those for ranks on
+        this machine, as in CUDA_VISIBLE_DEVICES; empty: all. `ranks` may be already started ones.
+        Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
+        a rank does not start.
         """
         _check(config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
@@ -120,7 +127,7 @@ class DeepSpeedLearner:
 
     @property
     def policy_version(self) -> int:
-        """Number of updates published; the version of the weights published last."""
+        """The version of the latest published weights: the number of published updates."""
         return self._policy_version
 
     async def update(
@@ -130,8 +137,8 @@ class DeepSpeedLearner:
         agreement: Agreement = "exact",
         num_minibatches: int | None = None,
     ) -> Metrics:
-        """Train on whole groups, spread evenly over `num_minibatches`, by default as few as
-        groups_per_minibatch allows; without a group no step is taken."""
+        """Train on whole groups, distributed evenly over `num_minibatches`, by default as few as
+        groups_per_minibatch allows; without groups there is no step."""
         if not groups:
             return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
         count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
@@ -156,7 +163,7 @@ class DeepSpeedLearner:
         ):
             reported = ("entropies", "proximal", "logprobs")
             found = [_shares(parts, replies, name, number) for name in reported]
-            await in_thread(give_back, one, ours, *found)
+            await in_thread(write_back, one, ours, *found)
         num_equal = sum(not credit.has_signal for _, credit in groups)
         metrics = {
             "num_trained": float(len(groups)),
@@ -201,58 +208,58 @@ class DeepSpeedLearner:
     async def _spread(
         self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], wire.Message]
     ) -> list[tuple[list[int], wire.Done]]:
-        """Assign whole trees to replicas; of each the indices of its trees, and its answer."""
+        """Assign whole trees to replicas; returns the tree indices and the answer of each."""
         shards = assign(trees, self.config.num_replicas)
         replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
         return list(zip(shards, replies, strict=True))
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Start over with an optimizer without state, as between SFT and RL."""
+        """Replace the optimizer by one without state, for instance between SFT and RL."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
 
-    async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
-        """The same for a while: the state is kept in the main memory of the ranks, not in
-        checkpoints, until `take_optimizer_back`."""
+    async def save_optimizer(self, config: OptimizerConfig) -> None:
+        """As `reset_optimizer`, but keep the old state in the ranks' main memory, not in
+        checkpoints, until `restore_optimizer`."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
 
-    async def take_optimizer_back(self, config: OptimizerConfig) -> None:
-        """Go on with the state that was set aside, which is of an optimizer of `config`."""
+    async def restore_optimizer(self, config: OptimizerConfig) -> None:
+        """Restore the saved state, which must belong to an optimizer of `config`."""
         await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
 
     async def publish(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory and count one policy version up."""
+        """Write the weights as a Hugging Face directory and increment the policy version."""
         await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
         return directory
 
     async def publish_adapter(self, directory: Path) -> Path:
-        """The same of the LoRA adapter by itself, as peft writes it."""
+        """As `publish`, only the LoRA adapter, in peft's format."""
         command = wire.WriteModel(_absolute(directory), publish=True, adapter_only=True)
         await self.call_all(command)
         return directory
 
     async def sleep(self) -> None:
-        """Keep everything in main memory and give the memory of the GPUs back."""
+        """Move everything to main memory and free the memory of the GPUs."""
         await self._exchange([wire.Sleep(True)] * self.config.num_ranks)
 
     async def wake(self) -> None:
-        """Take the memory again. A learner that sleeps refuses all other commands."""
+        """Allocate GPU memory again. A sleeping learner rejects all other commands."""
         await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
     async def warm_up(self) -> None:
-        """On GPUs: compile what the first update would compile. Nothing is trained."""
+        """On GPUs, compile the code of the first update, without training."""
         await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
 
     async def call_asleep(self, command: wire.Message) -> None:
-        """A command that ranks carry out whether or not they have their GPUs, as `Release`."""
+        """A command that ranks also execute while they sleep, such as `Release`."""
         await self._exchange([command] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
-        """Write the same directory without counting."""
+        """Write the same directory without a new version."""
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
 
     async def save(self, directory: Path) -> None:
-        """Write everything a bit-exact resume needs; atomic."""
+        """Write a checkpoint for a bitwise exact resume; atomic."""
         await self.call_all(wire.Save(_absolute(directory)))
 
     async def load(self, directory: Path) -> None:
@@ -260,7 +267,7 @@ class DeepSpeedLearner:
         await self.call_all(wire.Load(_absolute(directory)))
 
     async def close(self) -> None:
-        """Stop the ranks; idempotent. A call that is waiting ends with LearnerError."""
+        """Stop the ranks. A pending call raises LearnerError. Idempotent."""
         await self.ranks.close()
 
     async def call_all(
@@ -283,8 +290,8 @@ class DeepSpeedLearner:
     async def _exchange(
         self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
-        """A cancelled caller waits for the ranks, which cannot run half of a command nor be saved
-        after one; `close` ends a command that takes too long."""
+        """Even a cancelled caller waits for the ranks, which cannot stop within a command; `close`
+        ends a command that takes too long."""
         exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
         replies = await uncancelled(exchange)
         self._policy_version = replies[0].policy_version
@@ -299,7 +306,7 @@ def in_order(groups: Sequence[CreditedTree]) -> list[CreditedTree]:
 def encode_groups(
     groups: Sequence[CreditedTree], version: int, config: LearnerConfig, algorithm: Algorithm
 ) -> list[EncodedTree]:
-    """The groups for the ranks. Those on which nothing has a gradient are counted, not computed."""
+    """The groups for the ranks. Groups without a gradient are counted, but not computed."""
     is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
     return [
         replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
@@ -310,7 +317,7 @@ def encode_groups(
 def _shares(
     parts: Sequence[Sequence[EncodedTree]], replies: Sequence[wire.Done], name: str, minibatch: int
 ) -> list[Share]:
-    """Each rank's trees in a mini-batch, and the figures that it reported for them."""
+    """Each rank's trees in a mini-batch, and the values that it reported for them."""
     reported = [getattr(reply, name) for reply in replies]
     return [(one, of[minibatch] if of else []) for one, of in zip(parts, reported, strict=True)]
 
@@ -325,7 +332,7 @@ def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None
     if config.backend == "deepspeed":
         try:
             deepspeed_settings(config.resolved(on_gpu=True))
-        except ConfigError:  # the ranks may be on CPUs, and look again
+        except ConfigError:  # the ranks may have only CPUs, and check again
             deepspeed_settings(config.resolved(on_gpu=False))
     if config.lora is not None:
         check_installed()
@@ -340,12 +347,12 @@ def _absolute(path: Path) -> str:
 
 # The controller's side of a broadcast; see `agentenv.engines.remote.weights`.
 
-SLACK_S = 60.0  # the ranks end by themselves before they are ended
+SLACK_S = 60.0  # added to deadlines, so that ranks time out by themselves first
 
 
 class LearnerSender:
-    """A Sender. `publish` comes first, once an update; directories go below `folder`. `port` and
-    `interface` are those of the group; see `agentenv.learners.ranks.OpenGroup`."""
+    """A Sender. Call `publish` first, once per update; directories are created in `folder`. `port`
+    and `interface` are those of the group; see `agentenv.learners.messages.OpenGroup`."""
 
     def __init__(
         self,
@@ -364,7 +371,7 @@ class LearnerSender:
         self._writing = asyncio.Lock()
 
     async def publish(self) -> int:
-        """Make the learner's weights its next policy version; the number."""
+        """Make the learner's weights its next policy version; returns the number."""
         reply = (await self.learner.call_all(wire.Announce()))[0]
         self._manifest = Manifest(reply.buckets)
         self._written = None
@@ -408,23 +415,23 @@ class LearnerSender:
 
 
 class MemorySender:
-    """A SharedSender: weights go through memory that the ranks share with servers of their machine.
-    `publish` comes first, once an update; directories go below `folder`; `num_readers` servers have
-    each GPU."""
+    """A SharedSender: ranks share weights in memory with servers of their machine. Call `publish`
+    first, once per update; directories are created in `folder`; `num_readers` servers share each
+    GPU."""
 
     def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
         self.learner, self.folder = learner, folder.absolute()
         self._num_readers = num_readers
         self.weights = SharedWeights([], [], [], [], 0, {})
         self.num_failures = 0
-        self.falling_asleep: asyncio.Future[None] | None = None  # the learner; released after it
+        self.falling_asleep: asyncio.Future[None] | None = None  # the learner's
         self._version = 0
         self._written: Path | None = None
         self._writing = asyncio.Lock()
 
     async def publish(self, *, sleeps_next: bool) -> int:
-        """Make the learner's weights its next policy version; the number. TransferError if they
-        cannot be shared, which counts no version."""
+        """Make the learner's weights its next policy version; returns the number. Raises
+        TransferError, without a new version, if they cannot be shared."""
         replies = await self.learner.call_all(wire.Share(sleeps_next, self._num_readers))
         _check_answers(replies[0])
         found = [reply.shared for reply in replies if reply.shared is not None]

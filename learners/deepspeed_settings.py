@@ -11,8 +11,8 @@ from agentenv.untrusted import decode_loose
 
 Settings = dict[str, Any]
 
-# Names that a JSON may set beside our keys. DeepSpeed ignores unknown ones silently, and others of
-# its parts (pipelines, data loaders, schedulers, quantisation) do not take part in this learner.
+# Names that a JSON may set in addition to this project's keys. DeepSpeed ignores unknown ones
+# silently, and this learner does not use its pipelines, data loaders, schedulers and quantization.
 FREE = {
     "comms_logger",
     "communication_data_type",
@@ -42,8 +42,8 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 def deepspeed_settings(config: LearnerConfig) -> Settings:
     """The dict for deepspeed.initialize.
 
-    Raises ConfigError if learner.deepspeed_config cannot be read, has a name that DeepSpeed or
-    this learner does not read or that would do nothing, or contradicts one of our keys.
+    Raises ConfigError if learner.deepspeed_config cannot be read, has an unknown or ineffective
+    name, or contradicts a key of the learner.
     """
     settings = _our_settings(config)
     if config.deepspeed_config:
@@ -79,7 +79,7 @@ def _our_settings(config: LearnerConfig) -> Settings:
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         "zero_allow_untested_optimizer": True,
-        # DeepSpeedCPUAdam is compiled at its first start; torch's fused AdamW is there.
+        # DeepSpeedCPUAdam is compiled at its first start; torch's fused AdamW is not.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }

@@ -2,14 +2,14 @@
 
     L = -E log sigmoid( beta * [ log pi(y+|x) / ref(y+|x)  -  log pi(y-|x) / ref(y-|x) ] )
 
-y+ is the chosen and y- the rejected answer to x; log pi(y|x) sums over the tokens that the policy
-wrote. Tool results are part of the context and not of the sum: the paper has no tools, and the
-environment's text is not the policy's to prefer. The mean is over pairs.
+y+ is the chosen and y- the rejected answer to x; log pi(y|x) sums over the policy's tokens. Tool
+results are part of the context, but not of the sum: the paper has no tools, and the policy does not
+write the environment's text. The mean is over pairs.
 
 A pair is one tree: the common part of both answers, prompt and first turns, is stored and computed
-once. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg is -1; a
-token of both has both, so that it cancels out of every difference. `behavior` holds the log-probs
-of the reference policy.
+once. Tokens of the chosen answer have adv_pos = 1, those of the rejected answer adv_neg = -1; a
+shared token has both, so that it cancels in every difference. `behavior` has the log-probs of the
+reference policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentenv.learners.batch import ActionTokens, EncodedTree, Longs, from_array
 from agentenv.learners.credit import Floats
 from agentenv.learners.learner import Metrics
 
-if TYPE_CHECKING:  # torch is slow to load, and readers of pairs do not need it
+if TYPE_CHECKING:  # torch is slow to import, and users of pairs do not need it
     from torch import Tensor
 
     from agentenv.learners.trainer import Trainer
@@ -38,7 +38,7 @@ Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of th
 
 
 def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
-    """Each answer holds the prompt too; `mask` is True on the tokens that the policy wrote.
+    """The tree of a pair. Each answer includes the prompt; `mask` is True on the policy's tokens.
 
     Raises DataError if an answer has no token of the policy or the two are the same.
     """
@@ -126,8 +126,8 @@ def preference_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means over all pairs from the sums of parts.
 
     accuracy: share of pairs with a positive margin; margin, reward_*: beta * log(policy /
-    reference) of whole answers; logprob_*: of the policy, nats an answer; preferred: share of
-    pairs whose chosen answer the policy finds likelier, whatever the reference says.
+    reference) of whole answers; logprob_*: of the policy, nats per answer; preferred: share of
+    pairs whose chosen answer is likelier under the policy, regardless of the reference.
     """
     totals = {name: sum(part[name] for part in parts) for name in parts[0]}
     count = max(1.0, totals["num_pairs"])
@@ -151,9 +151,9 @@ def preference_loss(margins: Tensor, beta: float) -> Tensor:
 def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale: float) -> Metrics:
     """One optimizer step on the mean loss over the pairs of all ranks.
 
-    `pairs` are those of this rank's replica, with the reference's log-probs. Where a pair is
-    larger than a micro-batch and so cut, its margin is computed before, and the loss is replaced by
-    its tangent there, whose gradient is the same.
+    `pairs` are those of this rank's replica, with the reference's log-probs. If a pair is larger
+    than a micro-batch and therefore cut, its margin is computed first, and the loss is replaced by
+    its tangent at this margin, which has the same gradient.
     """
     from agentenv.learners.trainer import times
 

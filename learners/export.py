@@ -1,18 +1,18 @@
-"""Hugging Face directories for engines and for users, written tensor by tensor.
+"""Export of Hugging Face directories for engines and users, tensor by tensor.
 
-Only one tensor is in main memory at a time, beside the rank's own; at ZeRO stage 3 weights are
-gathered bucket by bucket. With adapters the directory holds the merged model, and the adapter by
-itself in DIR/adapter.
+Main memory has only one tensor at a time in addition to the rank's own; at ZeRO stage 3 weights are
+gathered bucket by bucket. With adapters the directory has the merged model, and DIR/adapter the
+adapter.
 
 A directory is complete when it has model.safetensors or model.safetensors.index.json.
 
-`export` makes one of a checkpoint without ranks, reading weights name by name:
+`export` creates one from a checkpoint without ranks, reading weights by name:
 
     CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
-    CHECKPOINT/trainer/    float32 weights, in as many files as there were ranks
+    CHECKPOINT/trainer/    float32 weights, one file per rank
 
 Names are those of published models, which transformers and engines read. A parameter in memory may
-be several tensors there: transformers keeps the experts of a layer as one.
+be several tensors on disk: transformers keeps the experts of a layer as one parameter.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FOLDERS = ("additional_chat_templates",)  # which transformers reads beside the files
+FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
 NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
@@ -73,7 +73,7 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Entry(Place):
-    """A tensor of the directory, and how to get it while `params` are whole."""
+    """A tensor of the directory, and a function that returns it while `params` are gathered."""
 
     tensor: Callable[[], Tensor]
     params: Sequence[Any] = ()
@@ -82,17 +82,17 @@ class Entry(Place):
 def write_model(
     backend: RankBackend, source: Path, directory: Path, *, durable: bool = False
 ) -> None:
-    """Write the policy as a Hugging Face directory; all ranks call it, rank 0 writes.
+    """Write the policy as a Hugging Face directory; collective, rank 0 writes.
 
     Files other than weights (tokenizer, chat template, generation_config) come from `source`.
-    A `durable` directory survives a crash of the machine, has the adapter beside the merged model,
-    and was opened once: DataError names a file that cannot be.
+    A `durable` directory survives a crash of the machine, also has the adapter, and is checked:
+    DataError names a file that cannot be opened.
     """
     whole = gathered(backend.policy.model)
     if backend.rank == 0:
         copy_files(source, directory, backend.config.dtype)
         write_weights(entries(backend.policy.model), whole, directory, durable=durable)
-    for _ in whole:  # of the other ranks, which gather too
+    for _ in whole:  # the other ranks take part in the gathers
         pass
     if backend.config.lora is not None and durable:
         write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
@@ -101,8 +101,8 @@ def write_model(
 
 
 def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> None:
-    """Write the adapter in peft's form, complete once its adapter_config.json is there; all ranks
-    call it, rank 0 writes. `source` is the frozen model."""
+    """Write the adapter in peft's format, complete once its adapter_config.json exists; collective,
+    rank 0 writes. `source` is the frozen model."""
     named = backend.policy.model.named_parameters()
     adapter = {name: param for name, param in named if is_adapter(name)}
     with _whole(list(adapter.values())):
@@ -113,9 +113,9 @@ def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> N
 
 
 class Parts:
-    """The tensors in a directory that one parameter of a model is there, each a copy of its own.
+    """The tensors on disk of one parameter of a model, each a separate copy.
 
-    `whole` gives the parameter. It is asked once for all of them if each is taken once.
+    `whole` returns the parameter; it is called only once if each tensor is taken once.
     """
 
     def __init__(self, model: Any, name: str, whole: Callable[[], Tensor]) -> None:
@@ -129,7 +129,7 @@ class Parts:
 
 
 def entries(model: Any) -> Iterator[Entry]:
-    """Tied weights once, under their first name; adapters are merged into their weights."""
+    """The entries of a model: tied weights once, under their first name; adapters merged."""
     for name, param in list(model.named_parameters()):
         if is_adapter(name):
             continue
@@ -158,7 +158,7 @@ def _entries_of(
     tensor: Callable[[], Tensor],
     needed: Sequence[Any] = (),
 ) -> Iterator[Entry]:
-    """Of one parameter or buffer of the model."""
+    """The entries of one parameter or buffer of the model."""
     shapes = disk_shapes(model, name, shape, dtype)
     if len(shapes) == 1:
         (disk,) = shapes
@@ -170,7 +170,7 @@ def _entries_of(
 
 
 def gathered(model: Any) -> Iterator[Entry]:
-    """Entries whose tensors are available during iteration; collective at ZeRO stage 3."""
+    """The entries, gathered during iteration; collective at ZeRO stage 3."""
     for bucket in buckets(entries(model), BUCKET_BYTES):
         needed = {id(param): param for entry in bucket for param in entry.params}
         with _whole([*needed.values()]):
@@ -178,8 +178,8 @@ def gathered(model: Any) -> Iterator[Entry]:
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighboring entries of at most max_bytes together; a larger one comes alone, and parts of
-    one parameter stay together, since it is gathered at once."""
+    """Groups of neighboring entries of at most max_bytes; a larger entry is alone, and parts of one
+    parameter stay together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0
     for entry in entries:
@@ -195,7 +195,7 @@ def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
 
 
 def _whole(params: list[Any]) -> AbstractContextManager[Any]:
-    """Collective at ZeRO stage 3: the parameters are whole inside the block."""
+    """Gather the parameters during the block; collective at ZeRO stage 3."""
     if not any(hasattr(param, "ds_id") for param in params):
         return nullcontext()
     import deepspeed
@@ -214,8 +214,8 @@ def write_weights(
 ) -> None:
     """Write safetensors of at most max_shard_bytes, then the index if there are several.
 
-    `planned` are the same entries, whose tensors are not read; it gives the contents of each shard
-    before its first tensor is there.
+    `planned` has the same entries without reading their tensors; it determines the contents of each
+    shard in advance.
     """
     shards = list(buckets(planned, max_shard_bytes)) or [[]]
     given = iter(entries)
@@ -249,11 +249,11 @@ def _name_shards(partials: list[Path], shards: list[list[Entry]], directory: Pat
 
 
 def copy_files(source: Path, directory: Path, dtype: str) -> None:
-    """Copy all files of `source` but weights; config.json names the dtype written.
+    """Copy all files of `source` except weights; config.json gets the dtype of the written ones.
 
-    Each copy is a file of its own, whatever links `source` holds, as the cache of the hub does:
-    libraries and editors rewrite such files in place, and a hard link would pass that on to every
-    other directory. DataError: a link leads nowhere.
+    Each copy is a separate file, even if `source` has links, as the hub's cache does: libraries and
+    editors rewrite such files in place, and a hard link would change every other directory. Raises
+    DataError for a broken link.
     """
     directory.mkdir(parents=True, exist_ok=True)
     inside = [path for name in FOLDERS for path in (source / name).glob("*")]
@@ -262,7 +262,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
         if path.name.endswith(WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
             continue
         if not path.exists():
-            raise DataError(f"{path}: this link leads nowhere; fetch or copy the model again")
+            raise DataError(f"{path}: this link is broken; download or copy the model again")
         if not path.is_file() or target.exists():
             continue
         target.parent.mkdir(exist_ok=True)
@@ -273,7 +273,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
 
 
 def check_written(directory: Path) -> None:
-    """Open once all that readers of a model directory open: configurations, tokenizer, and the
+    """Open the files that users of a model directory open: configurations, tokenizer, and the
     header of each file of weights. Raises DataError for a file that cannot be opened."""
     read_model_config(directory)
     generation = directory / GENERATION
@@ -287,7 +287,7 @@ def check_written(directory: Path) -> None:
 
 
 def _open(path: Path) -> Any:
-    """A file of weights, whose header is read. Raises DataError."""
+    """A file of weights, after reading its header. Raises DataError."""
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
@@ -355,10 +355,10 @@ class Weights:
 def export(
     checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write `out` from a checkpoint's directory; its float32 weights are used if they are there.
+    """Write `out` from a checkpoint's directory, from its float32 weights if they exist.
 
-    With adapters `out` holds the merged model, and `out`/adapter the adapter by itself. Raises
-    DataError if the checkpoint is not complete.
+    With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
+    checkpoint is incomplete.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -373,7 +373,7 @@ def export(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     fused = {} if saved is None else _fused(saved, model)
-    kept = {  # as they are: float32 biases of routers
+    kept = {  # unchanged: float32 biases of routers
         disk
         for name, buffer in model.named_buffers()
         for disk in disk_shapes(model, name, tuple(buffer.shape), buffer.dtype)
@@ -402,7 +402,7 @@ def export(
 
 
 def _fused(saved: Checkpoint, model: Any) -> dict[str, Parts]:
-    """By their names on disk: trained weights that are called otherwise in memory."""
+    """Trained weights with other names in memory, by their names on disk."""
     found: dict[str, Parts] = {}
     for name, shape in saved.shapes.items():
         shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
@@ -418,7 +418,7 @@ def whole(saved: Checkpoint, name: str) -> Tensor:
 
 
 def trained(saved: Checkpoint, weights: Weights, name: str) -> Tensor:
-    """A weight as the checkpoint has it: trained, merged with its adapter, or as it was before."""
+    """A weight of the checkpoint: trained, merged with its adapter, or original."""
     if name in saved.shapes:
         return whole(saved, name)
     layer, lora = name.removesuffix(".weight"), saved.meta.lora
@@ -430,7 +430,7 @@ def trained(saved: Checkpoint, weights: Weights, name: str) -> Tensor:
 
 
 def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
-    """Where the weights are that training started from, or that it has written."""
+    """The directory of the original weights, or of the written ones."""
     if saved is None or saved.meta.lora is None:
         return checkpoint
     base = Path(saved.meta.base_model)

@@ -1,4 +1,4 @@
-"""The layout of a rank's micro-batches: measured in the first updates, then the fastest.
+"""The layout of a rank's micro-batches: the fastest one, as measured in the first updates.
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`
@@ -9,13 +9,13 @@ non-negative least squares of the relative error, as
 
     seconds  =  a[L]  +  b tokens  +  c[L] pairs
 
-with a to start kernels, b of a token outside attention, which no layout changes, and c of a pair of
-a token and one that it sees. Each update is computed in the layout with the least sum. On a CPU the
-length of the paths alone decides between trees and segments, so that equal runs are equal to the
-bit.
+with a the time to start kernels, b the time per token outside attention, equal for all layouts, and
+c the time per pair of a token and a visible one. Each update uses the layout with the least sum. On
+a CPU only the length of the paths decides between trees and segments, so that equal runs are
+bitwise equal.
 
-Each rank fits the times of all ranks, so that the coefficients are equal everywhere. The layouts
-that ranks choose for their own trees may differ: only the number of passes has to be equal, which
+Each rank fits the times of all ranks, so that all have equal coefficients. Ranks may choose
+different layouts for their trees: only the number of passes must be equal, which
 `RankBackend.passes` ensures.
 """
 
@@ -36,19 +36,19 @@ from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import is_right_on
 
-WARM_UP, TIMED = 2, 3  # updates in each layout; kernels are compiled in the first ones
-SHORT_PATH = 256  # tokens; trees of longer ones are faster, and no time is measured for that
-MOST_SAMPLES = 32  # of an update and rank, in a checkpoint
-MOST_TOKENS = 3.0  # in rows, of those of trees: nothing makes up for more
-MOST_KEYS = 4.0  # gathered for segments, of the tokens: they take memory
+WARM_UP, TIMED = 2, 3  # updates in each layout; the first ones compile kernels
+SHORT_PATH = 256  # tokens; for longer paths trees are faster on CPUs, without measurements
+MOST_SAMPLES = 32  # per update and rank, in a checkpoint
+MOST_TOKENS = 3.0  # limit of the tokens in rows relative to those in trees
+MOST_KEYS = 4.0  # limit of the gathered keys of segments relative to tokens, for memory
 
 Gather = Callable[[list[Sample]], list[list[Sample]]]
 
 
 class Layouts:
     """Packs trees into micro-batches. `trials`, by kind of update and device, are part of a
-    checkpoint: a resumed run has the layout that it had. Raises ConfigError for a layout that the
-    device does not know."""
+    checkpoint, so that a resumed run keeps its layout. Raises ConfigError for a layout that the
+    device does not support."""
 
     def __init__(self, config: LearnerConfig, policy: Policy, device: torch.device) -> None:
         """`config`: resolved for the device."""
@@ -73,9 +73,9 @@ class Layouts:
     def update(
         self, kind: str, trees: Sequence[EncodedTree], gather: Gather = lambda own: [own]
     ) -> Iterator[None]:
-        """An update of some kind on these trees of the rank, all passes of which have one layout,
-        so that log-probs before and in it differ by the weights only. Passes outside of updates
-        are over trees, unless the layout is given. `gather`: see `RankBackend.gather`."""
+        """Around an update of some kind on the rank's trees. All its passes have one layout, so
+        that log-probs before and in it differ only by the weights. Passes outside of updates use
+        trees, unless the layout is given. `gather`: see `RankBackend.gather`."""
         if not self.is_measured:
             before = self.now
             if self.is_counted and has_short_paths(self.pack(trees)):
@@ -108,7 +108,7 @@ class Layouts:
     def _options(
         self, trees: Sequence[EncodedTree]
     ) -> Iterator[tuple[Layout, Sequence[MicroBatch]]]:
-        """The micro-batches of the layouts that are within bounds."""
+        """The micro-batches of the layouts within the limits."""
         as_trees = self.pack(trees, "tree")
         num_tokens = sum(len(one.end) for one in as_trees)
         yield "tree", as_trees
@@ -122,8 +122,7 @@ class Layouts:
                 yield "padded", found
 
     def pack(self, trees: Sequence[EncodedTree], layout: Layout | None = None) -> list[MicroBatch]:
-        """Micro-batches of at most as many tokens as a replica computes at once; by default in the
-        layout of now."""
+        """Micro-batches within a replica's token budget; by default in the current layout."""
         return pack(trees, self.max_tokens, layout or self.now)
 
     def timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -139,34 +138,35 @@ class Layouts:
 
     def _clock(self) -> float:
         if self.device.type != "cuda":
-            return time.process_time()  # of this process, whatever else runs
+            return time.process_time()  # independent of other processes
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
 def offered(config: LearnerConfig, policy: Policy, device: torch.device) -> tuple[Layout, ...]:
-    """The layouts that the model can be computed in on the device."""
+    """The layouts that model and device support."""
     if policy.masks is not None or config.context_parallel > 1:
         return ("tree",)
     found: list[Layout] = ["tree"]
     if device.type != "cuda" or (config.dtype == "bfloat16" and is_right_on(device)):
         found.append("segments")
-    if not config.router_loss:  # which is an average over the tokens computed
+    if not config.router_loss:  # an average over the computed tokens
         found.append("padded")
     return tuple(found)
 
 
 def has_short_paths(batches: Sequence[MicroBatch]) -> bool:
-    """Whether paths are so short, on average over segments, that a CPU is faster with segments."""
+    """Whether paths are, on average over segments, short enough that segments are faster on a
+    CPU."""
     paths = [one.paths for one in batches]
     return sum(map(np.sum, paths)) < SHORT_PATH * sum(map(len, paths))
 
 
 class Costs:
-    """The coefficients that fit samples."""
+    """The fitted coefficients of samples."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        from scipy.optimize import nnls  # slow to load
+        from scipy.optimize import nnls  # slow to import
 
         self.layouts = sorted({one.layout for one in samples})
         if not samples:

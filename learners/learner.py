@@ -18,8 +18,8 @@ from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig
 Metrics = dict[str, float]
 
 
-# How an engine's figures of fresh tokens agree with the learner's: up to rounding; log-probs are
-# close by measurement and entropies may be bounds; or unknown.
+# Agreement of an engine's values of fresh tokens with the learner's: up to rounding; measured to be
+# close (log-probs; entropies may be bounds); or unknown.
 Agreement = Literal["exact", "close", "unknown"]
 
 
@@ -195,7 +195,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         self.check_schedule("learner")
 
     def resolved(self, *, on_gpu: bool) -> Self:
-        """The same with the ZeRO stage and the dtype that "auto" stands for on such a device."""
+        """The configuration with "auto" resolved for the device: ZeRO stage and dtype."""
         dtype, stage = self.dtype, self.zero_stage
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu and stage != 0 else "float32"
@@ -207,7 +207,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return replace(self, dtype=dtype, zero_stage=stage)
 
     def check_optimizer(self, other: OptimizerConfig, key: str) -> None:
-        """Raises ConfigError if `other`, which `key` chooses, cannot be used in this learner."""
+        """Raises ConfigError if this learner does not support the optimizer `other` of `key`."""
         if other.optimizer == "muon_adamw":
             if self.lora is not None:
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
@@ -216,17 +216,17 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_flat(self) -> bool:
-        """Whether another layout than trees is given."""
+        """Whether the layout is set to something other than trees."""
         return self.layout in ("segments", "padded")
 
     @property
     def num_replicas(self) -> int:
-        """Context groups, each of which has its own trees: data-parallel replicas."""
+        """Data-parallel replicas: context groups, each with its own trees."""
         return self.num_ranks // self.context_parallel
 
     @property
     def replica_tokens(self) -> int:
-        """Most tokens of a micro-batch of a replica, but for a path that is longer."""
+        """Token budget of a replica's micro-batch, except for a longer path."""
         return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
@@ -288,7 +288,7 @@ ALLOCATOR_IS_LOCAL = (
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """Raises ConfigError where a context group of that size cannot divide the attention heads."""
+    """Raises ConfigError if the attention heads cannot be divided by this context-group size."""
     if num_heads % size:
         raise ConfigError(
             f"learner.context_parallel = {size} does not divide the model's {num_heads} attention "
@@ -297,7 +297,7 @@ def check_heads(num_heads: int, size: int) -> None:
 
 
 class Score(Struct, frozen=True):
-    """Teacher-forced figures of one sequence, an entry per predicted token.
+    """Teacher-forced values of one sequence, an entry per predicted token.
 
     logprobs and entropies in nats; matches: the token is the likeliest one.
     """
@@ -322,7 +322,7 @@ class Sample(NamedTuple):
 
 
 class Trial(Struct):
-    """The updates of one kind so far, and the times of those that count."""
+    """The number of updates of one kind so far, and the times of measured ones."""
 
     num_updates: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -347,7 +347,7 @@ class Saved(Struct, kw_only=True):
 
 
 def read_saved(directory: Path) -> Saved:
-    """Of a checkpoint, whose ranks may still be writing it anew. Raises DataError for no whole
+    """The metadata of a checkpoint, even while ranks rewrite it. Raises DataError for an incomplete
     one."""
     directory = finished_folder(directory)
     try:
@@ -359,7 +359,7 @@ def read_saved(directory: Path) -> Saved:
 
 
 def frozen_model(checkpoint: Path | None) -> Path | None:
-    """The directory of the weights that a checkpoint's adapters belong to, if it has adapters."""
+    """The directory of the frozen weights of a checkpoint with adapters; None without adapters."""
     folder = None if checkpoint is None else checkpoint / "trainer"
     if folder is None or not finished_folder(folder).is_dir():
         return None

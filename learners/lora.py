@@ -2,8 +2,8 @@
 
     W' = W + (alpha / r) B A        A: [r, in], B: [out, r]; W is frozen
 
-The model keeps its class and its names, with adapters inside. Publishing computes W' beside
-the weights, so that it never changes W or the adapter.
+The model keeps its class and its names, with adapters inside. Publishing computes W' in a new
+tensor, so that it never changes W or the adapter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 BASE = ".base_layer."
 ADAPTER_FOLDER = "adapter"
-# Names of experts' layers in published models; peft takes any layer of such a name for an expert's.
+# Names of expert layers in published models; peft treats any layer with such a name as an expert's.
 OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Adapters on linear layers; the weights themselves are frozen."""
+    """Adapters on linear layers; the original weights are frozen."""
 
     r: Annotated[int, Meta(ge=1, description="rank of the adapters", extra=ESSENTIAL)] = 16
     alpha: Annotated[int, Meta(ge=1, description="adapters are scaled by alpha / r")] = 32
@@ -47,7 +47,7 @@ class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
-    """Put adapters into the model and freeze all else; returns their dropout modules.
+    """Add adapters to the model and freeze everything else; returns their dropout modules.
 
     Raises ConfigError if peft is missing, no layer has one of the names, or one has a layer that
     cannot be merged with its adapter.
@@ -57,9 +57,9 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
 
     shared = _shared_weights(model)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of layers that are refused below
+        with warnings.catch_warnings(action="ignore"):  # about layers that are rejected below
             inject_adapter_in_model(peft_config, model, ADAPTER)
-    except (ValueError, NotImplementedError) as error:  # peft names the modules that it looked for
+    except (ValueError, NotImplementedError) as error:  # peft names the missing modules
         raise ConfigError(f"learner.lora.target_modules: {error}") from error
     for name, module in model.named_modules():
         problem = _unmergeable(model, name, module, shared) if hasattr(module, "lora_A") else ""
@@ -76,13 +76,13 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether layers choose among experts, which transformers keeps as one tensor of three axes."""
+    """Whether the model has experts, which transformers keeps as one tensor with three axes."""
     return any(param.ndim == 3 and "experts" in name for name, param in model.named_parameters())
 
 
 def _default_targets(model: Any) -> list[str]:
-    """Names of layers for peft, none of which it would take for the experts as a whole; empty: all
-    linear ones but the head."""
+    """Names of layers for peft, without names that it would treat as the experts; empty: all linear
+    ones except the head."""
     from torch import nn
 
     if not has_experts(model):
@@ -97,7 +97,7 @@ def _default_targets(model: Any) -> list[str]:
 
 
 def _shared_weights(model: Any) -> dict[int, list[str]]:
-    """The names of each parameter that has several, by its identity: tied embeddings."""
+    """The names of each parameter with several names, by its id: tied embeddings."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -105,8 +105,7 @@ def _shared_weights(model: Any) -> dict[int, list[str]]:
 
 
 def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]]) -> str:
-    """Why `merged` is not the weight of the layer that peft has put into the model under this name;
-    empty: it is."""
+    """The reason why `merged` does not give the weight of this adapted layer; empty if it does."""
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from torch import nn
 
@@ -127,7 +126,7 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
 
 
 def check_adapters(model: Path, config: LoRAConfig) -> None:
-    """Put adapters into a model without weights. Raises the ConfigError of `add_adapters`."""
+    """Add adapters to a model without weights. Raises the ConfigError of `add_adapters`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -141,13 +140,13 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has in the model without adapters."""
+    """The name of a parameter in the model without adapters."""
     return name.replace(BASE, ".")
 
 
 def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
-    makes it of when it loads them."""
+    """The tensors on disk, by name, that transformers writes for a parameter (or buffer) of the
+    model, and from which it loads the parameter."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
@@ -165,7 +164,7 @@ def disk_shapes(
 
 
 def factors(model: Any, name: str) -> tuple[Tensor, Tensor, float] | None:
-    """A, B and alpha / r of the weight that is called `name` in the model with adapters."""
+    """A, B and alpha / r of the weight `name` in the model with adapters; None without adapters."""
     if not name.endswith(f"{BASE}weight"):
         return None
     layer = model.get_submodule(name.removesuffix(f"{BASE}weight"))

@@ -1,8 +1,7 @@
 """Per-token policy losses and KL estimators as functions of tensors; `Algorithm.loss` sums them.
 
-All functions accept any float dtype and any common shape. They add numeric guards to the
-released code of ARPO and AEPO, and are equal to that code wherever it stays finite and
-log-ratios stay within +-20.
+All functions accept any float dtype and any common shape. They add numeric guards to the released
+code of ARPO and AEPO, and equal that code wherever it is finite and log-ratios are within +-20.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class LossBatch:
 
     behavior: log-probs under the policy that sampled; proximal: under the learner's weights at
     the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
-    of the positive and of the negative advantages of the leaves below a token; weight: how many
-    leaves; where the aggregation is over sequences, each leaf counts with its coefficient
+    of the positive and of the negative advantages of the leaves below a token; weight: number of
+    leaves; if the aggregation is over sequences, each leaf counts with its coefficient
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
@@ -152,7 +151,7 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
     The expected derivative of an estimator, on tokens that the policy samples:
 
-        k1        0, as of every log-prob, so that it would regularise nothing
+        k1        0, as for every log-prob, so that it would have no effect
         k2        the gradient of KL(policy || reference)
         k3        the gradient of KL(reference || policy), inside its bounds; 0 outside
         abs       the gradient of sum |policy - reference|

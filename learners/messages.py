@@ -1,12 +1,12 @@
-"""Messages between the controller and a learner rank, and the names of their environment variables.
+"""Messages between the controller and a learner rank, and their environment variables.
 
 Messages are tagged Structs in length-prefixed msgpack frames:
 
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
-Each rank connects, sends Hello with the token it was given, and answers each command with Done or
-Failed. The trees of an Update precede it one by one, so that only the controller and the rank hold
-a whole update. TCP, so that a rank may run on another machine.
+Each rank connects, sends Hello with its token, and answers each command with Done or Failed. The
+trees of an Update are sent before it, one by one, so that no single frame has a whole update. The
+transport is TCP, so that a rank may run on another machine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agentenv.link import frame_of
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
-BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # of ranks that are started here: to be imported
+BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # lets local ranks import the backend early
 
 
 class Message(Struct, tag=True, tag_field="type"):
-    """Its class is its type."""
+    """Base of the messages; the class name is the type."""
 
 
 class Command(Message):
@@ -42,8 +42,8 @@ class Command(Message):
 
 
 class Hello(Message):
-    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty where
-    their launcher names one (MASTER_ADDR), and for a single rank."""
+    """`store`: host:port of the rendezvous store that rank 0 opened; empty if the launcher provides
+    one (MASTER_ADDR), and for a single rank."""
 
     token: str
     rank: int
@@ -54,8 +54,8 @@ class Hello(Message):
 
 
 class Init(Command):
-    """Build the rank. `algorithm_class` is an import path, module:Class, so that a class from
-    outside the project reaches the ranks as well."""
+    """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
+    classes of other packages."""
 
     config: LearnerConfig
     algorithm_class: str
@@ -68,14 +68,14 @@ class Init(Command):
     def of(
         cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
     ) -> Init:
-        """The message for an algorithm at hand."""
+        """The message for an algorithm object."""
         kind = type(algorithm)
         path = f"{kind.__module__}:{kind.__qualname__}"
         raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the name is the class's
         return cls(config, path, raw, model_dir, seed, store)
 
     def make_algorithm(self) -> Algorithm:
-        """Decode the algorithm. Raises ConfigError where its module is not on the rank's path."""
+        """Decode the algorithm. Raises ConfigError if the rank cannot import its module."""
         module, _, name = self.algorithm_class.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)
@@ -89,8 +89,8 @@ class Init(Command):
 
 
 class Update(Command):
-    """Each mini-batch is one optimizer step. On the wire it follows its trees and holds only
-    `sizes`, the number of trees of each mini-batch; see `messages_of`."""
+    """An update, with one optimizer step per mini-batch. On the wire it follows its trees and has
+    only `sizes`, the number of trees of each mini-batch; see `messages_of`."""
 
     minibatches: list[list[EncodedTree]]
     lr_scale: float
@@ -99,7 +99,7 @@ class Update(Command):
 
 
 class Tree(Command):
-    """The next tree of the Update that follows; not answered."""
+    """The next tree of the following Update; without reply."""
 
     tree: EncodedTree
 
@@ -124,22 +124,22 @@ class ScoreSequences(Command):
 
 
 class WarmUp(Command):
-    """Compile what the first update would, on ranks with such a device; nothing else changes."""
+    """Compile the code of the first update on GPUs, without other effects."""
 
     device: str = "cuda"
 
 
 class ResetOptimizer(Command):
-    """Drop the optimizer's state; or set it aside, or take it back."""
+    """Drop the optimizer's state, or save it, or restore it."""
 
     config: OptimizerConfig
     state: Literal["drop", "set_aside", "take_back"] = "drop"
 
 
 class WriteModel(Command):
-    """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
-    weights are not those of the version published last. `adapter_only`: the directory is that of
-    the LoRA adapter."""
+    """Write a model directory. Publishing increments the policy version, exporting does not.
+    `unmoved`: rejected if the weights have changed since the last published version.
+    `adapter_only`: write only the LoRA adapter."""
 
     directory: str
     publish: bool
@@ -148,13 +148,13 @@ class WriteModel(Command):
 
 
 class Announce(Command):
-    """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
+    """Increment the policy version, whose weights will be broadcast. The reply has `buckets`."""
 
 
 class OpenGroup(Command):
-    """Open a store where the servers meet rank 0. `port`: of the store, 0: any that is free;
-    `interface`: the network interface whose address the servers get, empty: the one by which the
-    controller reached the machine. Rank 0 answers with `address`."""
+    """Open a rendezvous store for the servers and rank 0. `port`: of the store, 0: any free one;
+    `interface`: the network interface of its address, empty: that of the controller's connection.
+    Rank 0's reply has `address`."""
 
     timeout_s: float
     wire: Wire = "torch"
@@ -163,7 +163,7 @@ class OpenGroup(Command):
 
 
 class JoinGroup(Command):
-    """Rank 0 joins. This command and the next are answered with `problem`."""
+    """Rank 0 joins. The replies to this command and the next one have `problem`."""
 
     group: Group
 
@@ -177,9 +177,9 @@ class LeaveGroup(Command):
 
 
 class Share(Command):
-    """Count the policy version up, and put a copy of its weights where servers of the machine read
-    it (agentenv/learners/shared.py). Answered with `shared`, or with `problem` by all ranks, which
-    count nothing up then. `sleeps_next`: the ranks fall asleep with the copy in place;
+    """Increment the policy version, and copy its weights to memory that servers of the machine can
+    read (agentenv/learners/shared.py). The reply has `shared`, or `problem` on all ranks, and then
+    the version is unchanged. `sleeps_next`: the ranks then sleep with the copy in place;
     `num_readers`: servers that share a GPU."""
 
     sleeps_next: bool
@@ -187,11 +187,12 @@ class Share(Command):
 
 
 class Release(Command):
-    """Nothing reads the copy any more. This command and the next are for sleeping ranks too."""
+    """Release the copy after the last read. Sleeping ranks also execute this and the next
+    command."""
 
 
 class WriteShared(Command):
-    """Write the directory of the weights that were shared last; refused unless they are those of
+    """Write the directory of the last shared weights; rejected unless they have this
     `policy_version`."""
 
     directory: str
@@ -199,12 +200,12 @@ class WriteShared(Command):
 
 
 class Abort(Command):
-    """Abort JoinGroup or SendWeights while it runs; not answered, and ignored when it is late."""
+    """Abort a running JoinGroup or SendWeights; without reply, and ignored if it is late."""
 
 
 class Sleep(Command):
-    """Give the memory of the device back, or take it again. A rank that is `asleep` does nothing
-    else."""
+    """Free the memory of the device (`asleep`), or allocate it again. A sleeping rank rejects most
+    other commands."""
 
     asleep: bool
 
@@ -222,12 +223,12 @@ class Stop(Command):
 
 
 class Done(Message):
-    """Answer to every command; each fills only its own fields.
+    """The reply to a command, with only the fields of that command.
 
-    steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
+    steps: metrics of skipped optimizer steps, with "minibatch" and "epoch".
     entropies, proximal, logprobs: of an update, by mini-batch and tree; see
     agentenv.learners.partition.
-    problem: of a transfer of weights, which is no failure of the rank.
+    problem: the failure of a transfer of weights, which is not a failure of the rank.
     """
 
     policy_version: int = 0
@@ -244,7 +245,7 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The command raised; the rank keeps running with the state it has."""
+    """The command raised an error; the rank keeps its state and continues."""
 
     error: str
     traceback: str
@@ -254,12 +255,12 @@ Reply = Hello | Done | Failed
 
 
 def pack_frame(message: Message) -> bytes:
-    """A message as it travels."""
+    """A message in wire format."""
     return frame_of(msgspec.msgpack.encode(message))
 
 
 def messages_of(command: Message) -> Iterator[Message]:
-    """A command as it travels: the trees that precede it, then itself."""
+    """The messages of a command: its trees, then the command itself."""
     if isinstance(command, Update):
         yield from (Tree(tree) for trees in command.minibatches for tree in trees)
         command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
@@ -267,7 +268,7 @@ def messages_of(command: Message) -> Iterator[Message]:
 
 
 def with_trees(trees: Iterable[EncodedTree], command: Command) -> Command:
-    """The whole command, from the message and the trees that preceded it."""
+    """The whole command, from the message and the preceding trees."""
     if not isinstance(command, Update):
         return command
     rest = iter(trees)

@@ -1,7 +1,8 @@
 """A mini-batch with all inputs of its loss, computed once before the split into micro-batches.
 
-A mode of aggregation, how token losses become one number, is a coefficient c_i a trajectory and a
-denominator over the mini-batch of N trajectories with lengths |y_i| (policy tokens):
+An aggregation mode, which combines token losses into one number, is a coefficient c_i per
+trajectory and a denominator over the mini-batch of N trajectories with lengths |y_i| (policy
+tokens):
 
     loss = sum_i c_i sum_t l_it / denominator
 
@@ -11,11 +12,10 @@ denominator over the mini-batch of N trajectories with lengths |y_i| (policy tok
     seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
 
 A token shared by several trajectories takes the sum of their coefficients. Trajectories without
-policy tokens count in none of the modes. Groups whose returns are equal count like any other: their
-tokens that no pass computes (EncodedTree.is_counted) follow the rest and add only to denominators
-and statistics. The released code of ARPO differs: it aggregates each micro-batch on its own and
-weights by rows, so that the result depends on the packing; and its last mode divides by L without
-N.
+policy tokens do not count in any mode. Groups of equal returns count like others: tokens that no
+pass computes (EncodedTree.is_counted) come last and add only to denominators and statistics. The
+released code of ARPO differs: it aggregates each micro-batch separately and weights by rows, so
+that the result depends on the packing; and its last mode divides by L without N.
 
 Data of an older policy or another engine is corrected by
 
@@ -52,18 +52,18 @@ from agentenv.learners.credit import Floats, Sharing
 from agentenv.learners.learner import Metrics
 from agentenv.learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 
-WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
+WIDE = (0.5, 2.0)  # the band for metrics when no mask is set
 
 
-Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; every rank must call it
+Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; collective
 
 
 @dataclass(frozen=True)
 class LeafMap:
-    """Which trajectories run through which trained token.
+    """The relation of trajectories and trained tokens.
 
-    Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals. Two
-    linear maps do all that methods on whole sequences need; each is the other's transpose:
+    Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals.
+    Methods on whole sequences need only two linear maps, which are transposes of each other:
 
         to_leaves   values of tokens -> their sum over each trajectory
         to_tokens   values of leaves -> their sum over the leaves below each token
@@ -74,9 +74,9 @@ class LeafMap:
     leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
     float64 [leaves], trained tokens of a trajectory.
 
-    Of a part of a tree all leaves are here, but not all tokens, so that `to_leaves` gives a part of
-    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them;
-    is_computed: bool [leaves], whether micro-batches have their tokens.
+    A part of a tree has all leaves, but not all tokens, so that `to_leaves` returns partial sums;
+    `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them; is_computed:
+    bool [leaves], whether micro-batches have their tokens.
     """
 
     node: Longs
@@ -143,8 +143,8 @@ class LeafMap:
         return path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
 
     def over_parts(self, values: Floats, gather: Gather) -> Floats:
-        """float64 [leaves], each summed over the ranks that have a part of its tree, in the order
-        of ranks, so that all get the same; every rank must call it."""
+        """float64 [leaves], each summed over the ranks with a part of its tree, in the order of
+        ranks, so that all get equal results; collective."""
         _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
         ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
         is_part = self.group >= 0
@@ -180,13 +180,13 @@ class LeafMap:
 
 @dataclass
 class MiniBatch:
-    """Figures per trained token in the order of `ActionTokens`, float64, of this rank's share.
+    """Values per trained token of this rank's share, in the order of `ActionTokens`, float64.
 
-    proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whose
-    proximal log-prob was computed. adv_pos, adv_neg and weight already hold the aggregation's
-    coefficients and the sequence mask; importance holds truncation and token mask. leaf_advantages,
-    leaf_weights: [leaves], where sequences matter. The trees that are computed come first, and with
-    them the `num_computed` tokens of micro-batches.
+    proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whether the
+    proximal log-prob was computed. adv_pos, adv_neg and weight include the aggregation's
+    coefficients and the sequence mask; importance includes truncation and token mask.
+    leaf_advantages, leaf_weights: [leaves], for methods on sequences. Computed trees come first,
+    and so do the `num_computed` tokens of micro-batches.
     """
 
     trees: Sequence[EncodedTree]
@@ -241,7 +241,7 @@ class MiniBatch:
         )
 
     def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
-        """Keep the figures of the tokens at `index` that are not known yet."""
+        """Store the values of the tokens at `index` that are not known yet."""
         for known, values in ((self.logprobs, logprobs), (self.found_entropies, entropies)):
             unknown = np.isnan(known[index])
             if unknown.any():
@@ -249,17 +249,17 @@ class MiniBatch:
 
     @property
     def num_computed(self) -> int:
-        """Trained tokens of the trees that are computed, which are the first."""
+        """Number of trained tokens of computed trees, which come first."""
         return sum(tree.num_action_tokens for tree in computed(self.trees))
 
     @property
     def measured(self) -> Floats:
-        """Proximal log-probs, nan where they are those of the engine."""
+        """Proximal log-probs, nan where they are the engine's."""
         return np.where(self.is_measured, self.proximal, np.nan)
 
     @property
     def computed(self) -> Floats:
-        """Entropies, nan where they are those of the engine."""
+        """Entropies, nan where they are the engine's."""
         brought = ~np.isnan(self.tokens.entropies)
         return np.where(brought & ~self.is_measured, np.nan, self.found_entropies)
 
@@ -288,12 +288,11 @@ def prepare(
     gather: Gather,
     is_measured: NDArray[np.bool_] | None = None,
 ) -> MiniBatch:
-    """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whose
-    proximal log-prob was computed (None: all); the others have that of the engine.
+    """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whether
+    the proximal log-prob was computed (None: all); otherwise it is the engine's.
 
-    Each rank calls `prepare` with its share of the trees and of their tokens, those that are
-    computed first.
-    Raises DataError if the algorithm needs entropies or groups that the trees do not carry.
+    Each rank calls `prepare` with its share of the trees and of their tokens, computed ones first.
+    Raises DataError if the algorithm needs entropies or groups that the trees do not have.
     """
     if is_measured is None:
         is_measured = np.ones(len(proximal), np.bool_)
@@ -366,7 +365,7 @@ def leaf_advantages(
     reference: Floats | None,
     gather: Gather,
 ) -> Floats:
-    """Advantages of the leaves, [leaves]; with a KL in the reward computed anew, group by group.
+    """Advantages of the leaves, [leaves]; recomputed group by group with a KL in the reward.
 
     R'_i = R_i - kl_reward * sum over the trajectory's policy tokens of log(proximal / reference).
     """
@@ -440,9 +439,9 @@ def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:
 
 def ratio_metrics(moments: Floats) -> Metrics:
     """Share of tokens with rho out of band, and effective sample size as a share of the tokens:
-    (sum w rho)^2 / (sum w * sum w rho^2), Kish's figure: 1 on-policy, toward 0 when few tokens
-    carry the estimate. Empty where no token's proximal log-prob was computed: without it the ratio
-    is 1 by assumption, which is no measurement."""
+    (sum w rho)^2 / (sum w * sum w rho^2) (Kish): 1 on-policy, near 0 if few tokens dominate the
+    estimate. Empty if no proximal log-prob was computed, since the ratio is then 1 by
+    assumption."""
     total, first, second, outside = moments.tolist()
     if total == 0.0:
         return {}

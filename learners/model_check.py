@@ -1,10 +1,9 @@
-"""Check that a model's forward pass equals that of transformers, before its weights load.
+"""A check that a model's forward pass equals that of transformers, before its weights load.
 
-A random model of the same class, with the layers, windows and positions of its config.json made
-small, scores two sequences and a tree twice: as a micro-batch of ours, and each path for itself by
-the untouched model. A family whose attention looks through a window, whose logits are scaled, or
-whose layers mix neighbors would otherwise train on wrong log-probs without an error. Real weights
-are compared with the engine's, by the parity gap.
+A random model of the same class, with reduced sizes of its config.json, scores two sequences and a
+tree twice: as a micro-batch, and path by path with the unmodified model. Otherwise a family with
+window attention, scaled logits, or layers that mix neighbors could train on wrong log-probs without
+an error. The parity gap compares real weights with the engine's.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from agentenv.learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32
 VOCABULARY = 64
-WINDOW = 5  # tokens, less than the paths below, as every other length in a small model
+WINDOW = 5  # tokens, less than the paths below, like every other length in a small model
 POSITIONS = 8
 HEADS, HEAD_SIZE = 4, 16
-SIZES = {  # of a small model; a size that its configuration does not have is left out
+SIZES = {  # of a small model; sizes that its configuration does not have are skipped
     "hidden_size": HEADS * HEAD_SIZE,
     "head_dim": HEAD_SIZE,
     "intermediate_size": 64,
@@ -46,16 +45,16 @@ SIZES = {  # of a small model; a size that its configuration does not have is le
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
 }
-SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with the context
+SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
 def check_model(
     directory: Path, context_parallel: int = 1, *, compiled: bool = False, is_flat: bool = False
 ) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly here, or of which no small one can be made; for one that so many ranks cannot
-    compute together; with `compiled`, where torch.compile fails or changes it; and, with `is_flat`,
-    where it follows trees only."""
+    wrongly, or of which no small one can be made; for one that `context_parallel` ranks cannot
+    share; with `compiled`, if torch.compile fails or changes it; and, with `is_flat`, if it
+    supports only trees."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -71,18 +70,18 @@ def check_model(
             'trees only; set learner.layout = "auto"'
         )
     try:
-        apart = distance(small(config))
+        gap = distance(small(config))
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
-    except Exception as error:  # whatever the code of a model family raises
+    except Exception as error:  # any error of a model family's code
         raise ConfigError(
             f"{family} is not supported: its forward pass over a packed tree failed with "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not apart <= TOLERANCE:
+    if not gap <= TOLERANCE:
         raise ConfigError(
             f"{family} is not supported: with random weights its log-probs differ from "
-            f"transformers' own by {apart:.2g} nats, at most {TOLERANCE:g} expected; "
+            f"transformers' own by {gap:.2g} nats, at most {TOLERANCE:g} expected; "
             f"{reason(config)}"
         )
     if compiled:
@@ -91,10 +90,10 @@ def check_model(
 
 def _check_compiled(family: str, config: Any) -> None:
     try:
-        apart = distance(small(config), compiled=True)
+        gap = distance(small(config), compiled=True)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # any error of the compiler
         problem = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(
             f"learner.compile: torch.compile fails for {family}: {problem}; it needs a C++ "
@@ -102,15 +101,15 @@ def _check_compiled(family: str, config: Any) -> None:
         ) from error
     finally:
         torch.compiler.reset()
-    if not apart <= TOLERANCE:
+    if not gap <= TOLERANCE:
         raise ConfigError(
-            f"learner.compile: compiled, {family} is {apart:.2g} nats from transformers' own, at "
+            f"learner.compile: compiled, {family} is {gap:.2g} nats from transformers' own, at "
             f"most {TOLERANCE:g} expected; set learner.compile = false"
         )
 
 
 def distance(config: Any, *, compiled: bool = False) -> float:
-    """The largest difference of a log-prob, nats, between the two ways for a random model."""
+    """The largest difference of log-probs, nats, between both computations of a random model."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -121,12 +120,12 @@ def distance(config: Any, *, compiled: bool = False) -> float:
         expected = torch.cat([_alone(model, tree) for tree in trees])
         policy = Policy(model, compiled=compiled)
         layouts = LAYOUTS if policy.masks is None and not compiled else LAYOUTS[:1]
-        apart = []
+        gap = []
         for layout in layouts:
             (batch,) = pack(trees, 1 << 20, layout)
             found, _, _ = policy(*tensors(batch, torch.device("cpu")))
-            apart.append(found - expected[torch.from_numpy(batch.index)])
-        return float(torch.cat(apart).abs().max())
+            gap.append(found - expected[torch.from_numpy(batch.index)])
+        return float(torch.cat(gap).abs().max())
 
 
 def examples() -> Iterator[EncodedTree]:
@@ -141,7 +140,7 @@ def examples() -> Iterator[EncodedTree]:
 
 
 def _alone(model: Any, tree: EncodedTree) -> Tensor:
-    """Log-probs of the trained tokens, [tokens], each path by the model's own forward pass."""
+    """Log-probs of the trained tokens, [tokens], path by path with the model's forward pass."""
     ids, pred = tree.ints("token_ids"), tree.ints("pred")
     found = torch.zeros(len(ids))
     for place in set(range(len(ids))) - set(pred.tolist()):  # the last tokens of the paths
@@ -156,19 +155,19 @@ def _alone(model: Any, tree: EncodedTree) -> Tensor:
 
 
 def small(config: Any) -> Any:
-    """A copy with few and narrow layers, one of each kind, and windows and positions shorter than
-    the examples. Everything else, scales and caps among it, stays."""
+    """A copy with few narrow layers, one of each kind, and windows and positions shorter than the
+    examples. Everything else, including scales and caps, is unchanged."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     _keep_one_layer_of_each_kind(text)
     share = _share(text)
     sizes = {**SIZES, "num_attention_heads": HEADS, "num_key_value_heads": HEADS // share}
-    if hasattr(text, "qk_rope_head_dim"):  # latent attention: positions have a width of their own
+    if hasattr(text, "qk_rope_head_dim"):  # latent attention: positions have a separate width
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
     for name, size in {**sizes, "vocab_size": VOCABULARY}.items():
         now = getattr(text, name, False)
         if isinstance(now, int | None) and not isinstance(now, bool):
-            with contextlib.suppress(AttributeError):  # one that follows from the others
+            with contextlib.suppress(AttributeError):  # derived from others
                 setattr(text, name, size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(text, name, None) is not None:
@@ -181,15 +180,15 @@ def small(config: Any) -> Any:
 
 
 def _share(text: Any) -> int:
-    """Query heads that share a key, of the small model: as in the large one, if it can be."""
+    """Query heads per key head of the small model: as in the large one, if possible."""
     heads, keys = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     share = heads // keys if isinstance(heads, int) and isinstance(keys, int) and keys else 1
     return share if HEADS % max(1, share) == 0 else HEADS
 
 
 def _keep_one_layer_of_each_kind(text: Any) -> None:
-    """At least two layers. The kind of a layer follows from every list of the configuration with an
-    entry for each layer, and from those that number layers."""
+    """Keep one layer of each kind, at least two. Lists with one entry per layer, and lists of layer
+    numbers, determine the kinds."""
     total = text.num_hidden_layers
     values = {name: value for name, value in vars(text).items() if isinstance(value, list)}
     by_layer = {name: value for name, value in values.items() if len(value) == total > 1}
@@ -218,7 +217,7 @@ def _keep_one_layer_of_each_kind(text: Any) -> None:
 
 
 def _shorten_positions(text: Any) -> None:
-    """Limits from which on positions are scaled are below the lengths of the examples."""
+    """Reduce the limits for scaled positions below the lengths of the examples."""
     for rope in _ropes(text):
         width = int(HEAD_SIZE * float(rope.get("partial_rotary_factor") or 1.0)) // 2
         if "original_max_position_embeddings" in rope:
@@ -233,13 +232,13 @@ def _shorten_positions(text: Any) -> None:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """The settings of rotary positions: one table, or one for each kind of layer."""
+    """The settings of rotary positions: one table, or one per kind of layer."""
     found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return [one for one in (found, *found.values()) if isinstance(one, dict) and "rope_type" in one]
 
 
 def reason(config: Any) -> str:
-    """The settings of the configuration that explain a difference."""
+    """The settings of the configuration that may explain a difference."""
     text = config.get_text_config()
     facts = [
         f"{name} = {value}"

@@ -1,14 +1,14 @@
-"""Partition of trees over the learner's ranks and micro-batches, and the way back for results.
+"""Partition of trees over the learner's ranks and micro-batches, and the return of results.
 
 Whole trees are assigned first, in decreasing order of cost, each to the rank with the least cost so
-far (Graham 1969). Then, while it pays, trajectories of one tree move from the most to the least
-loaded rank. That rank gets a part of the tree: the tokens on the paths to its trajectories. A token
-is trained on the rank that has the first trajectory through it; elsewhere it is computed again as
-context, which the costs include.
+far (Graham 1969). Then, while it reduces the largest load, trajectories of one tree move from the
+most to the least loaded rank. That rank gets a part of the tree: the tokens on the paths to its
+trajectories. A token is trained on the rank with the first trajectory through it; other ranks
+compute it again as context, which the costs include.
 
-Back come log-probs, and the exact entropies of trees that brought none: an engine in another
-process reports entropies where forks are decided, and those are lower bounds; the learner computes
-the exact ones anyway when it trains a token. numpy only.
+The results are log-probs, and exact entropies of trees without entropies: an engine in another
+process reports only lower bounds, and only where forks are decided; the learner computes exact ones
+anyway when it trains a token. numpy only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from agentenv.learners.batch import (
 from agentenv.learners.credit import CreditedTree, Floats, TreeCredit
 from agentenv.tree import Node, Scored, TrajectoryTree
 
-PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
-MIN_GAIN = 0.003  # share of the largest load that a move has to take off
+PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention, for about 1e9 weights
+MIN_GAIN = 0.003  # minimum reduction of the largest load by a move, as a share
 PER_TOKEN, PER_NODE = ("behavior", "entropies"), ("adv_pos", "adv_neg", "weight")
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ Shard = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its lea
 
 
 def cost(tree: EncodedTree) -> float:
-    """Work that a tree is, in tokens: each token, and each pair of a token and one it sees."""
+    """The work of a tree, in tokens: its tokens, and its pairs of a token and a visible one."""
     sizes = tree.sizes.astype(np.float64)
     above = path_sums(sizes, tree.ints("parents")) - sizes
     num_pairs = float((sizes * above + sizes * (sizes + 1) / 2).sum())
@@ -75,8 +75,8 @@ def _largest_first(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 class Paths:
     """Costs of sets of trajectories of a tree, computed in micro-batches of `max_tokens`.
 
-    `sizes` are the tokens of each node, in pre-order, `parents` the places of the nodes above, -1
-    for the root.
+    `sizes` has the number of tokens of each node, in pre-order, `parents` the indices of the
+    parents, -1 for the root.
     """
 
     def __init__(self, sizes: ArrayLike, parents: Sequence[int], max_tokens: int) -> None:
@@ -98,11 +98,12 @@ class Paths:
 
     @property
     def leaves(self) -> list[int]:
-        """All of them."""
+        """All leaves."""
         return list(range(len(self._path)))
 
     def cost(self, leaves: Sequence[int]) -> float:
-        """Of these, which ascend: tokens that neighbors share count once in a micro-batch."""
+        """The cost of these ascending leaves; tokens shared by neighbors count once per
+        micro-batch."""
         key = tuple(leaves)
         if key not in self._costs:
             self._costs[key] = self._sum(key)
@@ -122,7 +123,7 @@ class Paths:
 
 
 def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
-    """The trajectories that each rank gets; a rank may get none."""
+    """The trajectories of each rank; a rank may get none."""
     assigned = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
     shards: list[Shard] = [{place: trees[place].leaves for place in places} for places in assigned]
     loads = [load(shard, trees) for shard in shards]
@@ -142,15 +143,16 @@ def load(shard: Shard, trees: Sequence[Paths]) -> float:
 
 
 def idle_share(steps: Sequence[Sequence[float]]) -> float:
-    """Part of their time that ranks wait for the one with the most, from their loads in each
-    optimizer step."""
+    """The share of time that ranks wait for the most loaded one, from their loads in each optimizer
+    step."""
     num_ranks, most = len(steps[0]), sum(max(loads) for loads in steps)
     return 1.0 - sum(sum(loads) for loads in steps) / (num_ranks * most) if most else 0.0
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Trajectories of a tree that go to another rank; `loads` are those of both ranks then."""
+    """A move of trajectories of a tree to another rank; `loads` are those of both ranks
+    afterwards."""
 
     source: int
     target: int
@@ -163,8 +165,8 @@ class _Move:
 def _best_move(
     shards: Sequence[Shard], loads: Sequence[float], trees: Sequence[Paths]
 ) -> _Move | None:
-    """The move that lowers the largest load most: the first or the last trajectories of one of its
-    trees go to the rank with the least. None if none lowers it by MIN_GAIN."""
+    """The move with the largest reduction of the largest load: the first or the last trajectories
+    of one of its trees go to the least loaded rank. None if no move reduces it by MIN_GAIN."""
     source, target = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
     best, bound = None, loads[source] * (1.0 - MIN_GAIN)
     if source == target:
@@ -186,7 +188,7 @@ def _best_move(
 
 
 def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
-    """So many neighboring runs of the groups, as even as possible; of fewer groups one each."""
+    """`count` runs of neighboring groups, as even as possible; fewer if there are fewer groups."""
     count = min(count, len(groups))
     cuts = [len(groups) * i // count for i in range(count + 1)] if count else []
     return [groups[start:stop] for start, stop in pairwise(cuts)]
@@ -195,9 +197,9 @@ def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
 def partition(
     trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
 ) -> tuple[list[list[EncodedTree]], list[float]]:
-    """Trees and parts of trees of each rank, and their costs; `max_tokens` of a micro-batch. One
-    rank alone has the trees themselves. Counted trees, which come last, stay whole and cost
-    nothing."""
+    """Trees and parts of trees of each rank, and their costs; `max_tokens` is that of a
+    micro-batch. A single rank gets the trees themselves. Counted trees, which come last, stay whole
+    and cost nothing."""
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
     shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
     shards = assign_paths(shapes, num_ranks)
@@ -214,8 +216,8 @@ def partition(
 
 
 def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool) -> EncodedTree:
-    """The paths to some leaves of a tree, which is number `number` of a mini-batch; all leaves are
-    the tree itself. Trained are the tokens whose first leaf is among them."""
+    """The part of a tree, which is number `number` in a mini-batch, with the paths to `leaves`; the
+    tree itself for all leaves. It trains the tokens whose first leaf is in `leaves`."""
     sizes, parents, owner = tree.sizes, tree.ints("parents"), tree.owner
     is_leaf, first, last = leaf_ranges(parents.astype(np.int64))
     if len(leaves) == is_leaf.sum():
@@ -244,26 +246,26 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
 
 
 def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
-    """Drop the engine's entropies, which have served to decide forks."""
+    """Drop the engine's entropies, after the decisions on forks."""
     for tree in trees:
         for node in tree.nodes:
             node.entropies = array("f")
 
 
-Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, figures of each
+Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, values of each
 
 
 def split_by_tree(trees: Sequence[EncodedTree], figures: Floats) -> list[bytes]:
-    """Of trained tokens, tree after tree: as float32, for each tree."""
+    """Values of trained tokens, tree after tree: float32 bytes for each tree."""
     cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
     parts = np.split(figures.astype(np.float32), cuts) if trees else []
     return [part.tobytes() for part in parts]
 
 
 def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:
-    """Figures of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
-    where no rank reported any. `shares`: of each rank its trees and parts of trees, and the result
-    of `split_by_tree` for them."""
+    """Values of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
+    where no rank reported any. `shares`: for each rank its trees and parts of trees, and their
+    `split_by_tree`."""
     found = [np.full(tree.num_action_tokens, nan, np.float32) for tree in encoded]
     whole = {id(tree): number for number, tree in enumerate(encoded)}
     for parts, figures in shares:
@@ -275,15 +277,15 @@ def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[ND
     return found
 
 
-def give_back(
+def write_back(
     groups: Sequence[CreditedTree],
     encoded: Sequence[EncodedTree],
     entropies: Sequence[Share],
     proximal: Sequence[Share] = (),
     logprobs: Sequence[Share] = (),
 ) -> None:
-    """Write the ranks' figures into the trees of a mini-batch: into `scored`, and entropies into
-    the nodes of trees that brought none. A token that was not trained has nan there."""
+    """Write the ranks' values into the trees of a mini-batch: into `scored`, and entropies into the
+    nodes of trees without any. Untrained tokens get nan."""
     found = zip(*(gathered(encoded, one) for one in (entropies, proximal, logprobs)), strict=True)
     for (tree, credit), one, (exact, before, first) in zip(groups, encoded, found, strict=True):
         tree.scored = [Scored() for _ in tree.nodes]
@@ -304,7 +306,7 @@ def give_back(
 def _by_node(
     tree: TrajectoryTree, credit: TreeCredit, figures: NDArray[np.float32]
 ) -> Iterator[tuple[Node, array[float]]]:
-    """Trained nodes with the figures of their tokens; none where no rank reported on the tree."""
+    """Trained nodes with the values of their tokens; empty if no rank reported on the tree."""
     start = 0
     for node in encoded_nodes(tree, credit) if not np.isnan(figures).all() else ():
         stop = start + len(node.action_ids)
@@ -313,8 +315,8 @@ def _by_node(
 
 
 def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
-    """Which of the trained tokens of a tree are those of a part of it, in their order: a part
-    trains all tokens of a node or none."""
+    """The indices, among a tree's trained tokens, of those of a part: a part trains all tokens of a
+    node or none."""
     ours, theirs = (one.owner[one.actions()] for one in (tree, part))
     return np.flatnonzero(np.isin(ours, theirs))
 
@@ -340,7 +342,7 @@ class MicroBatch:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it sees."""
+        """Pairs of a token and a visible one."""
         return int((self.end - np.arange(len(self.end))).sum())
 
     @property
@@ -365,10 +367,10 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack trees into micro-batches of at most max_tokens tokens.
 
-    A tree stays whole unless it is larger; then it is cut (`cut`). A single path that is longer
-    is a micro-batch of its own. First fit by decreasing size, without padding. Padded: each
-    trajectory is a row, as long as the longest of its micro-batch; rows of similar length are
-    together. A shared token is computed in all of its rows and trained in one.
+    A tree stays whole unless it is larger; then it is cut (`cut`). A longer single path is a
+    separate micro-batch. First fit by decreasing size, without padding. Padded: each trajectory is
+    a row, as long as the longest of its micro-batch; rows of similar length are together. A shared
+    token is computed in all of its rows and trained in one.
     """
     most = 0 if layout == "padded" else max_tokens
     pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
@@ -426,8 +428,8 @@ def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
     """Pieces of at most max_tokens tokens, or one path, that train each token exactly once.
 
-    A tree that is too large is cut below a node: neighboring children stay together as far as
-    they fit, and each piece repeats the path that leads to them.
+    A tree that is too large is cut below a node: neighboring children stay together as far as they
+    fit, and each piece repeats the path to them.
     """
     starts, parents = tree.ints("starts").tolist(), tree.ints("parents").tolist()
     stops = [*starts[1:], tree.num_tokens]

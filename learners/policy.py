@@ -6,8 +6,8 @@ p = softmax(z), H = -sum p log p:
 
     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
 
-Logits exist for a chunk of tokens only. Backward computes them again, unless they fit into one
-chunk, which keeps its probabilities.
+Logits exist only for a chunk of tokens at a time. The backward pass recomputes them, unless they
+fit into one chunk, which keeps its probabilities.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ PLAIN = LogitShape()
 
 
 class LogprobHead(nn.Linear):
-    """An output head that can also answer with figures of chosen tokens.
+    """An output head that can also return log-probs and entropies of given tokens.
 
-    It holds the parameters of the linear layer that it replaces, so tied weights stay tied and
-    hooks of the module, which gather the weight under ZeRO-3, see every use of it.
+    It has the parameters of the linear layer that it replaces, so that tied weights stay tied, and
+    hooks of the module, which gather the weight under ZeRO-3, run at every use.
     """
 
     shape = PLAIN
@@ -90,7 +90,7 @@ class LogprobHead(nn.Linear):
         ids of the shaped logits, each [tokens].
 
         hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats) are at
-        least float32 and both differentiable; a gradient that nobody asks for costs nothing.
+        least float32 and both differentiable; an unneeded gradient costs nothing.
         """
         if targets is None:
             return super().forward(hidden)
@@ -145,7 +145,7 @@ class SelectedLogprobs(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return None, None, None, None, None
         grad_hidden = torch.empty_like(hidden)
-        # Sums over chunks are float32 at least, whatever the weight is.
+        # Sums over chunks are at least float32, for any dtype of the weight.
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=ctx.dtype) if ctx.needs_input_grad[2] else None
         start = 0
@@ -214,28 +214,28 @@ def _back(of_logits: Tensor, hidden: Tensor, weight: Tensor, grad_weight: Tensor
 
 
 def _tiles(weight: Tensor) -> list[slice]:
-    """Rows of the weight, so few at a time that TILE_BYTES hold them in float32."""
+    """Slices of the weight's rows that fit into TILE_BYTES in float32."""
     step = max(1, TILE_BYTES[weight.device.type] // (4 * weight.shape[1]))
     return [slice(start, start + step) for start in range(0, len(weight), step)]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in float32, where right is half precision; tensor cores sum in float32."""
+    """left @ right in float32, if right is half precision; tensor cores sum in float32."""
     if right.device.type == "cuda":
         return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with figures of the trained tokens only.
+    """A causal language model that returns log-probs and entropies of the trained tokens only.
 
     Only positions that predict a trained token go through the head. log p(t) is read from the
     logits of t's predecessor on its path.
 
-    The model's attention and head are replaced by ones that compute the same and can more; its
-    parameters stay the objects they were. `checkpointing` keeps only the inputs of each layer for
-    the backward pass and computes the rest again; `compiled`: see `compile_parts`. Raises
-    ConfigError for unsuitable models.
+    The model's attention and head are replaced by equivalent ones with more functions; its
+    parameters remain the same objects. `checkpointing` keeps only the inputs of each layer for the
+    backward pass and recomputes the rest; `compiled`: see `compile_parts`. Raises ConfigError for
+    unsupported models.
     """
 
     def __init__(self, model: Any, *, checkpointing: bool = False, compiled: bool = False) -> None:
@@ -261,8 +261,8 @@ class Policy(nn.Module):
         self.router_loss: Tensor | None = None  # of the last forward pass
 
     def balance_experts(self) -> None:
-        """Let passes with gradients leave the family's own load-balancing loss of their tokens in
-        `router_loss`. Raises ConfigError for a family that has none."""
+        """Let passes with gradients store the family's load-balancing loss of their tokens in
+        `router_loss`. Raises ConfigError for a family without such a loss."""
         causal = _without_adapters(self.model)
         name = "load_balancing_loss_func"
         self._balance = getattr(sys.modules[type(causal).__module__], name, None)
@@ -282,8 +282,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
-        Shapes as in MicroBatch. In a context group the arguments but for the layout are
-        this rank's, the figures those of the whole micro-batch.
+        Shapes as in MicroBatch. In a context group, the arguments except the layout are this
+        rank's, the results those of the whole micro-batch.
         """
         causal = _without_adapters(self.model)
         keys: dict[str, Any] = {"attention_mask": NO_MASK}
@@ -313,16 +313,16 @@ class Policy(nn.Module):
         return figures if layout.share is None else layout.share.joined(*figures)
 
 
-# Kinds of layers that carry a state along the row, as config.json names them.
+# Kinds of recurrent layers, which carry a state along the row, as config.json names them.
 RECURRENT = {"conv", "linear_attention", "mamba"}
 SEGMENTS = ("tree_cu_seqlens_q", "tree_segment_parents")  # of tree-recurrence: `layout.segments`
 
 
 def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
-    """Let convolutions and recurrent layers continue a fork from the state of its path, by
-    tree-recurrence; the result is the model's masks by kind of layer. None without such layers.
+    """Let convolutions and recurrent layers continue a fork from the state of its path, with the
+    package tree-recurrence; returns the model's masks by kind of layer, None without such layers.
 
-    Raises ConfigError where tree-recurrence is missing, and for layers that it does not know.
+    Raises ConfigError if tree-recurrence is missing, or does not support the layers.
     """
     found = recurrent_kinds(model.config)
     if not found:
@@ -345,7 +345,7 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
 
 
 def recurrent_kinds(config: Any) -> list[str]:
-    """Of a model's layers, those that carry a state along the row."""
+    """The kinds of a model's recurrent layers."""
     return sorted(_kinds(config) & RECURRENT)
 
 
@@ -354,12 +354,12 @@ def _kinds(config: Any) -> set[str]:
 
 
 def _without_adapters(model: Any) -> Any:
-    """The causal language model itself, with adapters inside its layers if there are any."""
+    """The causal language model itself, with any adapters inside its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _checkpoint_layers(model: Any) -> None:
-    # Transformers 5.2x renamed it and warns of the old name.
+    # Transformers 5.2x renamed it and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     # Layers checkpoint in training mode only; the modules inside them keep their mode.
@@ -369,8 +369,8 @@ def _checkpoint_layers(model: Any) -> None:
 
 def compile_parts(model: Any) -> None:
     """Compile the feed-forward parts and the norms, for any number of tokens; layers share the
-    compiled code. Attention stays: its blocks differ from batch to batch, and on a GPU
-    FlexAttention is compiled by itself. Raises ConfigError without such parts."""
+    compiled code. Attention is excluded: its blocks differ from batch to batch, and on a GPU
+    FlexAttention is compiled separately. Raises ConfigError without such parts."""
     parts = list(_parts(model.base_model))
     if not parts:
         raise ConfigError(
@@ -390,8 +390,8 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def use_liger(model: Any) -> None:
-    """Norms, rotary positions and feed-forward parts by liger-kernel. Raises ConfigError where it
-    cannot be used."""
+    """Use liger-kernel for norms, rotary positions and feed-forward parts. Raises ConfigError if it
+    is not available or does not support the model."""
     kind, instead = model.config.model_type, "set learner.fused = none"
     if not torch.cuda.is_available():
         raise ConfigError(f"learner.fused = liger: its kernels only run on GPUs; {instead}")

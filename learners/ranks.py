@@ -1,8 +1,8 @@
-"""The group of a learner's ranks on the controller: start, commands, failures, end.
+"""The controller's group of learner ranks: start, commands, failures, end.
 
-`RankLink` is one rank, started here or elsewhere: its process, its log, and its connection.
-`RankGroup` holds all of them; they run each command together and fail together. A rank itself is
-`agentenv.learners.worker`.
+`RankLink` is one rank, started locally or externally: its process, its log, and its connection.
+`RankGroup` has all of them; they execute each command together and fail together. The rank itself
+is `agentenv.learners.worker`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from agentenv.worker_group import Reception
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-ENDED_S = 3.0  # from the end of a connection to that of its process, on a busy machine
-CHOSEN_ELSEWHERE = ["MASTER_ADDR", "MASTER_PORT"]  # of another job that this one was started in
+ENDED_S = 3.0  # from the end of a connection to the end of its process, on a busy machine
+LAUNCHER_VARIABLES = ["MASTER_ADDR", "MASTER_PORT"]  # they may belong to an enclosing job
 
 
 class RemoteRanks(NamedTuple):
-    """Where ranks run that are not started on this machine: the placement, the interpreter there,
-    variables that ranks get, and what each takes of a node."""
+    """The placement of ranks on other machines, the interpreter there, the ranks' environment
+    variables, and the resources of each."""
 
     placement: Placement
     python: str
@@ -61,19 +61,19 @@ class RemoteRanks(NamedTuple):
 
 
 class RankLink:
-    """A rank that said Hello. `is_here`: it is a process of this machine that was started here."""
+    """A connected rank. `is_here`: it is a process that this process started on this machine."""
 
     def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
         self.rank = hello.rank
         self.pid = hello.pid
         self.host = hello.host
         self.store = hello.store
-        self.log_path = log_path  # None: where its launcher writes it
+        self.log_path = log_path  # None: its launcher has the log
         self.is_here = is_here
         self._link = link
 
     async def exchange(self, command: Message) -> Done | Failed:
-        """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
+        """Send a command and wait for its reply. Raises OSError or EOFError if the rank is lost."""
         for message in messages_of(command):
             self._link.send(msgspec.msgpack.encode(message))
             await self._link.drain()
@@ -88,7 +88,7 @@ class RankLink:
         self._link.flush()
 
     async def close(self, *, idle: bool) -> None:
-        """Close the connection, which ends a rank elsewhere; ask an idle rank to stop."""
+        """Close the connection, which ends an external rank; an idle rank first gets Stop."""
         if idle:
             self._link.send(msgspec.msgpack.encode(Stop()))
         self._link.close()
@@ -99,7 +99,7 @@ class RankLink:
         self._link.abort()
 
     def state(self) -> str:
-        """The system's state of a process that does not answer."""
+        """The system's state of an unresponsive process, for messages."""
         if not self.is_here:
             return f"process {self.pid} on {self.host}"
         with contextlib.suppress(psutil.Error):
@@ -107,7 +107,7 @@ class RankLink:
         return f"process {self.pid}"
 
     def show_stack(self) -> None:
-        """Let the rank write where it is into its log."""
+        """Let the rank write its stack to its log."""
         if self.is_here:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
@@ -117,23 +117,23 @@ unpack_reply = msgspec.msgpack.Decoder(Reply).decode
 _read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-SETTLE_S = 3.0  # for the other ranks to answer when one has failed
+SETTLE_S = 3.0  # for the other ranks to reply after a failure of one
 STACK_S = 0.3  # for a rank to write its stack
-SILENT = 10  # times as long as usual, after which silent ranks are reported
-AGAIN = 4  # times longer, until the next report
-LEAST_SILENT_S = 10.0  # of commands that take less than a second
-FIRST_S = 30.0  # taken for usual of a command that has never been answered
-NUM_USUAL = 20  # answers of which the median is usual
+SILENT = 10  # multiple of the usual duration after which silent ranks are reported
+AGAIN = 4  # factor of the time until the next report
+LEAST_SILENT_S = 10.0  # for commands of less than a second
+FIRST_S = 30.0  # assumed usual duration before the first reply to a command
+NUM_USUAL = 20  # replies for the median
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
 class RankGroup:
     """`start`, then `call` any number of times, then `close`.
 
-    One command runs at a time; others wait for it. A rank that dies, misses its deadline or fails
-    where others go on raises LearnerError with its number, what happened, and the end of its log;
-    then all ranks are ended, since none can go on without the others. A command that every rank
-    refuses leaves them running.
+    One command runs at a time; others wait for it. A rank that dies, misses its deadline, or fails
+    while others continue raises LearnerError with its number, the reason, and the end of its log;
+    then all ranks are ended, since none can continue alone. A command that every rank rejects
+    leaves them running.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RankGroup:
     ) -> None:
         self.config = config
         self._remote = remote
-        self._placement: Placement | None = None  # None: others start the ranks
+        self._placement: Placement | None = None  # None: the ranks are started externally
         if remote is not None:
             self._placement = remote.placement
         elif config.launch == "local":
@@ -168,7 +168,7 @@ class RankGroup:
         return self._links[0].store
 
     async def start(self, timeout_s: float) -> None:
-        """Start the processes, or wait for those started elsewhere, until all have connected."""
+        """Start the processes, or wait for external ones, until all have connected."""
         local = self._placement is not None
         token = secrets.token_hex(16) if local else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
@@ -197,7 +197,7 @@ class RankGroup:
             try:
                 await self.close()
             finally:
-                while not arrivals.empty():  # ranks that nobody took
+                while not arrivals.empty():  # surplus ranks
                     if isinstance(left := arrivals.get_nowait(), RankLink):
                         left.abort()
             raise
@@ -215,7 +215,7 @@ class RankGroup:
         return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
-        """Start a rank; elsewhere it sees its own GPUs only."""
+        """Start a rank; on another machine it sees only its own GPUs."""
         config, remote = self.config, self._remote
         env = {
             ADDRESS_VARIABLE: address,
@@ -225,12 +225,12 @@ class RankGroup:
             "WORLD_SIZE": str(config.num_ranks),
             "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": str(config.num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would starve the rollouts
         }
-        unset = CHOSEN_ELSEWHERE
+        unset = LAUNCHER_VARIABLES
         if config.allocator:
             env["PYTORCH_ALLOC_CONF"] = config.allocator
-            unset = [*unset, "PYTORCH_CUDA_ALLOC_CONF"]  # its older name, which torch prefers
+            unset = [*unset, "PYTORCH_CUDA_ALLOC_CONF"]  # its older name takes precedence in torch
         if remote is None:
             env |= {BACKEND_VARIABLE: config.backend} if config.backend else {}
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
@@ -281,7 +281,8 @@ class RankGroup:
             self._links = [links[rank] for rank in sorted(links)]
 
     def _check_replicas(self, links: dict[int, RankLink]) -> None:
-        """Ranks that compute a micro-batch together exchange it in every layer."""
+        """Raises LearnerError if the ranks of a context group, which communicate in every layer,
+        are on several machines."""
         size = self.config.context_parallel
         for rank, link in links.items():
             first = links[rank - rank % size]
@@ -303,7 +304,7 @@ class RankGroup:
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
     async def call(self, commands: Sequence[Message], timeout_s: float) -> list[Done]:
-        """Send each rank its command and wait for all answers, by rank."""
+        """Send each rank its command, and wait for all replies, by rank."""
         async with self._lock:
             if not self._links:
                 raise LearnerError(f"the learner is closed; log {self.log_path}")
@@ -325,15 +326,15 @@ class RankGroup:
         return [reply for task in tasks if isinstance(reply := task.result(), Done)]
 
     def interrupt(self) -> None:
-        """Abort the running command, where it can be; returns at once."""
+        """Abort the running command, if it supports that; returns at once."""
         if self._lock.locked() and self._links:
             self._links[0].interrupt()
 
     async def _settle(
         self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str
     ) -> LearnerError | None:
-        """Wait for the answers; on a failure end the ranks, unless all of them refused. Reports the
-        silent ranks of a command that takes far longer than usual."""
+        """Wait for the replies; after a failure end the ranks, unless all of them rejected the
+        command. Reports silent ranks of a command that takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
         clock = asyncio.get_running_loop().time
         began_s, silent_s = clock(), self._silent_s(name)
@@ -364,7 +365,7 @@ class RankGroup:
         return problem
 
     def _usual_s(self, name: str) -> float | None:
-        """Usual duration of the command, in seconds; None: never answered."""
+        """Usual duration of the command, in seconds; None before its first reply."""
         seconds = self._seconds.get(name)
         return median(seconds) if seconds else None
 
@@ -390,8 +391,8 @@ class RankGroup:
     async def _diagnose(
         self, tasks: list[asyncio.Task[Any]], failed: list[int], timeout_s: float, name: str
     ) -> LearnerError:
-        """The cause rather than what followed from it: a rank that died, then one that failed,
-        then those that do not answer."""
+        """The error of the first cause: a rank that died, else one that failed, else ones that do
+        not answer."""
         lost = [link for link, task in zip(self._links, tasks, strict=True) if _is_lost(task)]
         if lost:
             return self._error(lost[0].rank, await self._how_it_ended(lost[0]), lost[0].log_path)
@@ -415,8 +416,8 @@ class RankGroup:
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
     async def close(self) -> None:
-        """Ask idle ranks to stop, or kill busy ones, however often it is cancelled; also ends calls
-        that wait. Idempotent."""
+        """Stop idle ranks and kill busy ones, even while being cancelled; pending calls raise.
+        Idempotent."""
         await uncancelled(self._close())
 
     async def _close(self) -> None:
@@ -434,7 +435,7 @@ class RankGroup:
         await closing
 
     async def _how_it_ended(self, link: RankLink) -> str:
-        """Of a rank whose connection broke."""
+        """Describe the end of a rank whose connection broke."""
         if self._placement is None:
             return f"(process {link.pid} on {link.host}) closed its connection"
         with contextlib.suppress(TimeoutError):

@@ -1,8 +1,8 @@
 """Attention of a packed tree by segments: each run of tokens between forks against its path.
 
-A segment and the keys of the path that ends with it are a sequence whose last tokens are the
-queries, as in TRL's TreeRow. The keys are gathered, and one kernel for sequences of unequal length
-computes all segments; on the CPU, which has none, each is a call.
+A segment and the keys of its path form a sequence whose last tokens are the queries, as in TRL's
+TreeRow. The keys are gathered, and one varlen kernel computes all segments; the CPU has no such
+kernel, so that each segment is a call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentKeys(NamedTuple):
-    """The keys of the paths of all segments, one path after the other: `tokens`, int64 [keys], are
-    their places; `num_queries` and `num_keys` of each segment; `ends`, int32 [segments + 1] each,
-    where its queries and its keys begin."""
+    """The keys of the paths of all segments, concatenated: `tokens`, int64 [keys], are their
+    indices; `num_queries` and `num_keys` of each segment; `ends`, int32 [segments + 1] each, the
+    offsets of its queries and its keys."""
 
     tokens: Tensor
     num_queries: list[int]
@@ -47,8 +47,8 @@ class SegmentKeys(NamedTuple):
 
 @cache
 def varlen_kernel() -> tuple[Any, bool] | None:
-    """PyTorch's kernel for sequences of unequal length, and whether key heads may be fewer; None
-    where it is missing or cannot align queries with the last keys."""
+    """PyTorch's varlen kernel, and whether it supports fewer key heads; None if it is missing or
+    cannot align queries with the last keys."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -58,7 +58,7 @@ def varlen_kernel() -> tuple[Any, bool] | None:
 
 
 def fits(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel of the device knows the width of these heads."""
+    """Whether the device's kernel supports the width of these heads."""
     width = query.shape[-1]
     return not query.is_cuda or (width == value.shape[-1] and width % 8 == 0 and width <= 256)
 
@@ -118,7 +118,7 @@ def _at_once(
         max(segments.num_queries),
         max(segments.num_keys),
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # the last query sees the last key
+        window_size=(-1 if window is None else window - 1, 0),  # aligned at the last key
         **({"enable_gqa": True} if has_groups else {}),
     )
     return attended[None]
@@ -126,8 +126,8 @@ def _at_once(
 
 @cache
 def is_right_on(device: torch.device) -> bool:
-    """Whether attention and gradients of a small tree in bfloat16 on the device are those of the
-    CPU: a run shall not end because a kernel is missing, or wrong, on a device."""
+    """Whether attention and gradients of a small tree in bfloat16 on the device equal those of the
+    CPU, so that a missing or wrong kernel does not end a run."""
     starts, parents = torch.tensor([0, 40, 47, 50], dtype=torch.int32), torch.tensor([-1, 0, 0])
     shapes = ((1, 4, 50, 64), (1, 2, 50, 64), (1, 2, 50, 64))
     found = []
@@ -142,7 +142,7 @@ def is_right_on(device: torch.device) -> bool:
                 query, key, value, SegmentKeys.of(starts, parents, place), 0.125
             )
             grads = torch.autograd.grad(attended.float().square().sum(), inputs)
-        except Exception:  # whatever a kernel raises
+        except Exception:  # any error of a kernel
             logger.warning("segments are not supported on %s", device, exc_info=True)
             return False
         found.append([one.detach().float().cpu() for one in (attended, *grads)])

@@ -1,12 +1,12 @@
 """Weights for servers on the same machine: a shared copy in memory instead of files.
 
-    publish   gather --> one copy on each rank's GPU --> what opens it, for the controller
+    publish   gather --> one copy on each rank's GPU --> its handles, for the controller
                            +--> main memory of rank 0
-    release   the copy on the GPU is given back; a rank that sleeps can do so
-    write     a directory of the same weights, for a server that comes late: from main memory, also
-              once the learner has gone on, or sleeps
+    release   free the copy on the GPU, also on a sleeping rank
+    write     a directory of the same weights for late servers, from main memory, even if the
+              learner has newer weights or sleeps
 
-Without GPUs rank 0 alone has a copy, in main memory that servers map. The other end is
+Without GPUs only rank 0 has a copy, in main memory that servers map. The other end is
 agentenv/engines/vllm_plugin/agentenv_weights.py.
 """
 
@@ -34,8 +34,8 @@ from agentenv.learners.export import (
 )
 from agentenv.learners.trainer import HostMemory
 
-WAKE_BYTES = 4 << 30  # of a server that wakes up without its cache, beside its weights
-ALIGNMENT = 16  # bytes; where a tensor of any dtype may begin
+WAKE_BYTES = 4 << 30  # of a server that wakes up without its cache, in addition to its weights
+ALIGNMENT = 16  # bytes, for a tensor of any dtype
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class Slice(Place):
 
 
 class SharedCopy:
-    """The weights that a rank published last, in memory that others can open."""
+    """The last published weights of a rank, in memory that other processes can open."""
 
     def __init__(self, backend: RankBackend, memory: HostMemory) -> None:
         self._backend, self._memory = backend, memory
         self._slices: list[Slice] = []
         self._num_bytes = 0
         self.policy_version: int | None = None  # of the copy
-        self._gives_back = False  # the GPU's memory to engines, after the copy is read
+        self._frees_memory = False  # the GPU's memory to engines, after the copy is read
         self._copy: Tensor | None = None  # uint8, mapped by servers
         self._host: Tensor | None = None  # the same in main memory, of rank 0
 
     def publish(
         self, *, sleeps_next: bool, num_readers: int = 1
     ) -> tuple[SharedWeights | None, str]:
-        """Copy the weights of now; collective. What opens the copy on this rank, None where it has
-        none, and the problem, which all ranks report. `num_readers`: servers of a device.
-        `sleeps_next`: the rank's unused memory is given back first, of which the copy would keep a
-        part."""
-        problem, self.policy_version, self._gives_back = "", None, sleeps_next
+        """Copy the current weights; collective. Returns the handles of this rank's copy, None if it
+        has none, and the problem, which all ranks report. `num_readers`: servers of a device.
+        `sleeps_next`: free the rank's unused memory first, since the copy would retain a part of
+        it."""
+        problem, self.policy_version, self._frees_memory = "", None, sleeps_next
         try:
             self._make_room()
         except (RuntimeError, OSError) as error:  # no memory
@@ -91,15 +91,15 @@ class SharedCopy:
         return (None if problem else found), problem
 
     def release(self) -> None:
-        """Nothing reads the copy any more. Idempotent."""
+        """Release the copy after the last read. Idempotent."""
         if self._on_gpu:
             self._copy = None
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-            if self._gives_back:
+            if self._frees_memory:
                 torch.cuda.empty_cache()
 
     def write(self, source: Path, directory: Path) -> None:
-        """The directory of the weights published last, of rank 0; other files are those of
+        """Write the directory of the last published weights, on rank 0; other files are those of
         `source`."""
         if self._backend.rank:
             return
@@ -124,7 +124,7 @@ class SharedCopy:
                 self._num_bytes = start + self._slices[-1].num_bytes
         if self._on_gpu:
             self._copy = None
-            if self._gives_back:
+            if self._frees_memory:
                 torch.cuda.empty_cache()
             self._copy = torch.empty(
                 self._num_bytes, dtype=torch.uint8, device=self._backend.device
@@ -134,7 +134,7 @@ class SharedCopy:
         elif self._copy is None and self._backend.rank == 0:
             copy = torch.empty(self._num_bytes, dtype=torch.uint8)
             number, _ = copy.untyped_storage()._share_fd_cpu_()
-            os.posix_fallocate(number, 0, self._num_bytes)  # else a write to a full /dev/shm kills
+            os.posix_fallocate(number, 0, self._num_bytes)  # a full /dev/shm would kill later
             self._copy = copy
 
     def _shared(self, copy: Tensor, num_readers: int) -> SharedWeights:
@@ -160,14 +160,14 @@ class SharedCopy:
 
 
 def device_of(memory: Tensor) -> str:
-    """The name by which other processes know the device."""
+    """The name of the device for other processes."""
     if memory.device.type != "cuda":
         return "cpu"
     return str(torch.cuda.get_device_properties(memory.device).uuid)
 
 
 def handle_of(memory: Tensor) -> list[str | int]:
-    """What one other process opens these bytes with."""
+    """The handle with which one other process opens these bytes."""
     if memory.device.type != "cuda":
         number, _ = memory.untyped_storage()._share_fd_cpu_()
         return [os.getpid(), number]

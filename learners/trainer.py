@@ -40,12 +40,12 @@ GIB = 2**30
 
 
 class Reference:
-    """The reference policy of a KL term, kept from the first use on, so that it is the policy that
-    RL starts from, and renewed every `every` updates (0: never).
+    """The reference policy of a KL term: a copy from its first use, so that it is the initial
+    policy of RL, renewed every `every` updates (0: never).
 
-    There is no second model. A rank keeps a copy of its trained weights: all of them at
-    ZeRO stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores,
-    its weights are exchanged with the policy's.
+    There is no second model. A rank keeps a copy of its trained weights: all of them at ZeRO stages
+    0 to 2, its part at stage 3, only the adapter with LoRA. Its weights are exchanged with the
+    policy's while the reference scores.
     """
 
     def __init__(self, backend: RankBackend, every: int) -> None:
@@ -55,7 +55,7 @@ class Reference:
         self.weights: LocalWeights | None = None
 
     def begin_update(self) -> None:
-        """To be called while the policy has the weights at the start of the update."""
+        """Call this at the start of an update, before its first step."""
         due = self.every and self.num_updates % self.every == 0
         if self.weights is None or due:
             self.weights = {
@@ -66,7 +66,8 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The backend computes with the reference's weights; no step may be taken inside."""
+        """Within the block, the backend computes with the reference's weights; steps are not
+        allowed."""
         self._exchange()
         try:
             yield
@@ -84,7 +85,7 @@ class Reference:
                 kept.copy_(other)
 
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, before whose first use there is no reference."""
+        """Restore the reference from a checkpoint; there is none before its first use."""
         self.num_updates, self.weights = saved.meta.reference_updates, None
         if self.num_updates:
             self.weights = {
@@ -97,7 +98,7 @@ WARM_UP_SIZES = 96, 160  # tokens of a node: the second size makes torch compile
 
 
 def forked_tree(size: int) -> EncodedTree:
-    """A prompt and two continuations of so many tokens each."""
+    """A prompt and two continuations of `size` tokens each."""
     token_ids = [index % 7 for index in range(3 * size)]
     action = np.arange(3 * size) >= size
     return from_arrays(token_ids, action, [0, size, 2 * size], [-1, 0, 0], weight=[1.0] * 3)
@@ -107,8 +108,8 @@ NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"} 
 
 
 class Trainer:
-    """Counts `optimizer_step` (all steps taken) and knows whether the weights have `moved`
-    since they were published; if so, no token is of the current policy any more."""
+    """Trains on a rank. `optimizer_step` counts all steps; `moved`: the weights have changed since
+    they were published, so that no token belongs to the current policy."""
 
     def __init__(self, backend: RankBackend, algorithm: Algorithm, config: LearnerConfig) -> None:
         self.backend = backend
@@ -116,7 +117,7 @@ class Trainer:
         self.config = config
         self.optimizer_step = 0
         self.moved = False
-        self.agreement: Agreement = "exact"  # of the engine's figures, in the update that runs
+        self.agreement: Agreement = "exact"  # of the engine's values, in the running update
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
         # Of the last update, by mini-batch and tree; nan where they are the engine's.
         self.entropies: list[list[bytes]] = []
@@ -131,8 +132,8 @@ class Trainer:
         lr_scale: float,
         agreement: Agreement = "exact",
     ) -> Metrics:
-        """One optimizer step per mini-batch, with gradients of 0 where no group has a signal;
-        log-probs of stale tokens are recomputed before, and of all where the engine's are not the
+        """One optimizer step per mini-batch, with zero gradients if no group has a signal. First
+        recomputes the log-probs of stale tokens, or of all if the engine's differ from the
         learner's."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         self.agreement = agreement
@@ -179,9 +180,8 @@ class Trainer:
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
     def warm_up(self) -> None:
-        """Pass forked trees of two sizes through the model forwards and backwards, so that a GPU
-        compiles its kernels now; no step is taken, and generators of random numbers go on as if
-        nothing had been."""
+        """Run forward and backward passes on forked trees of two sizes, so that a GPU compiles its
+        kernels now; takes no step, and restores the random generators."""
         device = self.backend.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for size in WARM_UP_SIZES:
@@ -194,7 +194,7 @@ class Trainer:
         gpu_peak(self.backend)  # counted anew from here
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """Figures of each sequence's predicted tokens, in their order."""
+        """The scores of each sequence's predicted tokens, in order."""
         figures = self.figures(sequences)
         if not sequences:
             return []
@@ -205,7 +205,7 @@ class Trainer:
     @torch.no_grad()
     def figures(self, trees: Sequence[EncodedTree]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
-        `ActionTokens`, under the weights that the backend has now."""
+        `ActionTokens`, under the backend's current weights."""
         count = sum(tree.num_action_tokens for tree in trees)
         found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
         for batch in self.backend.passes(self.layouts.pack(trees)):
@@ -236,8 +236,8 @@ class Trainer:
         return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
-        """Whether log-probs and entropies under the weights of now are needed; of a tree that is
-        counted, entropies alone are."""
+        """Whether log-probs and entropies under the current weights are needed; a counted tree
+        needs only entropies."""
         algorithm = self.algorithm
         has_entropies = bool(tree.entropies) and self.agreement == "exact"
         return (
@@ -285,15 +285,16 @@ class Trainer:
         return float(sum(self.backend.gather(sum(len(batch.token_ids) for batch in batches))))
 
     def _with_router(self, loss: Tensor, batch: MicroBatch, num_computed: float) -> Tensor:
-        """With the load-balancing loss of the micro-batch, as its share of the tokens computed."""
+        """The loss plus the micro-batch's load-balancing loss, weighted by its share of the
+        computed tokens."""
         found = self.backend.policy.router_loss
         if not self.config.router_loss or found is None:
             return loss
         return loss + self.config.router_loss * len(batch.token_ids) / num_computed * found
 
     def step(self, lr_scale: float, loss: float) -> Metrics:
-        """Step unless the loss or the gradient is not finite; a clamp can hide one from the
-        other."""
+        """Step unless the loss or the gradient is not finite; a clamp can hide a non-finite value
+        in one of them."""
         grad_norm = math.nan
         if math.isfinite(loss):
             grad_norm = self.backend.step(lr_scale)
@@ -306,7 +307,7 @@ class Trainer:
 
 
 def times(start_wall: float, start_cpu: float) -> Metrics:
-    """Seconds since the start of a command, by the clock and of this process."""
+    """Seconds since the start of a command: wall time, and CPU time of this process."""
     return {"wall_s": time.perf_counter() - start_wall, "cpu_s": time.process_time() - start_cpu}
 
 
@@ -338,7 +339,7 @@ def over_steps(steps: Sequence[Metrics]) -> Metrics:
 def over_ranks(
     parts: Sequence[tuple[Counter[str], dict[str, float]]],
 ) -> tuple[Counter[str], dict[str, float]]:
-    """Sums and maxima of all ranks; one without tokens has none."""
+    """Sums and maxima over all ranks; ranks without tokens have none."""
     sums: Counter[str] = Counter()
     maxima: dict[str, float] = {}
     for part, highest in parts:
@@ -370,24 +371,24 @@ def behavior_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, 
     }
 
 
-# The memory of a rank's device, given back while engines use the device.
+# The memory of a rank's device, freed while engines use the device.
 
 
 PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
 
 
 class HostMemory:
-    """Main memory that a rank copies to when it sleeps.
+    """Main memory for a rank's copies during its sleep.
 
-    It is kept from one sleep to the next, since to get it takes longer than the copy; for a GPU it
-    is page-locked where the system allows that, which makes copies several times as fast.
+    It is reused for later sleeps, since its allocation takes longer than a copy; for a GPU it is
+    page-locked if the system allows it, which makes copies several times as fast.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}  # bytes, by their number
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] for a copy of what lies on `device`."""
+        """uint8 [num_bytes] for a copy of data on `device`."""
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -397,37 +398,38 @@ class HostMemory:
         return found
 
     def _lock(self, memory: Tensor, device: torch.device) -> None:
-        """Torch's own page-locked memory is up to twice as much: sizes are powers of two."""
+        """Page-lock the memory; torch's own page-locked memory would take up to twice as much,
+        since it rounds sizes to powers of two."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         place = memory.data_ptr()
         if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
-            # The next data there would be copied to pages that are not its own.
+            # Later data at these addresses would be copied to the old pages.
             weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
             return
-        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal to the next kernel
+        with contextlib.suppress(RuntimeError):  # CUDA would report the failure to the next kernel
             torch.zeros(1, device=device)
 
-    def put_back(self, memory: Tensor) -> None:
-        """It is not used any more."""
+    def release(self, memory: Tensor) -> None:
+        """Return unused memory for later copies."""
         self._free.setdefault(memory.nbytes, []).append(memory)
 
 
 class OffloadedMemory:
-    """The memory of a rank's device, given back for a while to engines that share the device.
+    """The memory of a rank's device, freed temporarily for engines that share the device.
 
-    The tensors of model, optimizer and reference are copied to main memory, and their storage on
-    the device is freed; `restore` fills the same storages again. Views of them, as parameters are
-    of the flat buffers of ZeRO, stay views, so that this works alike at all stages, stage 0 and
-    plain torch included, which DeepSpeed's own `offload_states` leaves out. Tensors that DeepSpeed
-    keeps in main memory itself (learner.offload), and storages that cannot be freed, as weights on
-    the CPU that are mapped from a file, stay as they are. DeepSpeed's buckets hold nothing between
-    two commands: they are freed without a copy.
+    The tensors of model, optimizer and reference are copied to main memory, and their storages on
+    the device are freed; `restore` fills the same storages again. Views, such as the parameters in
+    ZeRO's flat buffers, remain valid, so that this works at all stages, including stage 0 and plain
+    torch, which DeepSpeed's `offload_states` does not support. Tensors that DeepSpeed keeps in main
+    memory (learner.offload), and storages that cannot be freed, such as CPU weights mapped from a
+    file, are unchanged. DeepSpeed's buckets are unused between commands: they are freed without a
+    copy.
     """
 
     def __init__(
         self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
     ) -> None:
-        """Give back the backend's memory on its device, and that of tensors in `others`."""
+        """Free the backend's memory on its device, and that of tensors in `others`."""
         self._memory = memory or HostMemory()
         self._device = backend.device
         self._kept = [
@@ -442,12 +444,12 @@ class OffloadedMemory:
             storage.resize_(0)
         if self._device.type == "cuda":
             gc.collect()
-            # A workspace of 32 MB keeps the gigabytes that the allocator has cut it from.
+            # A workspace of 32 MB would retain the gigabytes of its allocator block.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Put everything where it was."""
+        """Restore everything on the device."""
         for storage, num_bytes in self._empty:
             storage.resize_(num_bytes)
         for storage, copy in self._kept:
@@ -455,7 +457,7 @@ class OffloadedMemory:
             _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
         self._wait()
         for _, copy in self._kept:
-            self._memory.put_back(copy)
+            self._memory.release(copy)
         self._kept, self._empty = [], []
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -476,13 +478,13 @@ def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def buckets(backend: RankBackend) -> Iterator[Tensor]:
-    """In which DeepSpeed gathers gradients before it reduces them."""
+    """DeepSpeed's buckets for the reduction of gradients."""
     for bucket in getattr(backend.optimizer, "ipg_buckets", {}).values():
         yield from _tensors(bucket.buffer)
 
 
 def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
-    """All that the backend keeps between two commands, some more than once."""
+    """All tensors of the backend between two commands, with duplicates."""
     for param in backend.policy.parameters():
         yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
         if param.grad is not None:
@@ -495,7 +497,7 @@ def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """In a tensor, or in lists, tuples, sets and mappings of them."""
+    """The tensors in a value: itself, or in nested lists, tuples, sets and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

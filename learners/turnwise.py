@@ -1,8 +1,7 @@
 """Turnwise: each turn has one advantage, from the value of its continuation, and its own weight.
 
-The credits that are published for trees differ in three figures, which are keys here (`Turnwise`);
-so does the plan: that of ARPO, trajectories from scratch, or forks at any depth of paths that have
-ended. Loads no torch.
+Published credits for trees differ in three parameters, which are keys here (`Turnwise`), and in the
+plan: ARPO's, trajectories from scratch, or forks at any depth of ended paths. Does not load torch.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ PlanName = Annotated[
     Literal["arpo", "uniform", "rounds", "spread", "learned", "flat"],
     Meta(
         description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
-        "rounds, the same after all paths have finished; spread, where a call is likely to teach "
-        "most; learned, the same by what the run has learned of it; flat, none"
+        "rounds, the same after all paths have finished; spread, where a call is most informative "
+        "by the tree's outcomes; learned, the same by a forecast learned in the run; flat, none"
     ),
 ]
 
@@ -50,14 +49,14 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         TEMPO, of turns (arXiv 2509.18314)             1      1                leaves
         AT2PO's credit (arXiv 2601.04767)              0      1                softmax
 
-    Weights below d bend the gradient toward the turns after forks, and gave no more signal a call
-    in the toy of docs/algorithms.md. `local` above 4 is refused: the difference to the parent alone
-    has next to no signal with eight leaves.
+    Weights below d bias the gradient toward the turns after forks, and gave no more signal per call
+    in the toy of docs/algorithms.md. `local` above 4 is rejected: with eight leaves, the difference
+    to the parent alone has almost no signal.
 
-    plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks the paths that
-    have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "spread" where a call is
-    likely to teach most (`agentenv.plan.Spread`), "learned" the same with a forecast that the run
-    learns (`agentenv/forecast.py`), "flat" forks nothing.
+    plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks ended paths at
+    tool results that are drawn uniformly (`agentenv.plan.Uniform`), "spread" at the most
+    informative ones (`agentenv.plan.Spread`), "learned" the same with a forecast that the run
+    learns (`agentenv/forecast.py`); "flat" has no forks.
     """
 
     sharing: SharingKey = "hard"
@@ -75,16 +74,16 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         Meta(
             ge=0,
             le=1,
-            description="with plan_name spread or learned, the price of a call that leads an "
-            "environment to a fork, beside a call of the policy",
+            description="with plan_name spread or learned, the cost of a call that is replayed to "
+            "reach a fork, relative to a call of the policy",
         ),
     ] = 1.0
     keep_forks: Annotated[
         int,
         Meta(
             ge=0,
-            description="environments that a tree keeps copies of, for forks of finished paths; "
-            "without one a fresh environment is led there by calls",
+            description="environment copies that a tree keeps for forks of finished paths; without "
+            "one, calls are replayed in a fresh environment",
         ),
     ] = 8
     local: Annotated[
@@ -116,7 +115,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             )
 
     @property
-    def takes_turns(self) -> bool:
+    def has_turn_advantages(self) -> bool:
         return True
 
     def plan(self, vocab_size: int) -> RolloutPlan:
@@ -154,7 +153,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         )
 
     def _values(self, tree: TrajectoryTree, group: TreeCredit) -> Floats:
-        """Of each node, from those of its counted children; in advantages."""
+        """The value of each node from those of its counted children, as advantages."""
         values = np.zeros(len(tree.nodes))
         weights = np.zeros(len(tree.nodes))
         for leaf in counted_leaves(tree, group):

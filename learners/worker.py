@@ -2,11 +2,10 @@
 
     python -m agentenv.learners.worker
 
-The controller's address and a secret token come in environment variables (`learners.messages`), the
-rank's number in those of torchrun, the DeepSpeed launcher or Slurm (`find_position`).
-`join_ranks` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends
-when the controller stops it, dies, or closes the connection; the controller handles interrupts from
-the keyboard.
+Environment variables have the controller's address and a secret token (`learners.messages`), and
+the rank's number, from torchrun, the DeepSpeed launcher or Slurm (`find_position`). `join_ranks`
+joins the ranks, `Rank` executes commands, `serve` answers them. The process ends when the
+controller stops it, dies, or closes the connection; the controller handles keyboard interrupts.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ class Position(Struct, frozen=True):
     rank: int
     num_ranks: int
     local_rank: int
-    master: str  # host:port that the launcher chose; empty: rank 0 opens a store
+    master: str  # host:port from the launcher; empty: rank 0 opens a store
 
 
 def find_position(environ: Mapping[str, str]) -> Position:
-    """The position that the launcher gives; alone without a launcher. Raises ConfigError for half
-    of one."""
+    """The position from the launcher; a single rank without a launcher. Raises ConfigError for
+    incomplete variables."""
     rank, num_ranks = _first(environ, RANK), _first(environ, NUM_RANKS)
     if (rank is None) != (num_ranks is None):
         raise ConfigError(
@@ -96,7 +95,7 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def open_store(position: Position) -> TCPStore | None:
-    """The store where the ranks meet, on rank 0; None where a launcher has one or for one rank."""
+    """The rendezvous store, on rank 0; None if the launcher has one, and for a single rank."""
     if position.rank or position.num_ranks == 1 or position.master:
         return None
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -105,10 +104,10 @@ def open_store(position: Position) -> TCPStore | None:
 def join_ranks(
     position: Position, own_store: TCPStore | None, store_address: str, timeout_s: float
 ) -> None:
-    """Join the process group; returns when all ranks have. `own_store`: of `open_store`;
-    `store_address`: host:port of rank 0's, from the controller."""
+    """Join the process group; returns when all ranks have joined. `own_store`: from `open_store`;
+    `store_address`: host:port of rank 0's store, from the controller."""
     has_gpu = torch.cuda.is_available()
-    # Slurm may show each rank its own GPU only.
+    # Slurm may show each rank only its own GPU.
     device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
     names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
     for name, value in names.items():
@@ -116,13 +115,13 @@ def join_ranks(
     if has_gpu:
         torch.cuda.set_device(device)
     host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
-    # DeepSpeed looks for MPI unless it finds these.
+    # Without these, DeepSpeed searches for MPI.
     os.environ.setdefault("MASTER_ADDR", host)
     os.environ.setdefault("MASTER_PORT", port)
     if position.num_ranks == 1:
         store: Store | None = HashStore()
     elif position.master:
-        store = None  # torch reads the launcher's variables
+        store = None  # torch uses the launcher's variables
     else:
         store = own_store or TCPStore(host, int(port), is_master=False)
     dist.init_process_group(
@@ -145,8 +144,8 @@ WHILE_ASLEEP = (wire.Sleep, wire.Release, wire.WriteShared)
 
 
 class Rank:
-    """Model, optimizer and counters of a rank, and the commands on them. `policy_version` counts
-    published updates."""
+    """Model, optimizer and counters of a rank, and its commands. `policy_version` counts published
+    updates."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Rank:
         torch.set_num_threads(config.num_threads)
         self.config = config
         self.source = Path(init.model_dir)
-        torch.manual_seed(init.seed)  # adapters begin equal on all ranks
+        torch.manual_seed(init.seed)  # for equal adapters on all ranks
         self.backend = make_backend(init)
         if self.backend.num_ranks > 1:
             torch.manual_seed(init.seed + self.backend.rank)
@@ -172,7 +171,7 @@ class Rank:
         self.shared = SharedCopy(self.backend, self._host)
 
     def run(self, command: wire.Command) -> wire.Done:
-        """Carry out one command; `serve` reports its errors as Failed."""
+        """Execute one command; `serve` reports its errors as Failed."""
         try:
             done = self._run(command)
         except Exception:
@@ -212,10 +211,10 @@ class Rank:
                     self.trainer.warm_up()
             case wire.ResetOptimizer():
                 if command.state == "set_aside":
-                    self.backend.set_state_aside()
+                    self.backend.save_state()
                 self.backend.reset_optimizer(command.config)
                 if command.state == "take_back":
-                    self.backend.take_state_back()
+                    self.backend.restore_state()
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
                     raise LearnerError("the learner's weights are no longer the published ones")
@@ -258,12 +257,12 @@ class Rank:
         return done
 
     def count_version(self) -> None:
-        """The weights of now are the next policy version."""
+        """Make the current weights the next policy version."""
         self.policy_version += 1
         self.trainer.moved = False
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint for a bit-exact resume."""
+        """Write a checkpoint for a bitwise exact resume."""
         config, reference = self.config, self.trainer.reference
         meta = Saved(
             num_ranks=self.backend.num_ranks,
@@ -297,8 +296,8 @@ class Rank:
 
 
 def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
-    """Load the model and start the backend that the configuration names. Raises ConfigError for a
-    model that is not computed here as it should be."""
+    """Load the model and start the configured backend. Raises ConfigError for an unsupported
+    model."""
     config = init.config
     transformers_logging.disable_progress_bar()
     check_model(
@@ -307,7 +306,7 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
         compiled=config.compile,
         is_flat=config.is_flat,
     )
-    # In the dtype of the files, weights are mapped from them and shared by the ranks of a machine.
+    # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,
         dtype=stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
@@ -335,10 +334,10 @@ OUT_OF_MEMORY = (
 def serve(
     connection: socket.socket, join: Callable[[str, float], None], host: str = "127.0.0.1"
 ) -> None:
-    """Answer commands until Stop or the end of the connection. `join`: `join_ranks` of a store's
-    address and a timeout, seconds; `host`: this machine's address."""
+    """Execute commands until Stop or the end of the connection. `join`: `join_ranks` as a function
+    of a store's address and a timeout in seconds; `host`: this machine's address."""
     rank: Rank | None = None
-    trees: list[EncodedTree] = []  # that precede their command
+    trees: list[EncodedTree] = []  # of the following command
     while True:
         command = receive(connection)
         if command is None or isinstance(command, wire.Stop):
@@ -346,14 +345,14 @@ def serve(
         if isinstance(command, wire.Tree):
             trees.append(command.tree)
             continue
-        if isinstance(command, wire.Abort):  # it came too late
+        if isinstance(command, wire.Abort):  # it is late
             continue
         reply: wire.Message
         try:
             if isinstance(command, wire.Init):
                 join(command.store, command.config.command_timeout_s)
                 rank = Rank(command, partial(interrupted, connection), host)
-                gc.freeze()  # 400,000 objects of modules, which each sleep would look through
+                gc.freeze()  # exclude 400,000 objects of modules from the collections at each sleep
                 reply = wire.Done()
             elif rank is None:
                 reply = wire.Failed("the first command must be Init", "")
@@ -370,14 +369,15 @@ def serve(
 
 
 def interrupted(connection: socket.socket) -> bool:
-    """Whether the controller aborts the running command; nothing else comes meanwhile."""
+    """Whether the controller aborts the running command; it sends nothing else during a
+    command."""
     readable = select.select([connection], [], [], 0)[0]
     return bool(readable) and isinstance(receive(connection), wire.Abort | None)
 
 
 def failure(error: Exception, text: str) -> wire.Failed:
-    """The answer for an error. An error of ours, or of the system such as a full disk, needs no
-    traceback, also where torch wraps it in another error."""
+    """The reply for an error. An AgentEnvError or a system error such as a full disk needs no
+    traceback, even if torch wraps it in another error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, AgentEnvError):
@@ -402,7 +402,7 @@ def receive(connection: socket.socket) -> wire.Command | None:
 
 
 def end_with_controller(connection: socket.socket) -> None:
-    """End a process that waits for other ranks for ever while the controller is gone."""
+    """End a process that would wait forever for other ranks after the end of the controller."""
     while True:
         time.sleep(ORPHAN_POLL_S)
         try:
@@ -419,7 +419,7 @@ def end_with_controller(connection: socket.socket) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # where a rank hangs, into its log
+    faulthandler.register(signal.SIGUSR1)  # writes the stack of a hung rank to its log
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
@@ -445,14 +445,14 @@ def main() -> None:
             import deepspeed  # noqa: F401 - while the controller checks its configuration
         try:
             serve(connection, partial(join_ranks, position, store), own)
-        except ConnectionError:  # the controller is gone; nobody reads an answer
+        except ConnectionError:  # the controller is gone
             sys.exit(1)
     sys.stderr.flush()
-    os._exit(0)  # other ranks may be gone already, and leaving their group would wait for them
+    os._exit(0)  # leaving the group could wait for ranks that have ended
 
 
 def connect(host: str, port: int) -> socket.socket:
-    """The controller may start after the ranks: try for some minutes."""
+    """Connect to the controller, which may start later: retry for some minutes."""
     for _ in range(600):
         try:
             return socket.create_connection((host, port))

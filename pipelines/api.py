@@ -36,11 +36,11 @@ import msgspec
 
 from agentenv.cold_start import write_rows
 from agentenv.config import Tree, read_toml, resolve_config, to_plain
-from agentenv.env import Env, Grader, registered, shared_apart
+from agentenv.env import Env, Grader, isolated_shared, registered
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.errors import AgentEnvError, ConfigError, require_train
 from agentenv.model_files import fetch_from_hub
-from agentenv.offload import apart
+from agentenv.offload import in_new_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
@@ -507,7 +507,7 @@ def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
         nonlocal task
         task = asyncio.current_task()
         try:
-            async with shared_apart():
+            async with isolated_shared():
                 return await work()
         finally:
             leave_hanging(loop)
@@ -517,7 +517,7 @@ def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
         with watchdog.watch_thread(), asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(main())
 
-    outcome = apart(run, "agentenv")
+    outcome = in_new_thread(run, "agentenv")
     try:
         return outcome.result()
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.remote.endpoint import ChatModel, Said, fenced, shortened
+from agentenv.engines.remote.endpoint import ChatModel, ModelReply, fenced, shortened
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv
@@ -62,7 +62,7 @@ class HelperModel:
         """Find the model. Raises ConfigError for an unreachable server."""
         await self._model.endpoint.start()
 
-    async def ask(self, system: str, user: str) -> Said:
+    async def ask(self, system: str, user: str) -> ModelReply:
         """The model's reply. Raises InfraError without a reply within the deadline and retries."""
         try:
             async with asyncio.timeout(self.config.timeout_s):

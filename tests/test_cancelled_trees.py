@@ -56,7 +56,7 @@ def linked_one() -> tuple[Actor, Any]:
 
     async def hear_controller() -> None:
         while True:
-            engine.hear(read_asked(await theirs.receive()))  # type: ignore[arg-type]
+            engine.handle(read_asked(await theirs.receive()))  # type: ignore[arg-type]
 
     hearing = [asyncio.create_task(one) for one in (hear_worker(), hear_controller())]
 

@@ -424,17 +424,17 @@ def test_what_a_linked_turn_waits_does_not_count() -> None:
         joined = asyncio.create_task(cluster.workers.join("z", ours))
         engine, clock = LinkedEngine(theirs), WorkClock()
 
-        async def hear() -> None:
+        async def receive() -> None:
             with suppress(EOFError):
                 while True:
-                    engine.hear(read_asked(await theirs.receive()))  # type: ignore[arg-type]
+                    engine.handle(read_asked(await theirs.receive()))  # type: ignore[arg-type]
 
-        hearing = asyncio.create_task(hear())
+        receiving = asyncio.create_task(receive())
         with working(clock), pytest.raises(EngineDeadError):
             await engine.generate([1], make_actor().sampling, session="s")
         ours.close()
         theirs.close()
-        await asyncio.gather(joined, hearing)
+        await asyncio.gather(joined, receiving)
         return clock()
 
     assert clustered(work, "") == 1.5

@@ -15,8 +15,8 @@ from agentenv.deadline import (
     Work,
     WorkClock,
     backoff_s,
+    deferring,
     doing,
-    doubting,
     uncancelled,
     waiting,
     within,
@@ -194,10 +194,10 @@ def test_a_deadline_waits_until_it_is_known_whether_the_work_is_lost(
     async def work_on() -> None:
         await asyncio.sleep(10.0)
         work = Work()
-        with doubting(lambda: 2.0):
+        with deferring(lambda: 2.0):
             await asyncio.sleep(15.0)
         if lost:
-            work.give_back()
+            work.discard()
         await asyncio.sleep(100.0)
 
     async def main() -> float:
@@ -222,7 +222,7 @@ def test_who_says_that_it_is_over_does_not_ask_whether_work_is_lost() -> None:
             pytest.raises(EnvError),
             working(clock),
             deadline,
-            doubting(lambda: 2.0),
+            deferring(lambda: 2.0),
         ):
             await asyncio.sleep(100.0)
         assert asyncio.get_running_loop().time() == 5.0
@@ -240,7 +240,7 @@ def test_work_that_is_lost_is_given_back_and_of_a_tree_once() -> None:
             await asyncio.sleep(heard_s - starts_s)
             work.begin()
             await asyncio.sleep(40.0 - heard_s)
-            work.give_back()
+            work.discard()
             await asyncio.sleep(5.0)
 
     async def main() -> list[float]:

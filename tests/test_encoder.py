@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv import encoder, worker_pool
-from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_beside
+from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_in_process
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
@@ -40,7 +40,7 @@ async def beside(tokenizer: Any) -> AsyncIterator[TagRenderer]:
     """A renderer with a process."""
     async with AsyncExitStack() as stack:
         renderer = TagRenderer(tokenizer)
-        encode_beside(renderer, stack)
+        encode_in_process(renderer, stack)
         yield renderer
 
 
@@ -190,7 +190,7 @@ async def test_a_tokenizer_of_another_kind_stays_here() -> None:
 
     async with AsyncExitStack() as stack:
         renderer = TagRenderer(Plain())
-        encode_beside(renderer, stack)
+        encode_in_process(renderer, stack)
         assert renderer.encoder is None
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.errors import (
+    CancelledRolloutError,
     CrashError,
     EngineError,
     EnvError,
-    GivenUpError,
     GraderError,
     InfraError,
     OutageError,
@@ -102,7 +102,7 @@ def test_kinds_are_counted_together_and_the_most_frequent_named() -> None:
 
 def test_an_outage_that_was_waited_out_and_a_person_do_not_count() -> None:
     failures = Failures(0.0, strict=True)
-    for error in (OutageError("gone for 300 s"), GivenUpError("by hand")):
+    for error in (OutageError("gone for 300 s"), CancelledRolloutError("by hand")):
         failures.add(failure_of(error, TASK))
     assert failures.num == 2
     failures.check_share()

@@ -201,7 +201,8 @@ async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
         await ToolEnv(TASK, [Api(stock)], ExactMatch()).reset()
     said = str(caught.value)
     assert said.startswith("the tool 'stock' cannot be prepared: ")
-    assert f"HTTP {status}" in said if status else "Connection refused; is the service up" in said
+    refused = "Connection refused; check that the service runs"
+    assert f"HTTP {status}" in said if status else refused in said
 
 
 async def test_answers_are_values_of_json_texts_or_none(
@@ -313,7 +314,7 @@ import asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from agentenv import Task, ToolEnv, demonstrate, tool
-from agentenv.env import close_shared, shared_apart
+from agentenv.env import close_shared, isolated_shared
 from agentenv.http import HttpClient
 from agentenv.testing import check_tool_env
 from agentenv.envs.grading.reward import ExactMatch

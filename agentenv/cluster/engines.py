@@ -1,24 +1,24 @@
 """The engine of a rollout worker: the controller's engine, over their link.
 
-The engine is a pool of servers: the controller grants slots on them, and the worker asks the
-servers itself.
+If the engine is a pool of servers, the controller grants slots, and the worker sends its requests
+to the servers directly.
 
     worker   LeasedEngine.generate --Acquire--> Leases   controller: EnginePool
                 |      ^                        |
-                |      +--- Granted, Standing, BreakOff
+                |      +--- Granted, ServerPause, Abort
                 +-- HTTP --> server
                 +-- Release ---------------------> the outcome
 
-The pool stays the controller's: which server serves, how many requests it gets, which turn is next,
-which weights it has. So tokens never pass through the controller, and a worker that is lost leaves
-nothing but slots that are free again.
+The controller manages the pool: the choice of servers, their load, the order of turns, and the
+weights. So tokens never pass through the controller, and a lost worker only leaves slots, which
+become free again.
 
-Any other engine, and servers that only one process may ask (PooledEngineConfig.is_shared), sample
-in the controller:
+Any other engine, and servers that only one process may use (PooledEngineConfig.is_shared), are
+called by the controller:
 
-    worker   LinkedEngine.generate --Sample-->  Turns   controller: one coroutine a turn
+    worker   LinkedEngine.generate --Sample-->  Turns   controller: one coroutine per turn
                   ^                                |
-                  +--- Tokens, Stand, Turn, Refused
+                  +--- Tokens, TurnPause, Turn, Refused
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.cluster.messages import (
+    Abort,
     Acquire,
-    BreakOff,
     FirstToken,
     Granted,
     OfPlace,
@@ -40,10 +40,10 @@ from agentenv.cluster.messages import (
     Refused,
     Release,
     Sample,
-    Stand,
-    Standing,
+    ServerPause,
     Tokens,
     Turn,
+    TurnPause,
     pack,
 )
 from agentenv.deadline import ReportingClock, Wait, work_clock, working
@@ -71,8 +71,8 @@ class _Pending:
 
 
 class LinkedEngine:
-    """The worker's end, an Engine. `hear` takes the controller's messages about turns; their
-    receiver sets `policy_version`."""
+    """The worker's end, an Engine. `handle` takes the controller's messages about turns; the
+    receiver of messages sets `policy_version`."""
 
     def __init__(self, link: Link) -> None:
         self.policy_version = 0
@@ -107,24 +107,24 @@ class LinkedEngine:
             pending.wait.end()
             del self._pending[number]
 
-    def hear(self, said: Tokens | Stand | Turn | Refused) -> None:
-        """Handle a message about a turn; ignored if the turn is not wanted any more."""
-        pending = self._pending.get(said.number)
+    def handle(self, message: Tokens | TurnPause | Turn | Refused) -> None:
+        """Handle a message about a turn; ignored if the turn was cancelled."""
+        pending = self._pending.get(message.number)
         if pending is None or pending.done.done():
             return
-        match said:
+        match message:
             case Tokens():
                 assert pending.on_tokens is not None
-                pending.on_tokens(said.chunk)
-            case Stand():
-                (pending.wait.begin if said.stands else pending.wait.end)()
-                if said.lost_s and pending.clock is not None:
-                    pending.clock.lose(said.lost_s)
+                pending.on_tokens(message.chunk)
+            case TurnPause():
+                (pending.wait.begin if message.is_paused else pending.wait.end)()
+                if message.lost_s and pending.clock is not None:
+                    pending.clock.discard_last(message.lost_s)
             case Turn():
-                pending.done.set_result(said.completion)
+                pending.done.set_result(message.completion)
             case Refused():
-                error = raised(said.kind, said.text)
-                if isinstance(error, EngineError) and said.is_final:
+                error = raised(message.kind, message.text)
+                if isinstance(error, EngineError) and message.is_final:
                     error.is_final = True
                 pending.done.set_exception(error)
 
@@ -135,22 +135,22 @@ class LinkedEngine:
         return {}
 
     async def close(self) -> None:
-        """The engine itself goes on."""
+        """Do nothing: the controller's engine continues."""
 
 
 class Turns:
-    """The controller's end: the turns that one worker has asked for."""
+    """The controller's end: the requested turns of one worker."""
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self._engine, self._link = engine, link
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    def sample(self, asked: Sample) -> None:
+    def sample(self, request: Sample) -> None:
         """Begin a turn."""
-        self._running[asked.number] = asyncio.create_task(self._sample(asked))
+        self._running[request.number] = asyncio.create_task(self._sample(request))
 
     def quit(self, number: int) -> None:
-        """Abort a turn, if it runs."""
+        """Abort a turn, if it is running."""
         if number in self._running:
             self._running[number].cancel()
 
@@ -161,47 +161,49 @@ class Turns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, asked: Sample) -> None:
-        said: Turn | Refused
-        clock = ReportingClock(partial(self._stand, asked.number))
+    async def _sample(self, request: Sample) -> None:
+        message: Turn | Refused
+        clock = ReportingClock(partial(self._stand, request.number))
         try:
             with working(clock):
                 completion = await self._engine.generate(
-                    memoryview(asked.prompt).cast("i").tolist(),
-                    asked.sampling,
-                    session=asked.session,
-                    on_tokens=partial(self._tokens, asked.number) if asked.listens else None,
-                    stream_interval=asked.stream_interval,
-                    order=asked.order,
+                    memoryview(request.prompt).cast("i").tolist(),
+                    request.sampling,
+                    session=request.session,
+                    on_tokens=partial(self._tokens, request.number) if request.listens else None,
+                    stream_interval=request.stream_interval,
+                    order=request.order,
                 )
                 clock.report = None
-            said = Turn(asked.number, completion)
+            message = Turn(request.number, completion)
         except Exception as error:  # the rollout raises it
-            said = Refused(asked.number, *named(error), is_final=getattr(error, "is_final", False))
+            message = Refused(
+                request.number, *named(error), is_final=getattr(error, "is_final", False)
+            )
         finally:
             clock.report = None
-            del self._running[asked.number]
-        self._link.send(pack(said))
+            del self._running[request.number]
+        self._link.send(pack(message))
 
     def _tokens(self, number: int, chunk: Chunk) -> None:
         self._link.send(pack(Tokens(number, chunk)))
 
-    def _stand(self, number: int, stands: bool, lost_s: float) -> None:
-        self._link.send(pack(Stand(number, stands, lost_s)))
+    def _stand(self, number: int, is_paused: bool, lost_s: float) -> None:
+        self._link.send(pack(TurnPause(number, is_paused, lost_s)))
 
 
 # The worker's end.
 
 
 class Lease(Slot):
-    """A slot on a server of the controller's pool, on which it has the number `on`."""
+    """A slot on server number `on` of the controller's pool."""
 
-    def __init__(self, link: Link, client: Server, said: Granted) -> None:
+    def __init__(self, link: Link, client: Server, message: Granted) -> None:
         super().__init__(client)
-        self.number, self.on, self.on_trial = said.number, said.server, said.on_trial
-        self.version = said.policy_version
+        self.number, self.on, self.on_trial = message.number, message.server, message.on_trial
+        self.version = message.policy_version
         self.answers: list[tuple[int, float]] = []
-        self.end: BreakOff | None = None  # the controller wants nothing of this to run any more
+        self.end: Abort | None = None  # set when the controller has aborted the slot
         self._link = link
 
     @property
@@ -210,15 +212,15 @@ class Lease(Slot):
 
     @property
     def is_asleep(self) -> bool:
-        return self.end is not None and self.end.asleep
+        return self.end is not None and self.end.is_asleep
 
     def closed(self) -> Outcome | None:
-        if self.end is None or self.end.asleep:
+        if self.end is None or self.end.is_asleep:
             return super().closed()
         return Lost(ServerLostError.kind, f"{self.name}: {self.reason}")
 
-    def break_off(self, said: BreakOff) -> None:
-        self.reason, self.end = said.reason, said
+    def abort(self, message: Abort) -> None:
+        self.reason, self.end = message.reason, message
         self.abort_all()
 
     def pass_trial(self) -> None:
@@ -230,59 +232,59 @@ class Lease(Slot):
 
 
 class LeasedEngine(TurnEngine[Lease]):
-    """The worker's Engine over the servers of the controller's pool. `hear` takes the controller's
-    messages on slots, and their receiver sets `policy_version`."""
+    """The worker's Engine on the servers of the controller's pool. `handle` takes the controller's
+    messages about slots; the receiver of messages sets `policy_version`."""
 
     def __init__(
         self, link: Link, make: Callable[[str], Server], model_path: Path, **options: Any
     ) -> None:
-        """`make` makes the client of a URL; `options`: see TurnEngine. `counts` are those since the
-        controller has them."""
+        """`make` creates the client of a URL; `options`: see TurnEngine. `counts` are those since
+        the last report to the controller."""
         super().__init__(model_path, **options)
         self.policy_version = 0
         self._link, self._make = link, make
-        self._clients: dict[int, tuple[bytes, Server]] = {}  # with what each has taken over
-        self._sought: dict[int, asyncio.Future[Lease]] = {}
+        self._clients: dict[int, tuple[bytes, Server]] = {}  # (connection data, client)
+        self._waiting: dict[int, asyncio.Future[Lease]] = {}
         self._held: dict[int, Lease] = {}
         self._numbers = count()
         self._loop = asyncio.get_running_loop()
-        self._death = ""  # of the pool: its reason
+        self._death = ""  # the reason of the pool's end
 
-    def hear(self, said: OfPlace) -> None:
-        """A message of the controller."""
-        lease = self._held.get(said.number)
-        match said:
+    def handle(self, message: OfPlace) -> None:
+        """Handle a message of the controller."""
+        lease = self._held.get(message.number)
+        match message:
             case Granted():
-                self._take(said)
+                self._take(message)
             case Refused():
-                if (sought := self._sought.get(said.number)) and not sought.done():
-                    sought.set_exception(raised(said.kind, said.text))
-            case Standing() if lease:
-                lease.version = said.policy_version
-                if said.stands is not lease.is_paused:
-                    (lease.pause if said.stands else lease.resume)()
-            case BreakOff():
-                if said.is_dead:
-                    self._death = said.reason
+                if (waiting := self._waiting.get(message.number)) and not waiting.done():
+                    waiting.set_exception(raised(message.kind, message.text))
+            case ServerPause() if lease:
+                lease.version = message.policy_version
+                if message.is_paused is not lease.is_paused:
+                    (lease.pause if message.is_paused else lease.resume)()
+            case Abort():
+                if message.is_dead:
+                    self._death = message.reason
                 if lease:
-                    lease.break_off(said)
+                    lease.abort(message)
 
-    def _take(self, said: Granted) -> None:
-        handed, client = self._clients.get(said.server, (None, None))
-        client = client or self._make(said.url)
-        if handed != said.handed:  # the first time, and after each connection
-            client.take_over(said.handed)
-            self._clients[said.server] = said.handed, client
-        sought = self._sought.get(said.number)
-        if sought is None or sought.done():  # nobody wants it, as the controller will know
+    def _take(self, message: Granted) -> None:
+        handed, client = self._clients.get(message.server, (None, None))
+        client = client or self._make(message.url)
+        if handed != message.handed:  # the first time, and after each reconnection
+            client.take_over(message.handed)
+            self._clients[message.server] = message.handed, client
+        waiting = self._waiting.get(message.number)
+        if waiting is None or waiting.done():  # cancelled, as the controller will learn
             return
-        self._held[said.number] = lease = Lease(self._link, client, said)
-        sought.set_result(lease)
+        self._held[message.number] = lease = Lease(self._link, client, message)
+        waiting.set_result(lease)
 
     # turns
 
     def check_alive(self) -> None:
-        """The controller reports it where a slot is sought, and of slots that are held."""
+        """Raises EngineDeadError after the controller has reported the end of the pool."""
         if self._death:
             raise EngineDeadError(self._death)
 
@@ -290,19 +292,19 @@ class LeasedEngine(TurnEngine[Lease]):
         self, session: str, order: tuple[int, int], avoid: Collection[Lease]
     ) -> Lease:
         number = next(self._numbers)
-        sought: asyncio.Future[Lease] = self._loop.create_future()
-        self._sought[number] = sought
+        waiting: asyncio.Future[Lease] = self._loop.create_future()
+        self._waiting[number] = waiting
         self._link.send(pack(Acquire(number, session, order, sorted({one.on for one in avoid}))))
         try:
-            return await sought
+            return await waiting
         except asyncio.CancelledError:
-            if sought.done() and not sought.cancelled() and sought.exception() is None:
-                self.release(sought.result(), Aborted())
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self.release(waiting.result(), Aborted())
             else:
                 self._link.send(pack(Quit(number)))
             raise
         finally:
-            del self._sought[number]
+            del self._waiting[number]
 
     def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:
@@ -323,7 +325,7 @@ class LeasedEngine(TurnEngine[Lease]):
         return {}
 
     async def close(self) -> None:
-        """Drop the connections; the servers go on."""
+        """Drop the connections; the servers continue."""
         await asyncio.gather(*(client.close() for _, client in self._clients.values()))
 
 
@@ -331,13 +333,13 @@ class LeasedEngine(TurnEngine[Lease]):
 
 
 class _Held(asyncio.Future[None]):
-    """A slot that a worker has; done when it is free again. To cancel it is to ask the worker to
-    end its requests, to begin and to end it tells the worker of a pause of the server."""
+    """A slot that a worker holds; done when it is free again. `cancel` requests that the worker
+    aborts its requests; `begin` and `end` announce a pause of the server."""
 
     def __init__(self, pool: EnginePool, link: Link, number: int, server: PooledServer) -> None:
         super().__init__()
         self.number, self.server = number, server
-        self.is_over = False  # the worker was asked to end
+        self.is_over = False  # an Abort was sent
         self._link, self._pool = link, pool
 
     def cancel(self, msg: object = None) -> bool:
@@ -346,7 +348,7 @@ class _Held(asyncio.Future[None]):
         self.is_over = True
         reason = self.server.reason or "its weight version is uncertain"
         is_dead = self._pool.reason is not None
-        self._link.send(pack(BreakOff(self.number, reason, self.server.is_asleep, is_dead)))
+        self._link.send(pack(Abort(self.number, reason, self.server.is_asleep, is_dead)))
         return True
 
     def begin(self) -> None:
@@ -355,9 +357,9 @@ class _Held(asyncio.Future[None]):
     def end(self) -> None:
         self._report(False)
 
-    def _report(self, stands: bool) -> None:
-        self._link.send(pack(Standing(self.number, stands, self.server.policy_version)))
-        self._link.flush()  # tokens of these weights come by another way, and soon
+    def _report(self, is_paused: bool) -> None:
+        self._link.send(pack(ServerPause(self.number, is_paused, self.server.policy_version)))
+        self._link.flush()  # tokens of these weights arrive soon, on another connection
 
 
 class Leases:
@@ -365,69 +367,71 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
-        self._sought: dict[int, asyncio.Future[PooledServer]] = {}
+        self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    def hear(self, said: Acquire | FirstToken | Release) -> None:
-        """A message of the worker."""
-        if isinstance(said, Acquire):
-            return self._seek(said)
-        held = self._held.get(said.number)
-        if isinstance(said, Release):
-            for name, number in said.counts.items():  # half the time of Counter.update
+    def handle(self, message: Acquire | FirstToken | Release) -> None:
+        """Handle a message of the worker."""
+        if isinstance(message, Acquire):
+            return self._seek(message)
+        held = self._held.get(message.number)
+        if isinstance(message, Release):
+            for name, number in message.counts.items():  # twice as fast as Counter.update
                 self._pool.counts[name] += number
             if held:
-                self._settle(held, said)
+                self._settle(held, message)
                 self._free(held)
         elif held:
             held.server.receive(0)
 
     def quit(self, number: int) -> None:
-        """The worker does not want that slot any more, if it has asked for one."""
+        """The worker has cancelled its request for a slot."""
         if held := self._held.get(number):
             self._free(held)
-        elif number in self._sought:
+        elif number in self._waiting:
             self._forget(number)
 
     def close(self) -> None:
-        """The worker is gone, and with it its requests."""
-        for number in list(self._sought):
+        """Free all slots of a worker that is gone."""
+        for number in list(self._waiting):
             self._forget(number)
         for held in list(self._held.values()):
             self._free(held)
 
-    def _seek(self, asked: Acquire) -> None:
+    def _seek(self, request: Acquire) -> None:
         pool = self._pool
         try:
             pool.check_alive()
         except EngineDeadError as error:
-            return self._refuse(asked.number, error)
-        avoid = [one for one in pool.servers if one.number in asked.avoid] if asked.avoid else ()
-        slot = pool.queue.seek(asked.session, asked.order, avoid)
+            return self._refuse(request.number, error)
+        avoid = (
+            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
+        )
+        slot = pool.queue.seek(request.session, request.order, avoid)
         if isinstance(slot, PooledServer):
-            self._grant(asked.number, slot)
+            self._grant(request.number, slot)
         else:
-            self._sought[asked.number] = slot
-            slot.add_done_callback(partial(self._found, asked))
+            self._waiting[request.number] = slot
+            slot.add_done_callback(partial(self._found, request))
 
-    def _found(self, asked: Acquire, slot: asyncio.Future[PooledServer]) -> None:
-        """A slot that was waited for."""
-        is_wanted = self._sought.pop(asked.number, None) is not None
+    def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
+        """A slot has become available."""
+        is_wanted = self._waiting.pop(request.number, None) is not None
         if slot.cancelled():
             return
         error = slot.exception()
         if error is not None:
-            return self._refuse(asked.number, error)
+            return self._refuse(request.number, error)
         server = slot.result()
-        if is_wanted and not server.is_asleep:  # since the slot was given
-            return self._grant(asked.number, server)
+        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
+            return self._grant(request.number, server)
         self._pool.queue.free(server)
         if is_wanted:
-            self._seek(asked)
+            self._seek(request)
 
     def _forget(self, number: int) -> None:
-        """If a slot was just granted, `_found` releases it."""
-        self._sought.pop(number).cancel()
+        """Cancel a wait for a slot; if it was just granted, `_found` releases it."""
+        self._waiting.pop(number).cancel()
 
     def _refuse(self, number: int, error: BaseException) -> None:
         self._link.send(pack(Refused(number, *named(error), is_final=False)))
@@ -443,15 +447,15 @@ class Leases:
         server.run(held, held)
 
     def _free(self, held: _Held) -> None:
-        """The slot may be given to others."""
+        """Make the slot available to others."""
         del self._held[held.number], held.server.running[held]
         held.server.guests.discard(held)
         held.set_result(None)
         self._pool.queue.free(held.server)
 
     def _settle(self, held: _Held, left: Release) -> None:
-        """Judge the server by the requests of a worker. Of what ended since it was aborted
-        nothing is new; the server may be back by the time the worker reports it."""
+        """Update the state of the server from a worker's requests. Results after an abort are
+        ignored for its state, since the server may have restarted meanwhile."""
         server, outcome = held.server, left.outcome
         server.num_requests += left.num_requests
         server.num_tokens += left.num_tokens

@@ -1,4 +1,4 @@
-"""Environments in separate processes: the host's end of the link, and the process's.
+"""Environments in separate processes: the host's end and the process's end of the link.
 
     EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
                                   ^                        |            environments
@@ -7,17 +7,17 @@
     host                              process
     Call(call, env, method)  ----->   the calls of agentenv.env.Env
                              <-----   Begun      the process begins the call
-                             <-----   Awaits     what the call awaits, and whether its clock runs
+                             <-----   Awaits     the call's current wait, and whether its clock runs
                              <-----   Gave       its result
                              <-----   Failed     its error
-    Cancel(call)             ----->   the result is not wanted any more
-                             <-----   Alive, Say    as agentenv/cluster/messages.py has them
+    Cancel(call)             ----->   the call is cancelled
+                             <-----   Alive, Say    see agentenv/cluster/messages.py
 
-`env` names an environment, and a call is one of those of Env; both are numbers on one link.
+`env` and `call` are numbers of an environment and of a call, unique on the link.
 
 A computation blocks its own process, not the rollouts. The clock of a rollout stops until the
-process begins its call. A process that is lost takes its environments along: their calls raise
-EnvError, and the rollout goes on in a fresh environment.
+process begins its call. When a process is lost, calls of its environments raise EnvError, and their
+rollouts continue in fresh environments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentenv.deadline import (
     ReportingClock,
     Wait,
     doing,
-    heed,
+    retrieve_exception,
     waiting,
     work_clock,
     working,
@@ -63,9 +63,9 @@ Method = Literal["reset", "step", "finish", "fork", "close"]
 
 
 class Call(Struct, array_like=True, frozen=True, tag=1):
-    """A call of `method` of Env, with its arguments; the copy of a fork is called `copy`. A reset
-    makes the environment first, unless the process has it; a close comes after all other calls of
-    the environment, which are cancelled."""
+    """A call of `method` of Env, with its arguments; `copy` is the number of a fork. A reset
+    creates the environment, unless the process has it; a close cancels all other calls of the
+    environment and waits for them."""
 
     call: int
     env: int
@@ -85,24 +85,24 @@ class Cancel(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Begun(Struct, array_like=True, frozen=True, tag=11):
-    """The process works on the call from now on."""
+    """The process has begun the call."""
 
     call: int
 
 
 class Awaits(Struct, array_like=True, frozen=True, tag=12):
-    """What a call awaits from now on. `stands`: its clock does not run; `lost_s`: seconds of the
-    last work that do not count."""
+    """The current wait of a call. `is_paused`: its clock does not run; `lost_s`: seconds of recent
+    work that do not count."""
 
     call: int
     what: str
-    stands: bool
+    is_paused: bool
     lost_s: float = 0.0
 
 
 class Gave(Struct, array_like=True, frozen=True, tag=13):
-    """The result of a call; fields that it does not have keep their defaults. `fork_mode` is that
-    of the environment afterwards."""
+    """The result of a call; other fields have their defaults. `fork_mode` is that of the
+    environment after the call."""
 
     call: int
     fork_mode: ForkMode = "none"
@@ -127,7 +127,7 @@ read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | S
 
 
 PLACE = "an environment process"
-MAX_RESETS = 3  # more of an env whose process is lost meanwhile
+MAX_RESETS = 3  # retries of a reset whose process was lost
 
 
 def _name(method: Method) -> str:
@@ -135,7 +135,7 @@ def _name(method: Method) -> str:
 
 
 class _Pending:
-    """A call without an answer yet; `what` names it, of an environment of this task."""
+    """A pending call; `what` names it in messages, `task_id` is that of its environment."""
 
     def __init__(self, what: str, task_id: str) -> None:
         self.what, self.task_id = what, task_id
@@ -158,8 +158,8 @@ class _Process(Worker):
 
 
 class EnvWorkers(WorkerGroup[_Process]):
-    """`make` replaces the maker of environments. A process whose event loop is blocked for
-    `held_s` is given up."""
+    """`make` replaces the local creation of environments. A process whose event loop is blocked for
+    `held_s` seconds counts as lost."""
 
     read = staticmethod(read_answer)
     make_worker = _Process
@@ -171,14 +171,14 @@ class EnvWorkers(WorkerGroup[_Process]):
         self._numbers = count()
 
     def make(self, task: Task) -> WorkerEnv:
-        """An env of the task, which is made in a process when it is reset."""
+        """An env of the task; its reset creates it in a process."""
         return WorkerEnv(self, task)
 
     # Calls
 
     async def place(self) -> _Process:
-        """The process with the fewest environments, waited for. Raises WorkerError when none will
-        come."""
+        """Wait for a process; returns the one with the fewest environments. Raises WorkerError if
+        no process will join."""
         while not self.workers:
             if self.reason:
                 raise WorkerError(self.reason)
@@ -188,12 +188,12 @@ class EnvWorkers(WorkerGroup[_Process]):
         return min(self.workers.values(), key=lambda one: one.num_envs)
 
     def number(self) -> int:
-        """A fresh number for an environment or a call."""
+        """A new number for an environment or a call."""
         return next(self._numbers)
 
     async def ask(self, process: _Process, call: Call, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
-        gone."""
+        lost."""
         if process.why_gone:
             raise EnvError(process.why_gone)
         with doing(PLACE):
@@ -219,7 +219,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             case Say():
                 return self.report(f"{worker.name}: {message.text}")
         pending = worker.calls.get(message.call)
-        if pending is None or pending.answer.done():  # cancelled meanwhile
+        if pending is None or pending.answer.done():  # it was cancelled
             return
         match message:
             case Begun():
@@ -228,11 +228,11 @@ class EnvWorkers(WorkerGroup[_Process]):
                 if pending.clock is not None:
                     pending.clock.now(pending.what)
             case Awaits():
-                (pending.wait.begin if message.stands else pending.wait.end)()
+                (pending.wait.begin if message.is_paused else pending.wait.end)()
                 if pending.clock is not None:
                     pending.clock.now(message.what or pending.what)
                     if message.lost_s:
-                        pending.clock.lose(message.lost_s)
+                        pending.clock.discard_last(message.lost_s)
             case Gave():
                 worker.num_answered += 1
                 pending.answer.set_result(message)
@@ -246,11 +246,11 @@ class EnvWorkers(WorkerGroup[_Process]):
     def left(self, worker: _Process, why: str) -> Left:
         num_envs = worker.num_envs
         rest = f"the rollouts of its {num_envs} environments restart in fresh ones"
-        return Left(why, worker.num_answered, rest if num_envs else "it held no environment")
+        return Left(why, worker.num_answered, rest if num_envs else "it had no environment")
 
     async def lost(self, worker: _Process, why: str) -> None:
-        """Fail the calls of a process that is gone. If it did nothing but one call when it was
-        blocked, that call has crashed."""
+        """Fail the calls of a lost process. If it was blocked during a single call, that call gets
+        a CrashError."""
         self._counted.update(worker.figures.env)
         worker.why_gone = f"{worker.name}, an environment process, is lost: {why}"
         begun = [one for one in worker.calls.values() if one.has_begun]
@@ -272,18 +272,18 @@ class EnvWorkers(WorkerGroup[_Process]):
 
 
 class WorkerEnv:
-    """An Env whose state is in a process."""
+    """An Env whose state is in another process."""
 
     def __init__(self, workers: EnvWorkers, task: Task) -> None:
         self._workers, self._task = workers, task
-        self._process: _Process | None = None  # from the first reset on
+        self._process: _Process | None = None  # set by the first reset
         self._number = -1
         self._mode: ForkMode = "none"
         self._closing: asyncio.Future[Gave] | None = None
 
     @property
     def fork_mode(self) -> ForkMode:
-        """That of the env; "none" before `reset`."""
+        """The env's mode; "none" before `reset`."""
         return self._mode
 
     async def reset(
@@ -304,7 +304,7 @@ class WorkerEnv:
             except EnvError:
                 if not self._process.why_gone or attempt == MAX_RESETS:
                     raise
-                self._process = None  # it begins in another one
+                self._process = None  # retry in another one
         self._mode = gave.fork_mode
         return gave.messages, gave.info
 
@@ -322,7 +322,7 @@ class WorkerEnv:
         other._number = self._workers.number()
         try:
             gave = await self._ask("fork", copy=other._number)
-        except BaseException:  # the copy may have been made
+        except BaseException:  # the copy may exist already
             if self._process is not None:
                 unwanted = Call(self._workers.number(), other._number, "close")
                 self._process.link.send(pack(unwanted))
@@ -333,13 +333,13 @@ class WorkerEnv:
         return other
 
     async def close(self) -> None:
-        """The env is closed also where this is cancelled."""
+        """Close the env, even while being cancelled."""
         if self._process is None:
             return
         if self._closing is None:
             self._process.num_envs -= 1
             self._closing = asyncio.ensure_future(self._ask("close"))
-            self._closing.add_done_callback(heed)
+            self._closing.add_done_callback(retrieve_exception)
         try:
             await asyncio.shield(self._closing)
         except EnvError:
@@ -355,14 +355,14 @@ class WorkerEnv:
         return await self._workers.ask(self._process, call, self._task.id)
 
 
-LAST_S = 10.0  # for environments to close after the host is gone
+LAST_S = 10.0  # for environments to close after the end of the link
 
 logger = logging.getLogger(__name__)
 
 
 class EnvServer:
-    """Makes environments by `make_env` and calls them for the other end. A close is cancelled after
-    `timeout_s` seconds of work."""
+    """Creates environments by `make_env`, and runs the calls of the other end. A close is cancelled
+    after `timeout_s` seconds of work."""
 
     def __init__(self, make_env: Callable[[Task], Env], link: Link, timeout_s: float) -> None:
         self._make_env, self._link, self._timeout_s = make_env, link, timeout_s
@@ -371,7 +371,7 @@ class EnvServer:
         self._of: dict[int, set[asyncio.Task[None]]] = {}  # the calls of an env
 
     async def serve(self) -> None:
-        """Until the other end is gone; then the environments that are left are closed."""
+        """Serve until the link ends; then close the remaining environments."""
         async with asyncio.TaskGroup() as group:
             await serve(self._link, partial(self._take, group), self._beat)
             for task in self._calls.values():
@@ -384,22 +384,22 @@ class EnvServer:
             logger.warning("closing an environment failed: %r", error)
 
     def say(self, text: str) -> None:
-        """Report a sentence to people, through the host."""
+        """Send a message for the user to the host."""
         self._link.send(pack(Say(text)))
 
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
-        asked = read_call(frame)
-        if isinstance(asked, Cancel):
-            if asked.call in self._calls:
-                self._calls[asked.call].cancel()
+        request = read_call(frame)
+        if isinstance(request, Cancel):
+            if request.call in self._calls:
+                self._calls[request.call].cancel()
             return
-        concerned = {asked.env, asked.copy if asked.method == "fork" else asked.env}
+        concerned = {request.env, request.copy if request.method == "fork" else request.env}
         before = [task for env in concerned for task in self._of.get(env, ())]
-        task = group.create_task(self._answer(asked, before))
-        self._calls[asked.call] = task
+        task = group.create_task(self._answer(request, before))
+        self._calls[request.call] = task
         for env in concerned:
             self._of.setdefault(env, set()).add(task)
-        task.add_done_callback(partial(self._end, asked.call, concerned))
+        task.add_done_callback(partial(self._end, request.call, concerned))
 
     def _end(self, call: int, concerned: set[int], task: asyncio.Task[None]) -> None:
         del self._calls[call]
@@ -408,83 +408,83 @@ class EnvServer:
             if not self._of[env]:
                 del self._of[env]
 
-    async def _answer(self, asked: Call, before: list[asyncio.Task[None]]) -> None:
-        self._link.send(pack(Begun(asked.call)))
+    async def _answer(self, request: Call, before: list[asyncio.Task[None]]) -> None:
+        self._link.send(pack(Begun(request.call)))
         self._link.flush()  # user code may now block the loop
-        said: Gave | Failed
-        clock = _LabeledClock(partial(self._awaits, asked.call))
+        answer: Gave | Failed
+        clock = _LabeledClock(partial(self._awaits, request.call))
         try:
             with working(clock):
                 try:
-                    said = await self._call(asked, before)
+                    answer = await self._call(request, before)
                 finally:
                     clock.report = None
         except Exception as error:  # the host raises it
             trace = ""
             if isinstance(error, CrashError):
                 trace = "".join(format_exception(error)).rstrip()
-            said = Failed(asked.call, *named(error), trace)
-        self._link.send(pack(said))
+            answer = Failed(request.call, *named(error), trace)
+        self._link.send(pack(answer))
         self._link.flush()
 
-    async def _call(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
-        number, what = asked.call, _name(asked.method)
-        if asked.method == "close":
-            return await self._close(asked, before)
-        if asked.method == "reset":
-            return await self._reset(asked)
-        env = self._envs.get(asked.env)
+    async def _call(self, request: Call, before: list[asyncio.Task[None]]) -> Gave:
+        number, what = request.call, _name(request.method)
+        if request.method == "close":
+            return await self._close(request, before)
+        if request.method == "reset":
+            return await self._reset(request)
+        env = self._envs.get(request.env)
         if env is None:
             raise EnvError("called before reset or after close")
-        if asked.method == "fork":
-            copy = self._envs[asked.copy] = await guarded(env.fork(), what)
+        if request.method == "fork":
+            copy = self._envs[request.copy] = await guarded(env.fork(), what)
             return Gave(number, copy.fork_mode)
-        if asked.method == "finish":
-            assert asked.reason is not None
-            given = await guarded(env.finish(asked.reason, asked.action), what)
+        if request.method == "finish":
+            assert request.reason is not None
+            given = await guarded(env.finish(request.reason, request.action), what)
             reward, info = check_finish(given)
             return Gave(number, env.fork_mode, reward=reward, info=info)
-        assert asked.action is not None
-        step = check_step(await guarded(env.step(asked.action), what))
+        assert request.action is not None
+        step = check_step(await guarded(env.step(request.action), what))
         return Gave(number, env.fork_mode, *step)
 
-    async def _reset(self, asked: Call) -> Gave:
-        env = self._envs.get(asked.env)
+    async def _reset(self, request: Call) -> Gave:
+        env = self._envs.get(request.env)
         if env is None:
-            assert asked.task is not None
+            assert request.task is not None
             try:
-                env = self._make_env(asked.task)
+                env = self._make_env(request.task)
             except AgentEnvError:
                 raise
             except Exception as error:
                 raise CrashError(f"making the environment raised {error!r}") from error
-            self._envs[asked.env] = env
-        resetting = env.reset(seed=asked.seed, options=asked.options)
+            self._envs[request.env] = env
+        resetting = env.reset(seed=request.seed, options=request.options)
         observation, info = check_reset(await guarded(resetting, "the environment's reset"))
-        return Gave(asked.call, env.fork_mode, observation, info=info)
+        return Gave(request.call, env.fork_mode, observation, info=info)
 
-    async def _close(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
+    async def _close(self, request: Call, before: list[asyncio.Task[None]]) -> Gave:
         for task in before:
             task.cancel()
         await asyncio.gather(*before, return_exceptions=True)
-        env = self._envs.pop(asked.env, None)
+        env = self._envs.pop(request.env, None)
         if env is not None:
             with Deadline.after(self._timeout_s, "env.close", EnvError):
                 await guarded(env.close(), "the environment's close")
-        return Gave(asked.call)
+        return Gave(request.call)
 
-    def _awaits(self, call: int, what: str, stands: bool, lost_s: float) -> None:
-        self._link.send(pack(Awaits(call, what, stands, lost_s)))
+    def _awaits(self, call: int, what: str, is_paused: bool, lost_s: float) -> None:
+        self._link.send(pack(Awaits(call, what, is_paused, lost_s)))
 
     def _beat(self) -> bytes:
         return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
 
 
 class _LabeledClock(ReportingClock):
-    """Reports also what is awaited."""
+    """A ReportingClock that also reports the current wait."""
 
     def __init__(self, report: Callable[[str, bool, float], None]) -> None:
-        super().__init__(lambda stands, lost_s: report(self.doing, stands, lost_s))
+        super().__init__(lambda is_paused, lost_s: report(self.doing, is_paused, lost_s))
 
     def now(self, what: str) -> None:
         changed = what != self.doing

@@ -1,31 +1,32 @@
 """Messages between a controller and a rollout worker.
 
     controller                                     worker
-    Grow(number, task, ..)        ----->           grows a tree on its actor
-                                  <-----  TreeFrame  what happened to the tree, as a frame of the
+    Grow(number, task, ..)        ----->           grow a tree on the worker's actor
+                                  <-----  TreeFrame  an event of the tree, as a frame of the
                                                    journal; the last frame is its end
                                   <-----  Raised   the error of its rollout
-    Drop(number)                  ----->           the tree is not wanted any more
-                                  <-----  Acquire     a place on a server of the pool
-    Granted, Refused              ----->           which server, and what is needed to ask it
-    Standing, BreakOff            ----->           what happens to the server meanwhile
-                                  <-----  FirstToken    it has given its first token
-                                  <-----  Release    what became of the requests
-                                  <-----  Sample   a turn, of an engine that is no pool
-    Tokens, Stand, Turn, Refused  ----->           what becomes of it
-                                  <-----  Quit     that slot or turn is not wanted any more
-    Steer                         ----->           all rollouts pause or resume
-    GiveUp(number, reason)        ----->           a person cancels that tree
-    Look(number)                  ----->           what do its branches await?
+    Drop(number)                  ----->           cancel the rollout of a tree
+                                  <-----  Acquire     request a slot on a server of the pool
+    Granted, Refused              ----->           the server and its connection data, or an error
+    ServerPause, Abort            ----->           events of the server
+                                  <-----  FirstToken    its first token has arrived
+                                  <-----  Release    the slot is free, with the outcome
+                                  <-----  Sample   request a turn of an engine that is not a pool
+    Tokens, TurnPause,            ----->           events and result of the turn
+    Turn, Refused
+                                  <-----  Quit     cancel a slot or turn
+    Steer                         ----->           pause or resume all rollouts
+    CancelTree(number, reason)    ----->           a user cancels that tree
+    Look(number)                  ----->           request the current waits of its branches
                                   <-----  Looked
-    Over                          ----->           the run has come to its end
+    Over                          ----->           the run has ended
                                   <-----  Ended    a rollout has ended, or failed
-                                  <-----  Alive    every BEAT_S, with figures
-                                  <-----  Say      a sentence for people
-                                  <-----  Leaving  its machine is about to end
+                                  <-----  Alive    every BEAT_S seconds, with statistics
+                                  <-----  Say      a message for the user
+                                  <-----  Leaving  its machine is about to shut down
 
-`number` names a tree, a place or a turn on one link: a tree that is requested again has another
-one.
+`number` identifies a tree, a slot or a turn on one link; a tree that is requested again gets a new
+number.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from agentenv.untrusted import packed
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
     """Start a rollout, or resume a `recorded` one (agentenv.frames.pack_recorded).
-    `policy_version` is that of the engine; the others are arguments of `Actor.rollout`."""
+    `policy_version` is the engine's; the others are arguments of `Actor.rollout`."""
 
     number: int
     task: Task
@@ -55,29 +56,28 @@ class Grow(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Drop(Struct, array_like=True, frozen=True, tag=2):
-    """Cancel the rollout; not answered."""
+    """Cancel the rollout; without reply."""
 
     number: int
 
 
 class Tokens(Struct, array_like=True, frozen=True, tag=3):
-    """More tokens of a turn."""
+    """New tokens of a turn."""
 
     number: int
     chunk: Chunk
 
 
-class Stand(Struct, array_like=True, frozen=True, tag=4):
-    """Nobody works for a turn from now on, or somebody does again; so many seconds of what was
-    worked for it are lost."""
+class TurnPause(Struct, array_like=True, frozen=True, tag=4):
+    """The clock of a turn pauses or resumes; `lost_s` seconds of its work do not count."""
 
     number: int
-    stands: bool
+    is_paused: bool
     lost_s: float = 0.0
 
 
 class Turn(Struct, array_like=True, frozen=True, tag=5):
-    """A turn that is done."""
+    """A completed turn."""
 
     number: int
     completion: Completion
@@ -93,9 +93,9 @@ class Refused(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Granted(Struct, array_like=True, frozen=True, tag=8):
-    """A place on a server of the pool, by its number there, which serves this version; `handed` is
-    what a client in another process needs (RemoteServer.handed). `on_trial`: its first token is
-    waited for."""
+    """A slot on a server of the pool, which has a number there and serves this policy version;
+    `handed` is the connection data for a client in another process (RemoteServer.handed).
+    `on_trial`: the controller waits for its first token."""
 
     number: int
     server: int
@@ -105,55 +105,55 @@ class Granted(Struct, array_like=True, frozen=True, tag=8):
     on_trial: bool
 
 
-class Standing(Struct, array_like=True, frozen=True, tag=9):
-    """The weights of the server are being replaced from now on, or have been, by this version."""
+class ServerPause(Struct, array_like=True, frozen=True, tag=9):
+    """The server pauses for new weights, or resumes with this version."""
 
     number: int
-    stands: bool
+    is_paused: bool
     policy_version: int
 
 
-class BreakOff(Struct, array_like=True, frozen=True, tag=10):
-    """End what runs in the place: the server is gone, or to be left alone, or sleeps. `is_dead`: so
-    is the pool."""
+class Abort(Struct, array_like=True, frozen=True, tag=10):
+    """Abort the requests of the slot: the server is lost, unused from now on, or asleep.
+    `is_dead`: the whole pool is lost."""
 
     number: int
     reason: str
-    asleep: bool
+    is_asleep: bool
     is_dead: bool = False
 
 
 class Steer(Struct, array_like=True, frozen=True, tag=12):
-    """All rollouts pause or resume from now on."""
+    """Pause or resume all rollouts."""
 
     holds: bool
 
 
-class GiveUp(Struct, array_like=True, frozen=True, tag=13):
-    """The live branches of the tree fail, as cancelled; not answered."""
+class CancelTree(Struct, array_like=True, frozen=True, tag=13):
+    """Fail the live branches of the tree as cancelled; without reply."""
 
     number: int
     reason: str
 
 
 class Look(Struct, array_like=True, frozen=True, tag=14):
-    """Asks for Looked; not answered when the tree does not grow."""
+    """Request Looked; no reply if the tree is not growing."""
 
     number: int
 
 
 class Over(Struct, array_like=True, frozen=True, tag=15):
-    """The run has come to its end: no worker is needed any more. A link that ends without it is one
-    that may come again."""
+    """The run has ended, and no worker is needed. After the end of a link without this message, the
+    worker may reconnect."""
 
 
-OfTurn = Tokens | Stand | Turn | Refused
-OfPlace = Granted | Standing | BreakOff | Refused
-Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
+OfTurn = Tokens | TurnPause | Turn | Refused
+OfPlace = Granted | ServerPause | Abort | Refused
+Asked = Grow | Drop | Steer | CancelTree | Look | Over | OfTurn | OfPlace
 
 
 class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
-    """An event of a tree: one frame of the journal with its head, and the tag of its content."""
+    """An event of a tree: a frame of the journal with its head, and the tag of its content."""
 
     number: int
     tag: int
@@ -161,7 +161,7 @@ class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Raised(Struct, array_like=True, frozen=True, tag=2):
-    """The rollout raised; see `named` of agentenv/worker_group.py."""
+    """The error of a rollout; see `named` of agentenv/worker_group.py."""
 
     number: int
     kind: str
@@ -169,7 +169,7 @@ class Raised(Struct, array_like=True, frozen=True, tag=2):
 
 
 class Sample(Struct, array_like=True, frozen=True, tag=3):
-    """Ask the engine for a turn. `prompt` are token ids, int32; `listens`: Tokens are wanted; the
+    """Request a turn of the engine. `prompt` has token ids, int32; `listens`: send Tokens; the
     others are arguments of `Engine.generate`."""
 
     number: int
@@ -182,15 +182,15 @@ class Sample(Struct, array_like=True, frozen=True, tag=3):
 
 
 class Quit(Struct, array_like=True, frozen=True, tag=4):
-    """Abort the turn; not answered."""
+    """Abort the turn; without reply."""
 
     number: int
 
 
 class Figures(Struct, array_like=True):
-    """Of a worker. `hits` and `probe_waits_s` are those since the last ones, of
-    `agentenv.metrics.PrefixHits` and `ProbeWaits`; `env` and `num_cut` since its start. `behind`
-    says what its rollouts have waited for longest; empty: there are none."""
+    """Statistics of a worker. `hits` and `probe_waits_s` are those of
+    `agentenv.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and `num_cut` count
+    since its start. `behind` names the longest wait of its rollouts; empty: no rollouts."""
 
     num_trees: int = 0
     num_open_envs: int = 0
@@ -211,7 +211,7 @@ class Say(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Acquire(Struct, array_like=True, frozen=True, tag=7):
-    """Ask for a place on a server. `avoid`: numbers of servers that failed the turn; the others are
+    """Request a slot on a server. `avoid`: numbers of servers that failed the turn; the others are
     arguments of `Engine.generate`."""
 
     number: int
@@ -221,15 +221,14 @@ class Acquire(Struct, array_like=True, frozen=True, tag=7):
 
 
 class FirstToken(Struct, array_like=True, frozen=True, tag=8):
-    """A server that was on trial has given a token."""
+    """A server on trial has returned a token."""
 
     number: int
 
 
 class Release(Struct, array_like=True, frozen=True, tag=9):
-    """The slot is free again. `answers` are tokens and seconds of the requests that came to their
-    end, `outcome` is that of the last one; `counts` are those of the
-    worker's engine since the last Release."""
+    """The slot is free again. `answers` has tokens and seconds of the completed requests, `outcome`
+    is that of the last one; `counts` are those of the worker's engine since the last Release."""
 
     number: int
     num_requests: int
@@ -240,13 +239,13 @@ class Release(Struct, array_like=True, frozen=True, tag=9):
 
 
 class Leaving(Struct, array_like=True, frozen=True, tag=10):
-    """The worker ends within so many seconds, and wants no more trees."""
+    """The worker ends within so many seconds, and accepts no more trees."""
 
     within_s: float
 
 
 class Looked(Struct, array_like=True, frozen=True, tag=11):
-    """Waits of the live branches of a tree."""
+    """The current waits of the live branches of a tree."""
 
     number: int
     branches: list[BranchNow]

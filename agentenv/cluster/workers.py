@@ -1,16 +1,16 @@
 """The controller's view of its rollout workers: assignment of trees to workers, and reassignment
-after a worker is lost.
+after the loss of a worker.
 
     rollout(task, index) --Grow--> the worker with the fewest trees
             ^                          | TreeFrame by TreeFrame: to the journal, and kept here
             +---- the whole tree <-----+
-            a worker is lost: its trees resume on others, from the last received frame
+            after the loss of a worker: its trees resume on others, from the last received frame
 
-Feeder, queue, journal and the bound on staleness stay with the controller. A worker whose machine
-is about to end is drained: it gets no more trees, and ends those that it has as far as time allows.
+Feeder, queue, journal and the bound on staleness are in the controller. A worker whose machine is
+about to shut down is drained: it gets no more trees, and finishes its trees as far as time permits.
 
-A tree that is cancelled while it has no worker, on a person's request or as a poison task, ends
-here, from its last frame: no worker gets it again.
+A tree that is cancelled while it has no worker, on a user's request or as a poison task, ends here,
+in the state of its last frame.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from agentenv.worker_group import (
     raised,
 )
 
-LOOK_S = 5.0  # for a worker to say what the branches of a tree await
-NUM_SHOWN = 8  # trees of a lost worker, one of which may be a poison task
+LOOK_S = 5.0  # for a worker to report the waits of a tree's branches
+NUM_SHOWN = 8  # trees of a lost worker in a message; one of them may be a poison task
 
 
 @dataclass(eq=False)
 class _Growing:
-    """A tree that is wanted. `number` names it on the link of `worker`; None: it has no worker."""
+    """A requested tree. `number` identifies it on the link of `worker`; None: it has no worker."""
 
     task: Task
     index: int
@@ -64,19 +64,19 @@ class _Growing:
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.looked: asyncio.Future[list[BranchNow]] | None = None  # of a pending Look
-        self.cancelled = ""  # why; empty: it is not
+        self.reply: asyncio.Future[list[BranchNow]] | None = None  # of a pending Look
+        self.cancelled = ""  # the reason; empty: not cancelled
         self.since = loop.time()
         self.number = -1
         self.worker: _Worker | None = None
 
     @property
     def has_come_further(self) -> bool:
-        """Since it has the worker."""
+        """Whether it made progress on its present worker."""
         return len(self.frames) > NUM_FIRST
 
     def state(self) -> Recorded | None:
-        """As it is now."""
+        """Its current state."""
         return self.frames.recorded(self.task) or self.recorded
 
 
@@ -90,21 +90,20 @@ class _Worker(Worker):
         self.trees: dict[int, _Growing] = {}
         self.figures = Figures()
         self.num_ended = 0
-        self.has_come_further = False  # a tree has, on it
+        self.has_come_further = False  # one of its trees made progress
         self.idle = asyncio.Event()  # it has no trees
         self.draining: asyncio.Task[None] | None = None
 
 
 class Placed(NamedTuple):
-    """The worker of a tree (empty: it waits for one), and the time of the loop since when the tree
-    is wanted."""
+    """The worker of a tree (empty: it waits for one), and the loop time of the tree's request."""
 
     worker: str
     since: float
 
 
-def _rest(worker: _Worker) -> str:
-    """Destination of the trees of a lost worker."""
+def _destination(worker: _Worker) -> str:
+    """The destination of the trees of a lost worker, for messages."""
     moved = sorted(growing.index for growing in worker.trees.values())
     shown = ", ".join(map(str, moved[:NUM_SHOWN]))
     more = f" and {len(moved) - NUM_SHOWN} more" if len(moved) > NUM_SHOWN else ""
@@ -114,8 +113,8 @@ def _rest(worker: _Worker) -> str:
 class RolloutWorkers(WorkerGroup[_Worker]):
     """`rollout` replaces `Actor.rollout`.
 
-    `actor` is the controller's: workers ask its engine, and its counters add theirs. `plan` is that
-    of the trees; a tree that is cancelled before it has begun has its first roots.
+    `actor` is the controller's: workers use its engine, and its counters include theirs. `plan` is
+    that of the trees; it determines the failed roots of a tree that is cancelled before its start.
     """
 
     read = staticmethod(messages.read_answer)
@@ -135,13 +134,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self._plan: RolloutPlan = Independent(1) if plan is None else plan
         self.num_moved = 0  # trees resumed on other workers
         self._actor = actor
-        self._homeless: list[_Growing] = []  # until a worker comes
+        self._unplaced: list[_Growing] = []  # until a worker joins
         self._poison = PoisonTasks()
         self._held_back: list[_Growing] = []  # while another poison task is on trial
         self._numbers = count()
-        self._problem: Exception | None = None  # ends the run, by the next tree that is wanted
-        self._is_steered = False  # workers that come are steered too
-        self.is_over = False  # the run: workers need not come again
+        self._problem: Exception | None = None  # the next requested tree raises it
+        self._is_steered = False  # new workers are paused too
+        self.is_over = False  # the run has ended: workers need not reconnect
 
     # Trees
 
@@ -154,8 +153,8 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         recorded: Recorded | None = None,
         order: Order | None = None,
     ) -> TrajectoryTree:
-        """As `Actor.rollout`, on one worker after the other; returns when the tree is in the
-        journal, if there is one. Raises WorkerError when no worker is left."""
+        """As `Actor.rollout`, on successive workers if some are lost; returns when the tree is in
+        the journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
         growing = _Growing(task, index, session, recorded, order)
@@ -170,7 +169,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 found = growing.frames.recorded(task)
                 if found is not None and found.is_finished:
                     break
-                self.report(f"tree {index} arrived incomplete from its worker and starts again")
+                self.report(f"tree {index} arrived incomplete from its worker and restarts")
                 growing = _Growing(task, index, session, None, order)
         finally:
             self._release(growing)
@@ -179,7 +178,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         return found.tree
 
     async def _end_here(self, growing: _Growing) -> TrajectoryTree:
-        """End a cancelled tree without a worker as it is, in the journal too."""
+        """End a cancelled tree without a worker in its current state, also in the journal."""
         record = None
         if self.journal is not None:
             record = TreeRecord(self.journal, growing.index, next(self._numbers))
@@ -194,7 +193,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             cancelled=growing.cancelled,
             order=growing.order,
         )
-        self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
+        self._remember(growing.index, num_lost)  # also if it is requested again, for other weights
         return tree
 
     def _place(self, growing: _Growing) -> None:
@@ -216,7 +215,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             return
         staying = [one for one in self.workers.values() if one.draining is None]
         if not staying:
-            self._homeless.append(growing)
+            self._unplaced.append(growing)
             return
         worker = min(staying, key=lambda one: len(one.trees))
         recorded = growing.recorded
@@ -234,7 +233,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         worker.link.send(pack(grow))
 
     def _release(self, growing: _Growing) -> None:
-        """The tree is not wanted any more, or it has ended."""
+        """The tree has ended, or its request was cancelled."""
         self._forget(growing)
         self._clear(growing)
         worker = growing.worker
@@ -244,20 +243,20 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def _forget(self, growing: _Growing) -> None:
         """Stop waiting for a worker."""
-        for places in (self._homeless, self._held_back):
+        for places in (self._unplaced, self._held_back):
             if growing in places:
                 places.remove(growing)
 
     def _clear(self, growing: _Growing) -> None:
-        """The tree kills no worker; try the next poison task."""
+        """The tree does not kill workers; try the next poison task."""
         if self._poison.clears(growing.index):
             waiting = [one for one in self._held_back if not one.ended.done()]
             if waiting:
                 self._held_back.remove(waiting[0])
-                self._place_again(waiting[0])
+                self._move_tree(waiting[0])
 
-    def _place_again(self, growing: _Growing) -> None:
-        """Resume the tree on another worker, if one may come."""
+    def _move_tree(self, growing: _Growing) -> None:
+        """Resume the tree on another worker, if one can join."""
         if growing.ended.done():  # cancelled, and about to be released
             return
         try:
@@ -273,15 +272,15 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def joined(self, worker: _Worker) -> None:
         if self._is_steered and not self._is_closed:
             self._steer(worker)
-        waiting, self._homeless = self._homeless, []
+        waiting, self._unplaced = self._unplaced, []
         for growing in waiting:
-            self._place_again(growing)
+            self._move_tree(growing)
 
     def left(self, worker: _Worker, why: str) -> Left:
         is_drained = worker.draining is not None and not worker.is_hanging
         if is_drained:
             why = "its machine is about to shut down"
-        rest = _rest(worker)
+        rest = _destination(worker)
         return Left(why, worker.num_ended, rest, is_drained, worker.has_come_further)
 
     async def lost(self, worker: _Worker, why: str) -> None:
@@ -306,7 +305,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 worker.turns.sample(message)
             case messages.Acquire() | messages.FirstToken() | messages.Release():
                 assert worker.leases is not None, "slots are those of a pool"
-                worker.leases.hear(message)
+                worker.leases.handle(message)
             case messages.Quit():
                 worker.turns.quit(message.number)
                 if worker.leases is not None:
@@ -327,12 +326,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             case messages.Ended():
                 self._count(worker, message)
             case messages.Looked():
-                looked = worker.trees.get(message.number)
-                if looked is not None and looked.looked is not None and not looked.looked.done():
-                    looked.looked.set_result(message.branches)
+                growing = worker.trees.get(message.number)
+                reply = None if growing is None else growing.reply
+                if reply is not None and not reply.done():
+                    reply.set_result(message.branches)
 
     def _count(self, worker: _Worker, message: messages.Ended) -> None:
-        """Count a failure: too many, of all workers together, end the run by a wanted tree."""
+        """Count a failure. If there are too many over all workers, a requested tree raises."""
         try:
             self._actor.failures.add(message.failure, who=worker.name)
         except TooManyFailuresError as problem:
@@ -361,7 +361,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 growing.ended.set_result(None)
 
     def _move(self, worker: _Worker) -> None:
-        """Resume the trees of a lost worker on others."""
+        """Resume the trees of a lost worker on other workers."""
         for growing in worker.trees.values():
             if growing.ended.done():
                 continue
@@ -370,22 +370,22 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             growing.recorded, growing.frames = growing.state(), TreeFrames()
             growing.worker = None
             self.num_moved += 1
-            self._place_again(growing)
+            self._move_tree(growing)
         worker.trees.clear()
 
     def _poisonous(self, growing: _Growing) -> None:
-        """Count the loss of its worker."""
+        """Count the loss of the tree's worker."""
         num = self._poison.lost(growing.index, has_come_further=growing.has_come_further)
         self._remember(growing.index, num)
 
     def _remember(self, index: int, num_lost: int) -> None:
-        """Record for the next process how many workers were lost with a tree."""
+        """Record the number of workers lost with a tree, for the next process."""
         if self.journal is not None and num_lost:
             self.journal.append(WorkerLost(index, num_lost, self.journal.settings))
 
     def leave(self, name: str, within_s: float) -> None:
-        """Drain a worker: it gets no more trees, and its link is closed when it has none or at the
-        end of the time; the remaining trees resume elsewhere."""
+        """Drain a worker: it gets no more trees, and its link is closed when it has none, or at the
+        end of the time; the remaining trees resume on other workers."""
         worker = self.workers.get(name)
         if worker is not None and worker.draining is None:
             worker.draining = asyncio.create_task(self._drain(worker, within_s))
@@ -404,10 +404,10 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             worker.idle.set()
 
     def end(self, reason: str) -> None:
-        """No worker will come any more: trees without a worker raise WorkerError."""
+        """Accept no more workers: trees without a worker raise WorkerError."""
         super().end(reason)
-        waiting = self._homeless + self._held_back
-        self._homeless, self._held_back = [], []
+        waiting = self._unplaced + self._held_back
+        self._unplaced, self._held_back = [], []
         for growing in waiting:
             if not growing.ended.done():
                 growing.ended.set_exception(WorkerError(reason))
@@ -415,7 +415,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     # Control
 
     def steer(self) -> None:
-        """Pause or resume the rollouts of workers as those of the controller's actor."""
+        """Pause or resume the rollouts of workers together with those of the controller's actor."""
         self._is_steered = True
         for worker in self.workers.values():
             self._steer(worker)
@@ -424,42 +424,42 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         worker.link.send(pack(messages.Steer(self._actor.is_paused)))
 
     def cancel(self, index: int, reason: str) -> bool:
-        """Cancel a tree on a person's request: its worker receives the order; without a worker it
-        ends here. False: it does not grow."""
+        """Cancel a tree on a user's request: its worker receives a message; without a worker it
+        ends here. Returns False if it is not growing."""
         growing = self._growing(index)
         if growing is None:
             return False
         growing.cancelled = reason
         if growing.worker is not None:
-            growing.worker.link.send(pack(messages.GiveUp(growing.number, reason)))
+            growing.worker.link.send(pack(messages.CancelTree(growing.number, reason)))
         elif not growing.ended.done():
             self._forget(growing)
             growing.ended.set_result(None)
         return True
 
-    async def look(self, index: int) -> list[BranchNow] | None:
-        """What the branches of a tree await; None: it does not grow, or its worker gives no answer
-        within LOOK_S."""
+    async def wait_info(self, index: int) -> list[BranchNow] | None:
+        """The current waits of a tree's branches; None if it is not growing, or if its worker does
+        not answer within LOOK_S seconds."""
         growing = self._growing(index)
         if growing is None or growing.worker is None:
             return None
-        if growing.looked is None or growing.looked.done():
-            growing.looked = asyncio.get_running_loop().create_future()
+        if growing.reply is None or growing.reply.done():
+            growing.reply = asyncio.get_running_loop().create_future()
             growing.worker.link.send(pack(messages.Look(growing.number)))
-        done, _ = await asyncio.wait({growing.looked}, timeout=LOOK_S)
-        return growing.looked.result() if done else None
+        done, _ = await asyncio.wait({growing.reply}, timeout=LOOK_S)
+        return growing.reply.result() if done else None
 
     def _wanted(self) -> list[_Growing]:
-        """All trees; those without a worker come last."""
+        """All requested trees; those without a worker come last."""
         placed = (one for worker in self.workers.values() for one in worker.trees.values())
-        return [*placed, *self._homeless, *self._held_back]
+        return [*placed, *self._unplaced, *self._held_back]
 
     def _growing(self, index: int) -> _Growing | None:
         return next((one for one in self._wanted() if one.index == index), None)
 
     def places(self) -> dict[int, Placed]:
         """The worker of each tree, by index."""
-        waiting = [*self._homeless, *self._held_back]
+        waiting = [*self._unplaced, *self._held_back]
         found = {one.index: Placed("", one.since) for one in waiting}
         for worker in self.workers.values():
             for one in worker.trees.values():
@@ -470,15 +470,15 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     @property
     def num_open_envs(self) -> int:
-        """Totals of all workers, from their last figures."""
+        """The total over all workers, from their last statistics."""
         return sum(one.figures.num_open_envs for one in self.workers.values())
 
     def figures(self) -> list[Figures]:
-        """The last figures of each connected worker."""
+        """The last statistics of each connected worker."""
         return [one.figures for one in self.workers.values()]
 
     def stats(self) -> dict[str, float]:
-        """Totals of the workers, and of each by name."""
+        """Totals over the workers, and the statistics of each by name."""
         found: dict[str, float] = {
             "up": len(self.workers),
             "lost": self.num_lost,

@@ -28,7 +28,7 @@ from agentenv.endpoint.messages import (
 )
 from agentenv.untrusted import decode
 
-SIGNATURE = "agentenv"  # of thoughts, which clients return with them
+SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 
 
 class Anthropic:
@@ -85,7 +85,7 @@ class Anthropic:
 
 
 class AnthropicWriter:
-    """The events of a message: blocks are opened as their first delta comes."""
+    """The events of a message; its first delta opens a block."""
 
     def __init__(self, request: Request, id: str) -> None:
         self._request, self._id = request, id
@@ -105,7 +105,7 @@ class AnthropicWriter:
         yield self._delta(type="text_delta", text=delta)
 
     def finish(self, answer: Answer) -> Iterable[Event]:
-        """The calls, and how the turn ended."""
+        """The calls, and the end of the turn."""
         if self._place < 0 and not answer.message.calls:
             yield from self._opened("text", {"type": "text", "text": ""})
         for call in answer.message.calls:
@@ -179,7 +179,8 @@ def _tools(body: Json) -> tuple[Json, ...]:
 
 
 def _messages(raw: Json, where: str) -> Iterator[Given]:
-    """A message of the user may hold tool results, which are messages of their own, in order."""
+    """The messages in a raw one: a user message may contain tool results, which are separate
+    messages, in order."""
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         what = f"expected user or assistant, got {role!r:.60}"

@@ -1,23 +1,23 @@
 """The calls of a program as the turns of one branch.
 
-    extends the last turn      the messages behind it are the observation
-    anything else              `NextTurn.prompt`: the whole context, in which a message that came
-                               back exactly as it was served stands for the tokens of its turn
+    extends the last turn      the messages after it are the observation
+    anything else              `NextTurn.prompt`: the whole context, in which a message that was
+                               returned exactly as served stands for the tokens of its turn
 
-What is rendered and compared are token ids, by the rollout; here it is decided what is the same
-message, and which `Kind` a context is, for which cause:
+The rollout renders and compares token ids. This module decides which messages are equal, and the
+`Kind` of a context with its cause:
 
-    retry        the same call again, whose answer was never returned: that answer is discarded
-    parallel     it came while another call of the session was under way
-    altered      a message of the policy came back changed: trimmed, json_rewritten, arguments,
+    retry        a repeated call whose answer was never returned: that answer is discarded
+    parallel     it arrived while another call of the session was pending
+    altered      a message of the policy was returned changed: trimmed, json_rewritten, arguments,
                  thoughts_dropped, thoughts_changed, call_ids, calls, text
-    compaction   it shares the beginning of a context, and what follows is shorter and quotes it
+    compaction   it shares the beginning of a context, and the rest is shorter and quotes it
     edited       other messages of a context were changed: system, user, tool, tools, rewound,
-                 assistant (one that was not served was put in)
-    sub_agent    a conversation of its own
+                 assistant (inserted, though it was not served)
+    sub_agent    a separate conversation
 
-Where the program continues a turn that it continued before, or past a compaction, without
-quoting what came of that, those turns are discarded: they are on the tree, and not trained.
+If the program continues a turn again, or continues after a compaction, without quoting the earlier
+continuation, those turns are discarded: they stay on the tree, but are not trained.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from agentenv.types import Kind, Message, NextTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
-OUT_OF_ORDER_S = 20.0  # in which a replayed program with threads asks what it is to ask first
-MIN_QUOTED = 8  # characters of a text that is looked for in another one
+OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
+MIN_QUOTED = 8  # minimum characters of a quoted text
 
 Same = Callable[[Json, Json], bool]
 Thoughts = Literal["apart", "text"]
 
 
 class DivergedError(OutageError):
-    """A replayed program asked otherwise than the recorded one; `cause` names the difference."""
+    """A call of a replayed program differs from the recorded one; `cause` names the difference."""
 
     def __init__(self, text: str, cause: str) -> None:
         super().__init__(text)
@@ -68,8 +68,8 @@ class DivergedError(OutageError):
 
 
 class ProgramCall(NamedTuple):
-    """A call as an observation: what is new, the tools, and how the turn begins. `body` is the JSON
-    of the request."""
+    """A call as an observation: the new messages, the tools, and the start of the turn. `body` is
+    the JSON of the request."""
 
     messages: list[Message]
     tools: tuple[Json, ...]
@@ -78,15 +78,15 @@ class ProgramCall(NamedTuple):
 
 
 class _Pending:
-    """A call that waits for its answer. `beside`: it came while another one was under way."""
+    """A pending call. `is_parallel`: it arrived while another one was pending."""
 
-    def __init__(self, request: Request, *, beside: bool) -> None:
-        self.request, self.beside = request, beside
+    def __init__(self, request: Request, *, is_parallel: bool) -> None:
+        self.request, self.is_parallel = request, is_parallel
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
 
 class _Turn(NamedTuple):
-    """A call that was answered: `context` are its messages and the served one. `kind`: of the
+    """An answered call: `context` has its messages and the served one; `kind` is that of the
     context that it opened."""
 
     context: tuple[Given, ...]
@@ -96,15 +96,15 @@ class _Turn(NamedTuple):
 
 
 def _turn(before: tuple[Given, ...], request: Request, kind: Kind | None, answer: Answer) -> _Turn:
-    """Messages that it shares with `before` are held once."""
+    """An answered call; messages that it shares with `before` are stored once."""
     same = _num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
     return _Turn((*request.messages, answer.message), request, kind, answer)
 
 
 class Session:
-    """The calls of one branch, one at a time in the order in which they came. `port` is that of the
-    server. `after` and `same` are those of `Endpoint.open`."""
+    """The calls of one branch, one at a time in order of arrival. `port` is the server's. `after`
+    and `same`: see `Endpoint.open`."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class Session:
         self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
         self._closed, self._error = "", "ended"
-        self._recorded: dict[int, _Turn] = {}  # that the replayed program has not asked for yet
-        self._expected: list[Request] = []  # by it, behind those; the first one is to be answered
-        self._stray: tuple[str, str] | None = None  # cause and text of a call that is none of them
-        self._is_parallel = False  # its calls came while others were under way
-        self._resumed: _Pending | None = None  # the call in which its program was copied
+        self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
+        self._expected: list[Request] = []  # its calls after those; the first one is unanswered
+        self._stray: tuple[str, str] | None = None  # cause and text of an unexpected call
+        self._is_parallel = False  # its calls arrived while others were pending
+        self._resumed: _Pending | None = None  # the call during which its program was copied
         if after is not None:
             self._follow(after)
         self._same: Same = same or (lambda recorded, now: recorded == now)
@@ -138,7 +138,7 @@ class Session:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that point the clients of both APIs here."""
+        """Environment variables with URL and key for the clients of both APIs."""
         url = f"http://127.0.0.1:{self.port}"
         return {
             "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1",
@@ -148,8 +148,8 @@ class Session:
     # for the environment
 
     async def next(self) -> ProgramCall:
-        """The next call; waits. Raises EnvError once the session is closed, DivergedError for a
-        replay that is none."""
+        """Wait for the next call. Raises EnvError once the session is closed, and DivergedError
+        when a replay differs."""
         self._current = None
         while True:
             self._check_open()
@@ -162,11 +162,11 @@ class Session:
             await self._came.wait()
 
     async def ready(self) -> None:
-        """Return once the replay has come to the call that the recorded session has not answered
-        yet. Raises DivergedError."""
+        """Return when the replay has reached the pending call of the recorded session. Raises
+        DivergedError."""
         while True:
             self._check_open()
-            if (found := self._led()) is not None:
+            if (found := self._replay_pending()) is not None:
                 break
             self._came.clear()
             stray = self._stray
@@ -186,7 +186,7 @@ class Session:
             raise EnvError(self._closed)
 
     def answer(self, action: Message) -> None:
-        """Reply to the call that `next` gave, by the action that the rollout took."""
+        """Reply to the call from `next` with the rollout's action."""
         call, turn = self._current, action.turn
         if call is None or turn is None:
             raise EnvError("no call of the program waits for an answer")
@@ -211,12 +211,12 @@ class Session:
         self._add(call, found, self._opened)
 
     async def reward(self) -> Json | None:
-        """The reward that the program posts."""
+        """The reward that the program posted, if any."""
         await self._rewarded.wait()
         return self.posted
 
     def close(self, why: str = ENDED, error: str = "ended") -> None:
-        """Calls that wait, and those that come, get an error, by a name of ERRORS. Idempotent."""
+        """Pending and later calls get an error, named as in ERRORS. Idempotent."""
         if not self._closed:
             self._closed, self._error = why, error
         for call in (*self._waiting, *filter(None, (self._current,))):
@@ -235,7 +235,7 @@ class Session:
         raise ApiError("no_route", "tokens are not counted for a branch")
 
     async def asked(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
-        """The answer to a call, once the rollout has one. Raises ApiError."""
+        """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
         if self._closed:
@@ -245,15 +245,15 @@ class Session:
         if is_led and (replayed := self._replayed(request)) is not None:
             return [replayed]
         others = self._current is not None or bool(self._waiting) or bool(self._expected)
-        call = _Pending(request, beside=others)
+        call = _Pending(request, is_parallel=others)
         self._is_parallel |= others
         self._waiting.append(call)
         self._came.set()
         return [await call.answer]
 
     def rewarded(self, body: Json) -> None:
-        """The program posts its reward; the last one counts. Raises ApiError."""
-        if self._closed and self._error == "ended":  # what was cut off may still be scored
+        """Store a reward that the program posts; the last one counts. Raises ApiError."""
+        if self._closed and self._error == "ended":  # truncated episodes may still be scored
             raise ApiError("ended", self._closed)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not isfinite(reward):
@@ -264,20 +264,20 @@ class Session:
     # a copy of a program
 
     def continue_as(self, after: Session) -> bool:
-        """Stand where another session stands, as the copy of its program does; False where that
-        has several calls under way."""
+        """Take over the state of another session, for a copy of its program; False if that has
+        several pending calls."""
         call = after._current
         if call is None or after._waiting:
             return False
         self._follow(after)
         self._recorded, self._expected, self.posted = {}, [], after.posted
         self.counts = after.counts.copy()
-        self._current = self._resumed = _Pending(call.request, beside=call.beside)
+        self._current = self._resumed = _Pending(call.request, is_parallel=call.is_parallel)
         return True
 
     def resumed(self) -> tuple[Callable[..., Coroutine[Any, Any, Sequence[Answer]]], Request]:
-        """The call in which its program was copied, and what waits for its answer. Raises
-        ApiError."""
+        """The call during which its program was copied, and a function that waits for its answer.
+        Raises ApiError."""
         call = self._resumed
         if call is None:
             raise ApiError("no_route", "only a copy of a program has a call to resume")
@@ -290,8 +290,8 @@ class Session:
     # a replay
 
     def _follow(self, after: Session) -> None:
-        """Stand where another session stands, as soon as the program has asked what it was asked
-        there, in whatever order its threads come."""
+        """Take over the state of another session once the program has repeated its calls, in any
+        order of its threads."""
         self._turns = list(after._turns)
         self._recorded = dict(enumerate(after._turns))
         self._discarded = set(after._discarded)
@@ -300,21 +300,21 @@ class Session:
         current = (after._current,) if after._current else ()
         self._expected = [call.request for call in (*current, *after._waiting)]
 
-    def _led(self) -> _Pending | None:
-        """The call that is to be answered, once all before it have been."""
+    def _replay_pending(self) -> _Pending | None:
+        """The pending call, once all calls before it have been replayed."""
         if self._recorded or not self._expected:
             return None
         waiting = (call for call in self._waiting if not call.answer.cancelled())
         return next((call for call in waiting if self._is(self._expected[0], call.request)), None)
 
     def _is(self, recorded: Request, now: Request) -> bool:
-        """Whether it is the same call, but for what is chance. Cheap where it is another one."""
+        """Whether two calls are equal except for random parts. Fast for different calls."""
         if len(recorded.messages) != len(now.messages) or len(recorded.tools) != len(now.tools):
             return False
         return self._same(_shown(recorded), _shown(now))
 
     def _replayed(self, request: Request) -> Answer | None:
-        """The answer to the same call of the recorded session; None for one that is to wait."""
+        """The answer to the equal call of the recorded session; None for a call that must wait."""
         for number, turn in self._recorded.items():
             if self._is(turn.request, request):
                 del self._recorded[number]
@@ -331,7 +331,7 @@ class Session:
         )
         if not self._is_parallel:
             raise ApiError("ended", str(self._diverge(*stray)))
-        self._stray = self._stray or stray  # or a thread that is ahead of the others
+        self._stray = self._stray or stray  # unless it is a thread that is ahead of others
         return None
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
@@ -346,7 +346,7 @@ class Session:
         if not call.answer.done():
             call.answer.set_result(answer)
 
-    # where a call goes on
+    # the place where a call continues
 
     def _placed(self, call: _Pending) -> ProgramCall:
         """The call as an observation."""
@@ -382,7 +382,8 @@ class Session:
         return ProgramCall([], request.tools, turn, request.body)
 
     def _extended(self, request: Request) -> int | None:
-        """The last turn whose context continues with messages that are not the policy's."""
+        """The last turn whose context the request continues with messages of others than the
+        policy."""
         given, tools = request.messages, request.tools
         for number in range(len(self._turns) - 1, -1, -1):
             turn = self._turns[number]
@@ -394,7 +395,7 @@ class Session:
         return None
 
     def _references(self, given: tuple[Given, ...]) -> Iterable[Message | int]:
-        """The messages; turns that came back as they were served by their numbers."""
+        """The messages; a turn that was returned as served becomes its number."""
         known = {turn.context[-1]: number for number, turn in enumerate(self._turns)}
         whole = {turn.context: number for number, turn in enumerate(self._turns)}
         for place, one in enumerate(given):
@@ -404,7 +405,7 @@ class Session:
                 yield as_message(one, given[:place])
 
     def _explained(self, call: _Pending, base: int | None) -> tuple[Kind | None, str, list[int]]:
-        """Kind and cause of a context, and the turns that the program has discarded by it."""
+        """Kind and cause of a context, and the turns that the program discards with it."""
         given = call.request.messages
         later = range((-1 if base is None else base) + 1, len(self._turns))
         if base is not None:
@@ -414,13 +415,13 @@ class Session:
             left = [t for t in {*extended, *tried} if not _quotes(given, self._turns[t])]
             if not extended:
                 return None, "", sorted(left)
-            if call.beside:
+            if call.is_parallel:
                 return "parallel", "", []
             again = [t for t in extended if self._turns[t].context[:-1] == given]
             if again:
                 return "retry", "", [t for t in again if not self._is_continued(t)]
             return "edited", "rewound", sorted(left)
-        if call.beside:
+        if call.is_parallel:
             return "parallel", "", []
         again = [
             number
@@ -464,7 +465,7 @@ class Session:
 
 
 def _shown(request: Request) -> Json:
-    """Compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
+    """The compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
     messages = [
         {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
         for given in request.messages
@@ -482,7 +483,7 @@ def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
-    """Whether messages that are not the policy's quote the text of a turn."""
+    """Whether messages of others than the policy quote the text of a turn."""
     said = turn.context[-1].text.strip()
     if len(said) < MIN_QUOTED:
         return False
@@ -490,7 +491,7 @@ def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
 
 
 class _Handler:
-    """The handler that a session is for the server."""
+    """The server's handler for a session."""
 
     def __init__(self, session: Session) -> None:
         self.new_id, self.count, self.answer = session.new_id, session.count, session.asked
@@ -498,7 +499,7 @@ class _Handler:
 
 
 class Endpoint:
-    """One HTTP server for all branches of a process, each with a key of its own."""
+    """One HTTP server for all branches of a process, each with its own key."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -508,7 +509,7 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """On loopback, once it has started."""
+        """The port on loopback, after `start`."""
         return self._server.port
 
     async def start(self) -> None:
@@ -525,11 +526,11 @@ class Endpoint:
         same: Same | None = None,
         thoughts: Thoughts = "apart",
     ) -> Session:
-        """A session for one branch; without a key it gets one. `thoughts` are served apart, or in
-        the text, for programs that would drop them, which opens a context each time. With `after`
-        its first calls are answered from the record of that session, as long as `same` says of two
-        calls, recorded and now, that they are the same: each is {"messages": [..], "tools": [..]}
-        in JSON, a message {"role", "text", "thoughts", "calls", "answers", "name"}."""
+        """A session for one branch; `key` is generated by default. `thoughts` are served separately
+        or, for programs that would drop them and so open a context each time, within the text.
+        With `after`, its first calls are answered from the record of that session, as long as
+        `same` holds for (recorded call, present call): each is {"messages": [..], "tools": [..]} in
+        JSON, a message {"role", "text", "thoughts", "calls", "answers", "name"}."""
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
@@ -538,12 +539,12 @@ class Endpoint:
         return session
 
     def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
-        """Serves each connection that it is given: every call is of this session, whatever its
-        key."""
+        """A function that serves a connection: all its calls belong to this session, regardless of
+        their keys."""
         return partial(self._server.adopt, _Handler(session))
 
     def forget(self, session: Session) -> None:
-        """Close a session for good; its key is refused from now on."""
+        """Close a session; from now on its key is rejected."""
         session.close()
         self._counts.update(session.counts)
         self._sessions.pop(session.key, None)
@@ -572,7 +573,7 @@ MODEL = {
 
 
 async def shared_endpoint() -> Endpoint:
-    """The endpoint of this process, which listens; it is closed with the shared resources."""
+    """The listening endpoint of this process; it is closed with the shared resources."""
     endpoint = shared(("endpoint",), Endpoint)
     await endpoint.start()
     return endpoint

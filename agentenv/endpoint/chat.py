@@ -91,7 +91,7 @@ class Chat:
         return ChatWriter(request, index, id, created)
 
     def usage(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
-        """The last event of a stream that is to say it."""
+        """The last event of a stream that requests the usage."""
         head = {"id": id, "object": "chat.completion.chunk", "created": created}
         return {**head, "model": request.model, "choices": [], "usage": _usage(answers)}
 
@@ -117,7 +117,7 @@ class ChatWriter:
         yield self._event({"content": delta})
 
     def finish(self, answer: Answer) -> Iterable[Event]:
-        """The calls, and how the turn ended."""
+        """The calls, and the end of the turn."""
         for place, call in enumerate(answer.message.calls):
             yield self._event({"tool_calls": [{"index": place, **_call(call)}]})
         more = {} if answer.raw is None else {"raw": answer.raw}
@@ -130,7 +130,7 @@ class ChatWriter:
 
 
 def common(body: Json) -> Json:
-    """Common names of both of OpenAI's APIs."""
+    """The keys that both of OpenAI's APIs share."""
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
@@ -147,7 +147,7 @@ def common(body: Json) -> Json:
 
 
 def read_tools(body: Json, nested: str) -> tuple[Json, ...]:
-    """The tools; each within an object of the key `nested`, if that is not empty."""
+    """The tools; each inside the key `nested`, unless that is empty."""
     found = []
     for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
         where = f"tools[{place}]."
@@ -160,7 +160,7 @@ def read_tools(body: Json, nested: str) -> tuple[Json, ...]:
 
 
 def read_role(raw: Json, where: str) -> Role:
-    """The role of a message, developer being system."""
+    """The role of a message; developer becomes system."""
     role = raw.get("role")
     if not isinstance(role, str) or role not in ROLES:
         what = f"expected one of {', '.join(ROLES)}, got {role!r:.60}"
@@ -207,17 +207,17 @@ def _usage(answers: Sequence[Answer]) -> Json:
 
 
 def logprobs_of(tokens: Sequence[TokenLogprob] | None) -> Json | None:
-    """The log-probs of a choice."""
+    """The log-probs of a choice, in OpenAI's form."""
     return None if tokens is None else {"content": list(token_logprobs(tokens)), "refusal": None}
 
 
 def token_logprobs(tokens: Sequence[TokenLogprob]) -> Iterator[Json]:
-    """Each token with its log-prob; there are no others beside it."""
+    """Each token with its log-prob, without alternatives."""
     for text, logprob in tokens:
         yield {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
 
 
 def openai_error(error: ApiError) -> Json:
-    """The form of both of OpenAI's APIs."""
+    """An error in the form of both of OpenAI's APIs."""
     _, kind, code, _ = ERRORS[error.name]
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}

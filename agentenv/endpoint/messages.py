@@ -1,6 +1,6 @@
-"""Requests and replies in one form for all APIs, and their errors.
+"""Requests and replies in a common form for all APIs, and their errors.
 
-What a client sends is decoded here alone; every fault is an `ApiError` with a name.
+Only this module decodes client input; every fault is a named `ApiError`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ ERRORS: dict[str, tuple[int, str, str | None, str]] = {
 
 
 class ApiError(Exception):
-    """A refusal, by one of the names of ERRORS; `param` is the key of the request that it is
-    about."""
+    """A rejection with a name of ERRORS; `param` is the invalid key of the request."""
 
     def __init__(self, name: str, text: str, param: str | None = None) -> None:
         super().__init__(printable(text))
@@ -57,7 +56,7 @@ class ApiError(Exception):
 
 
 class Call(NamedTuple):
-    """A tool call; `arguments` is the JSON text of an object, as it was served or came."""
+    """A tool call; `arguments` is the JSON text of an object, as served or received."""
 
     id: str
     name: str
@@ -65,7 +64,7 @@ class Call(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A message of a request, or a served one. Equal ones are the same message."""
+    """A message of a request, or a served one, compared by value."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str
@@ -76,10 +75,9 @@ class Given(NamedTuple):
 
 
 class Request(Struct, kw_only=True):
-    """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: of the sampled
-    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read.
-    `compact`: its client writes JSON without blanks. `path` is its
-    route, `reply` the id of its reply."""
+    """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: return those of
+    the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
+    client writes JSON without blanks. `path` is its route, `reply` the id of its reply."""
 
     model: str
     messages: tuple[Given, ...]
@@ -112,7 +110,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Answer(Struct, kw_only=True):
-    """A turn as it is served."""
+    """A served turn."""
 
     message: Given
     finish: Finish
@@ -124,11 +122,11 @@ class Answer(Struct, kw_only=True):
     raw: str | None = None
 
 
-Event = tuple[str, Json]  # name and data of an event of a stream; without a name: data alone
+Event = tuple[str, Json]  # name and data of a stream's event; empty name: only data
 
 
 class Writer(Protocol):
-    """Writes one choice of a stream: deltas as they come, then the whole turn."""
+    """Writes one choice of a stream: deltas, then the whole turn."""
 
     def start(self) -> Iterable[Event]: ...
     def thoughts(self, delta: str) -> Iterable[Event]: ...
@@ -137,10 +135,10 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
-    """One of the APIs. `reply` and `writer` name the reply by `id`."""
+    """One of the APIs. `id` is the id of the reply."""
 
     path: str
-    done: bytes  # what ends a stream
+    done: bytes  # the end of a stream
 
     def read(self, body: Json) -> Request: ...
     def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json: ...
@@ -148,7 +146,7 @@ class Dialect(Protocol):
     def error(self, error: ApiError) -> Json: ...
 
 
-# Reading what a client sends.
+# Decoding client input.
 
 
 def read_body(data: bytes) -> Json:
@@ -163,7 +161,7 @@ def read_body(data: bytes) -> Json:
 
 
 def get(body: Mapping[str, Any], key: str, kind: type[T], default: T, where: str = "") -> T:
-    """A value of this type; null and a missing one are the default."""
+    """A value of this type; the default for null and a missing key."""
     value = body.get(key)
     if value is None:
         return default
@@ -177,7 +175,7 @@ def get(body: Mapping[str, Any], key: str, kind: type[T], default: T, where: str
 def number(
     body: Mapping[str, Any], key: str, kind: type[Any], low: float, high: float
 ) -> Any | None:
-    """A number within bounds; None if it is not given."""
+    """A number within bounds; None if it is missing."""
     if body.get(key) is None:
         return None
     value = get(body, key, kind, kind())
@@ -226,7 +224,7 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> Call:
 
 
 def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
-    """A tool as the renderers take it."""
+    """A tool in the renderers' form."""
     name, schema = get(tool, "name", str, "", where), get(tool, parameters, dict, {}, where)
     if not name:
         raise ApiError("invalid", "a tool needs a name", where + "name")
@@ -236,7 +234,7 @@ def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
 
 
 def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
-    """What renderers and parsers read of a schema of JSON has the form that they expect."""
+    """Check the parts of a JSON schema that renderers and parsers use."""
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
@@ -269,14 +267,14 @@ def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def refuse_set(body: Mapping[str, Any], **unset: Any) -> None:
-    """Refuse keys that would change what is sampled in a way that no engine here knows."""
+    """Reject keys that would affect sampling in ways that no engine supports."""
     for key, neutral in unset.items():
         if body.get(key) not in (None, neutral):
             raise ApiError("unsupported", f"{key} is not supported; omit it", key)
 
 
 def checked(request: Request) -> Request:
-    """The request, if a turn can follow its messages."""
+    """The request, after checking that a turn can follow its messages."""
     if not request.messages:
         raise ApiError("invalid", "the request has no message", "messages")
     if request.messages[-1].role == "assistant":
@@ -289,18 +287,18 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-# Between the forms.
+# Conversions between the forms.
 
 
 def arguments_text(arguments: Mapping[str, Any], *, compact: bool = False) -> str:
-    """Arguments as they are served: as the client writes them again, in Python with blanks, in
-    JavaScript without."""
+    """Arguments in the client's JSON style, so that they are returned unchanged: with blanks for
+    Python, without for JavaScript."""
     return json.dumps(arguments, ensure_ascii=False, separators=(",", ":") if compact else None)
 
 
 def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
-    """The message for a renderer; `before` are those before it, which hold the name of the call
-    that a result answers. Raises ApiError for arguments that are no JSON object."""
+    """The message for a renderer; `before` has the earlier messages, with the name of the call that
+    a result answers. Raises ApiError for arguments that are not a JSON object."""
     if given.role == "tool":
         names = {call.id: call.name for one in before for call in one.calls}
         return Message("tool", given.text, name=given.name or names.get(given.answers))
@@ -334,8 +332,8 @@ def served(
     raw: bool = False,
     compact: bool = False,
 ) -> Given:
-    """A turn as the message that is served. A call that cannot be read stays in the text, unless
-    the client asks for it (`raw`)."""
+    """The served message of a turn. A malformed call stays in the text, unless the client requests
+    it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
         Call(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
@@ -345,7 +343,7 @@ def served(
 
 
 def alteration(now: Given, then: Given) -> str:
-    """Changes of a client to a message that was served as `then`."""
+    """The cause by which a returned message (`now`) differs from the served one (`then`)."""
     if now.thoughts != then.thoughts and now._replace(thoughts="") == then._replace(thoughts=""):
         return "thoughts_changed" if now.thoughts else "thoughts_dropped"
     if [call[1:] for call in now.calls] == [call[1:] for call in then.calls] != []:

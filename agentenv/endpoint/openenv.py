@@ -1,17 +1,18 @@
 """Environments as an OpenEnv (1.x) server: sessions over WebSockets and JSON-RPC.
 
-    /ws        {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {..}}; a session each
+    /ws        {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {..}}; one session per
+               connection
     /mcp       JSON-RPC, by POST or as a WebSocket: tools/list, tools/call, openenv/session/create,
-               openenv/session/close, and openenv/session/fork, the capability that is proposed
-    /reset /step /state                    each with an environment of its own, which then ends
+               openenv/session/close, and openenv/session/fork, a proposed capability
+    /reset /step /state                    each with a separate environment, which then ends
     /health /metadata /schema /openapi.json
     /list_environments /NAME/splits /NAME/num_tasks /NAME/task /NAME/task_range
 
 An action is a turn of the policy, {"content": text, "tool_calls": [{"name", "arguments"}, ..]},
-whose text is graded where it calls nothing; or one call as MCP has it, {"type": "call_tool",
-"tool_name", "arguments"}. The observation of a turn, and of a reset, is {"messages": [..]}. With
-"limit" in a turn the policy says that a limit of its own ended the episode: what it wrote so far is
-graded. The package openenv is not needed. docs/openenv.md has the law of forks.
+whose text is graded if it has no calls; or one call in MCP's form, {"type": "call_tool",
+"tool_name", "arguments"}. The observation of a turn, and of a reset, is {"messages": [..]}. "limit"
+in a turn means that a limit of the client ended the episode: the text so far is graded. The package
+openenv is not needed. docs/openenv.md has the law of forks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Json = dict[str, Any]
 
 
 class Action(Struct):
-    """A turn, or one call in the words of MCP."""
+    """A turn, or one call in MCP's form."""
 
     type: str = "turn"
     content: str = ""
@@ -63,7 +64,7 @@ class Action(Struct):
 
 
 class Observation(Struct):
-    """The messages that answer a turn; those of a reset are the prompt."""
+    """The messages that answer a turn; after a reset, the prompt."""
 
     messages: list[Json] = field(default_factory=list)
     metadata: Json = field(default_factory=dict)
@@ -101,11 +102,11 @@ class _Request(Struct):
 
 
 class EnvServer(Listener):
-    """Serves the environments that `make_env` makes of the tasks of `splits`, as `name`.
+    """Serves environments that `make_env` creates for the tasks of `splits`, under `name`.
 
-    With a `key`, each request but /health brings it as `Authorization: Bearer KEY`. At most
-    `max_sessions` are open; one that nobody uses for `idle_s` ends. No answer of an environment may
-    take over `timeout_s`.
+    With a `key`, each request except /health must have `Authorization: Bearer KEY`. At most
+    `max_sessions` are open; a session that is idle for `idle_s` seconds ends. An answer of an
+    environment may take `timeout_s` seconds at most.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class EnvServer(Listener):
         self._capabilities: list[str] = []
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Try the environment, then listen; port 0 is any that is free. Raises ConfigError."""
+        """Test the environment, then listen; port 0 is any free one. Raises ConfigError."""
         if not self._key and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
                 f"host {host} is reachable from other machines; set a key (api_key_env)"
@@ -174,7 +175,7 @@ class EnvServer(Listener):
     def _guard(self) -> Middleware:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            """The key, and errors in the form of the protocol."""
+            """Check the key, and convert errors to the protocol's form."""
             known = compare_digest(key_of(request).encode(), self._key.encode())
             if self._key and not known and request.path != "/health":
                 return json_response({"detail": "send the key as Authorization: Bearer KEY"}, 401)
@@ -202,7 +203,7 @@ class EnvServer(Listener):
         return self._splits[str(split)]
 
     async def _post(self, http: web.Request) -> web.Response:
-        """JSON-RPC, or a reset, and a step after it, outside of sessions."""
+        """JSON-RPC, or a reset and a step without a session."""
         body, session = await _body(http), Session()
         if http.path == "/mcp":
             return json_response(await self._rpc(body, None))
@@ -216,7 +217,7 @@ class EnvServer(Listener):
             await uncancelled(self._sessions.end(session))
 
     async def _attend(self, http: web.Request) -> web.WebSocketResponse:
-        """A WebSocket, with which its session ends."""
+        """Serve a WebSocket; its session ends with it."""
         ws = web.WebSocketResponse(compress=False, max_msg_size=MAX_BYTES)
         answer = self._rpc if http.path == "/mcp" else self._answer
         attached: list[Session] = []
@@ -242,7 +243,7 @@ class EnvServer(Listener):
         return session
 
     async def _answer(self, text: str, session: Session) -> Json | None:
-        """The reply to a message; None where it ends the session."""
+        """The reply to a message; None if it ends the session."""
         try:
             asked = _read(text, _Request)
             if asked.type == "close":

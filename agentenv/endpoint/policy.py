@@ -1,8 +1,8 @@
-"""Answers from the policy outside of a run: calls are rendered, sampled and streamed here.
+"""Answers from the policy outside of a run: renders, samples and streams calls.
 
-A message of the assistant that the client returns as it was served stands for the tokens that were
-sampled, so that a conversation goes on in the very tokens of a rollout; everything else is
-rendered, turn by turn as a rollout does.
+An assistant message that the client returns as served stands for its sampled tokens, so that a
+conversation continues with the exact tokens of a rollout; other messages are rendered turn by turn,
+as in a rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, said
+from agentenv.call_syntax import call_marks, split_thoughts
 from agentenv.encoder import fast_tokenizer, token_texts
 from agentenv.endpoint.messages import (
     Answer,
@@ -43,7 +43,7 @@ from agentenv.renderer import ContextRenderer, context_ids
 from agentenv.types import Chunk, Completion, Message, SamplingParams
 
 STREAM_INTERVAL = 4  # tokens
-MAX_HELD = 4096  # conversations and turns whose tokens are kept
+MAX_HELD = 4096  # cached conversations and turns
 
 Key = tuple[bytes, tuple[Given, ...]]  # tools and messages of a conversation
 
@@ -57,8 +57,8 @@ class Prompt(NamedTuple):
 
 
 class PolicyHandler:
-    """Answers with one engine. `sampling` and `max_tokens` are what requests do not say; `names`
-    those of the model, the first one its own; `prefix` begins the ids of replies and calls."""
+    """Answers with one engine. `sampling` and `max_tokens` are defaults for requests; `names` are
+    the model's names, the proper one first; `prefix` begins the ids of replies and calls."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class PolicyHandler:
         return f"{self._prefix}{next(self._ids):x}"
 
     async def count(self, request: Request) -> int:
-        """Tokens of the prompt."""
+        """The number of prompt tokens."""
         return len(self._prompt(request).ids)
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
-        """Samples `n` turns at a time."""
+        """Sample `n` turns concurrently."""
         if request.model not in self.names:
             what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
             raise ApiError("no_model", what, "model")
@@ -110,7 +110,7 @@ class PolicyHandler:
         return [one.result() for one in asked]
 
     def _prompt(self, request: Request) -> Prompt:
-        """The tokens; those of the longest conversation that is held are taken as they are."""
+        """The prompt's tokens, which extend those of the longest cached conversation."""
         given, tools = request.messages, request.tools
         shown = msgspec.json.encode(tools)
         held, start = array("i"), 0
@@ -174,14 +174,14 @@ class PolicyHandler:
         return self._served(request, prompt, done)
 
     def _served(self, request: Request, prompt: Prompt, done: Completion) -> Answer:
-        """The turn as it is served, whose tokens are kept for the conversation that goes on."""
+        """The served turn; its tokens are cached for the rest of the conversation."""
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
         stop = done.stop if done.stop in request.stop else None
         text = action.content.removesuffix(stop or "")
         marks = call_marks(renderer.style, tools)
         readable = any(request.raw or "problem" not in call.arguments for call in action.tool_calls)
-        thoughts, text = said(text, renderer.style, marks if readable else ())
+        thoughts, text = split_thoughts(text, renderer.style, marks if readable else ())
         reply = self.new_id()
         message = served(
             thoughts.strip(),
@@ -194,7 +194,7 @@ class PolicyHandler:
         finish: Finish = "length" if done.finish_reason == "length" else "stop"
         sampled = array("i", done.token_ids)
         if done.finish_reason == "length" or stop is not None:
-            sampled.append(renderer.end_id)  # what follows comes after the end of the turn
+            sampled.append(renderer.end_id)  # the next tokens come after the end of the turn
         self._keep(self._turns, message, sampled)
         shown, given = prompt.key
         self._keep(self._conversations, (shown, (*given, message)), prompt.ids + sampled)
@@ -221,8 +221,8 @@ class PolicyHandler:
 
 
 class TurnStream:
-    """Reports what is known of a turn while it is sampled. Held back is what may turn out to be a
-    part of a call, of a stop string, of a character, or blanks at the end."""
+    """Streams the text of a turn. It holds back text that may belong to a call, a stop string, an
+    incomplete character, or trailing blanks."""
 
     def __init__(
         self, handler: PolicyHandler, request: Request, prompt: Prompt, index: int, delta: Delta
@@ -238,7 +238,7 @@ class TurnStream:
         self._ids += chunk.token_ids
         so_far = Completion(self._ids, [], [], "length", [])
         text = self._renderer.parse(so_far, self._prompt.tools, self._prompt.ids).content
-        parts = said(self._without_held(text), self._renderer.style, self._marks)
+        parts = split_thoughts(self._without_held(text), self._renderer.style, self._marks)
         for place, (kind, whole) in enumerate(zip(("thoughts", "text"), parts, strict=True)):
             whole, before = whole.strip(), self._reported[place]
             if len(whole) > len(before) and whole.startswith(before):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, without its store: the client sends all items each time."""
+"""OpenAI's Responses API, without its store: the client must send all items each time."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class Responses:
 
 
 class ResponsesWriter:
-    """The events of a response: items are opened as their first delta comes."""
+    """The events of a response; its first delta opens an item."""
 
     def __init__(self, request: Request, id: str, created: int) -> None:
         self._request, self._id, self._created = request, id, created
         self._numbers = count()
         self._place = -1  # of the item that is open
         self._open = ""  # its type
-        self._said = ""  # its text so far
+        self._text = ""  # its text so far
 
     def start(self) -> Iterable[Event]:
         for kind in ("created", "in_progress"):
@@ -95,7 +95,7 @@ class ResponsesWriter:
         for item, call in items:
             if call is None and item["type"] == self._open:
                 yield from self._close(item)
-            elif call is None and not self._said:  # it said nothing
+            elif call is None and not self._text:  # an empty text
                 yield from self._delta(item["type"], "")
                 yield from self._close(item)
             elif call is not None:
@@ -114,12 +114,12 @@ class ResponsesWriter:
     def _delta(self, kind: str, delta: str) -> Iterable[Event]:
         if self._open != kind:
             if self._open:
-                yield from self._close(_text_item(self._open, self._id, self._said, ()))
-            self._place, self._open, self._said = self._place + 1, kind, ""
+                yield from self._close(_text_item(self._open, self._id, self._text, ()))
+            self._place, self._open, self._text = self._place + 1, kind, ""
             yield self._item("added", _text_item(kind, self._id, None, (), "in_progress"))
             part = _part(kind, "", ())
             yield self._event("response.content_part.added", part=part, **self._at(kind))
-        self._said += delta
+        self._text += delta
         if delta:
             more: Json = {"logprobs": []} if kind == "message" else {}
             yield self._event(
@@ -151,7 +151,7 @@ _ID = {"reasoning": "rs_", "message": "msg_"}
 
 
 def _items(answer: Answer, id: str) -> list[tuple[Json, Call | None]]:
-    """The items of a turn; beside each the call that it is."""
+    """The items of a turn, each with its call, if it is one."""
     given, found = answer.message, []
     logprobs = list(token_logprobs(answer.logprobs or ()))
     if given.thoughts:
@@ -212,7 +212,7 @@ def _response(
 
 
 def _messages(value: Any) -> list[Given]:
-    """The items as messages: those of a turn of the assistant, one after the other, are one."""
+    """The items as messages; consecutive items of an assistant's turn form one message."""
     if isinstance(value, str):
         return [Given("user", text_of(value, "input", ()))]
     messages: list[Given] = []

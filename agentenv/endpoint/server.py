@@ -1,12 +1,12 @@
-"""The HTTP server of the endpoint: routes, keys, streams; a `Handler` answers each key.
+"""The HTTP server of the endpoint: routes, keys, streams; a `Handler` serves each key.
 
     GET   /health, /v1/models, /v1/models/NAME
     POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
-    POST  /v1/reward                            {"reward": NUMBER, "success"}, of a captured program
-    POST  /v1/resume                            the reply to the call in which a program was copied
+    POST  /v1/reward                            {"reward": NUMBER, "success"} of a captured program
+    POST  /v1/resume                            the reply to the call during which it was copied
 
-A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of the API
-of its route, and a name of ERRORS.
+The key is in `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of its
+route's API, and a name of ERRORS.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from agentenv.endpoint.responses import Responses
 from agentenv.errors import ConfigError
 
 MAX_BODY_BYTES = 64 << 20
-BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
+BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
 SHUTDOWN_S = 1.0
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
 MAX_ADOPTED = 256  # connections of one handler at a time
-BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
+BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
 
-Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
+Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
 
 _Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[Answer]]]
 
@@ -64,7 +64,7 @@ class Handler(Protocol):
         ...
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
-        """One turn a choice; with `delta` what is known of it is reported before."""
+        """One turn per choice; `delta`, if any, gets new text during sampling."""
         ...
 
     async def count(self, request: Request) -> int:
@@ -80,7 +80,7 @@ class Listener:
         self.port = 0
 
     async def listen(self, app: web.Application, host: str, port: int) -> None:
-        """Port 0 is any that is free. Raises ConfigError."""
+        """Listen; port 0 is any free one. Raises ConfigError."""
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -90,21 +90,21 @@ class Listener:
         except OSError as error:
             await self.close()
             if error.errno == errno.EADDRINUSE:
-                reason = "another process does; choose another port, or port=0 for any free one"
+                reason = "the port is in use; choose another port, or port=0 for any free one"
             else:
                 reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        """Stop listening, and cancel what goes on. Idempotent."""
+        """Stop listening, and cancel running requests. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
 
 
 class ApiServer(Listener):
-    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
+    """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `models` are
     those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
 
     def __init__(
@@ -113,10 +113,10 @@ class ApiServer(Listener):
         super().__init__()
         self._find, self._models, self._created = find, models, created
         self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()  # by transport
-        self._adopting: dict[Any, Handler] = {}  # by protocol, before there is a transport
+        self._adopting: dict[Any, Handler] = {}  # by protocol, before it has a transport
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 is any that is free. Raises ConfigError."""
+        """Listen; port 0 is any free one. Raises ConfigError."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.router.add_get("/health", _healthy)
         app.router.add_get("/v1/models", self._list)
@@ -144,8 +144,8 @@ class ApiServer(Listener):
         raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
     async def adopt(self, handler: Handler, one: socket.socket) -> None:
-        """Serve a connection whose every call is for this handler, whatever its key; one too many
-        is closed."""
+        """Serve a connection whose calls all go to this handler, regardless of their keys; close it
+        beyond MAX_ADOPTED."""
         live = [to for to, owner in self._adopted.items() if owner is handler]
         if self._runner is None or len(live) >= MAX_ADOPTED:
             one.close()
@@ -182,7 +182,7 @@ class ApiServer(Listener):
         return json_response(dialect.reply(request, answers, request.reply, self._created))
 
     async def _resume(self, http: web.Request) -> web.StreamResponse:
-        """The reply to the call in which a program was copied, as its first client expects it."""
+        """The reply to the call during which a program was copied, in the form of that call."""
         resumed = getattr(self._handler(http), "resumed", None)
         if resumed is None:
             raise ApiError("no_route", "only a copy of a program has a call to resume")
@@ -204,7 +204,8 @@ class ApiServer(Listener):
     async def _stream(
         self, dialect: Dialect, http: web.Request, answer: _Answer, request: Request
     ) -> web.StreamResponse:
-        """A stream begins with the first delta: what is refused before has its status."""
+        """Stream a reply. The stream begins with the first delta, so that earlier errors have their
+        HTTP status."""
         id = request.reply
         queue: asyncio.Queue[tuple[int, str, str] | None] = asyncio.Queue()
 
@@ -245,7 +246,7 @@ class ApiServer(Listener):
 
 
 def key_of(http: web.Request) -> str:
-    """The key that a request brings, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    """The key of a request, from `Authorization: Bearer KEY` or `x-api-key: KEY`."""
     kind, _, key = http.headers.get("Authorization", "").partition(" ")
     if kind.lower() != "bearer":
         key = http.headers.get("x-api-key", "")
@@ -253,7 +254,7 @@ def key_of(http: web.Request) -> str:
 
 
 def only(key: str, handler: Handler) -> Callable[[str], Handler]:
-    """Finds one handler by its key."""
+    """A `find` for a single handler."""
 
     def find(given: str) -> Handler:
         if not compare_digest(given.encode(), key.encode()):

@@ -7,7 +7,7 @@
     messages, reward, terminated, truncated, info = await sessions.step(session, action)
     await sessions.end(session, *copies)
 
-What cannot be done raises Refused, whose code says whose fault it is.
+Failures raise Refused, whose code names the cause.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
 from agentenv.errors import AgentEnvError, guarded
 from agentenv.types import Info, Limit, Message, Task
 
-# invalid: the request; unknown: there is nothing that does it; full: no session is left; ended:
-# there is no episode to act in; made: an environment cannot be made; lost: one has failed, and its
-# session with it
+# invalid: the request is invalid; unknown: not supported; full: no session is left; ended: no
+# episode is running; made: an environment cannot be made; lost: an environment failed, which ends
+# its session
 Code = Literal["invalid", "unknown", "full", "ended", "made", "lost"]
 
 logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """A request that is answered by an error."""
+    """The error that answers a request."""
 
     def __init__(self, code: Code, text: str) -> None:
         super().__init__(text)
@@ -40,8 +40,8 @@ class Refused(Exception):
 
 
 class Session:
-    """One episode at a time. Whoever asks it something holds its lock; `is_attached`: it ends with
-    a connection, and is not idle."""
+    """One episode at a time. Each call holds its lock. `is_attached`: it ends with its connection,
+    and is not subject to the idle limit."""
 
     def __init__(self) -> None:
         self.id = str(uuid4())
@@ -52,7 +52,7 @@ class Session:
         self.lock = asyncio.Lock()
 
     def live(self) -> Env:
-        """The environment of an episode that goes on."""
+        """The environment of the running episode."""
         if self.env is None or self.has_ended:
             why = "the episode has ended" if self.has_ended else "call reset first"
             raise Refused("ended", why)
@@ -60,8 +60,8 @@ class Session:
 
 
 class Sessions:
-    """At most `most` sessions. One that nothing is attached to ends after `idle_s`; no answer of an
-    environment may take over `timeout_s`."""
+    """At most `most` sessions. One without a connection ends after `idle_s` idle seconds; an answer
+    of an environment may take `timeout_s` seconds at most."""
 
     def __init__(
         self, make_env: Callable[[Task], Env], most: int, idle_s: float, timeout_s: float
@@ -81,7 +81,7 @@ class Sessions:
         return session
 
     def add(self, number: int) -> list[Session]:
-        """So many new sessions, or none."""
+        """Add `number` new sessions. Raises Refused if there is no room for all."""
         if len(self._held) + number > self.most:
             raise Refused("full", f"{len(self._held)} of {self.most} sessions are open")
         made = [Session() for _ in range(number)]
@@ -93,7 +93,7 @@ class Sessions:
     async def begin(
         self, session: Session, task: Task, seed: int | None
     ) -> tuple[list[Message], Info]:
-        """Begin an episode, in place of the session's last one."""
+        """Begin an episode, which replaces the session's last one."""
         await self._close(session)
         session.has_ended, session.task, session.num_steps = False, task, 0
         try:
@@ -112,16 +112,16 @@ class Sessions:
     async def finish(
         self, session: Session, limit: Limit, action: Message | None
     ) -> tuple[float, Info]:
-        """Grade an episode that a limit of the policy has ended."""
+        """Grade an episode that a limit of the policy ended."""
         return check_finish(await self._within(session.live().finish(limit, action), "grade"))
 
     async def fork(self, session: Session, number: int) -> list[Session]:
-        """So many sessions in the state of this one, or none: the same next action gives each the
-        same observation, and what one does never changes another."""
+        """Create `number` sessions with the state of this one: an equal next action gives an equal
+        observation in each, and they are independent. Raises Refused if it cannot create all."""
         env = session.live()
         if env.fork_mode == "none":
             raise Refused("unknown", "this environment cannot be forked")
-        made = self.add(number)  # places first, before others take them
+        made = self.add(number)  # reserve the sessions first
         try:
             for one in made:
                 one.env = await self._within(env.fork(), "fork")

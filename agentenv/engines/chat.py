@@ -1,8 +1,9 @@
 """Chat messages instead of token ids, for endpoints without token access.
 
-Actor, env, tools and limits stay as they are: they see lists of ids, whose length counts. Here the
-first id of a piece of text names the piece and the others only fill its length in tokens: exact
-for sampled tokens where the endpoint reports its usage, else estimated at four bytes a token.
+Actor, env, tools and limits are unchanged: they handle lists of ids, of which the length matters.
+Here the first id of a piece of text identifies the piece, and the others pad it to its length in
+tokens: exact for sampled tokens if the endpoint reports its usage, else estimated at four bytes per
+token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FILL = 0
 OURS = "agentenv"  # owner of the models of `agentenv serve`
 BYTES_PER_TOKEN = 4
 CUT_MARKER = " ... "
-# structure to most models, since that of this one is unknown
+# structural tokens of common models, since those of the served one are unknown
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
            "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
 
@@ -43,9 +44,9 @@ class Piece(Struct, frozen=True, kw_only=True):
     """A text of the conversation: the prompt, a turn of the policy, or results.
 
     `messages` are those of the prompt or the results, `calls` the native tool calls of a turn as
-    the endpoint sent them, `content` its text without thoughts and calls, `thoughts` those that are
-    sent back. `num_prompt_tokens` is what the endpoint counted before the turn, 0 if it did not
-    say.
+    the endpoint sent them, `content` its text without thoughts and calls, `thoughts` the thoughts
+    that are sent back. `num_prompt_tokens` is the endpoint's count before the turn, 0 if it did not
+    report one.
     """
 
     text: str
@@ -59,31 +60,31 @@ class Piece(Struct, frozen=True, kw_only=True):
 
 
 class Pieces:
-    """All pieces of a process by the id that names them."""
+    """All pieces of a process by their identifying ids."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
 
     def add(self, piece: Piece, num_tokens: int) -> list[int]:
-        """The ids of a piece, as many as it has tokens and one at least."""
+        """The ids of a piece: one per token, and at least one."""
         self._pieces.append(piece)
         return [len(self._pieces)] + [FILL] * (num_tokens - 1)
 
     def read(self, ids: Sequence[int]) -> list[Piece]:
-        """The pieces that ids name, in order."""
+        """The pieces of these ids, in order."""
         return [self._pieces[i - 1] for i in ids if i != FILL]
 
 
 class _Markers:
-    """The tokenizer interface that TextCodec needs to break forging strings."""
+    """The part of a tokenizer that TextCodec needs to break structural strings."""
 
     eos_token_id = None
     all_special_tokens = MARKERS
 
 
 class ChatRenderer:
-    """Renderer over pieces. `native`: tools and calls by the endpoint's own fields; else the tag
-    protocol, whose calls end at a stop string."""
+    """A renderer over pieces. `native`: tools and calls in the endpoint's fields; else the tag
+    protocol, whose calls end with a stop string."""
 
     tokenizer = None
 
@@ -110,7 +111,7 @@ class ChatRenderer:
     def parse(
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
-        """The action as a message; a turn that was cut off has no calls."""
+        """The action as a message; a truncated turn has no calls."""
         (piece,) = self.pieces.read(completion.token_ids)
         if completion.finish_reason != "stop":
             return Message("assistant", piece.text)
@@ -124,7 +125,7 @@ class ChatRenderer:
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
-        """Nothing takes long: nothing is tokenized."""
+        """Do nothing: there is no tokenization."""
 
     def observation(
         self,
@@ -133,7 +134,8 @@ class ChatRenderer:
         max_tokens: int,
         turn_ids: Sequence[int] = (),
     ) -> list[int]:
-        """Each text keeps its head and tail within about `max_tokens`."""
+        """The ids of the results; a longer text keeps its head and tail within about
+        `max_tokens`."""
         check_observation(messages)
         self._check_answered(messages, turn_ids)
         kept = tuple(
@@ -143,11 +145,11 @@ class ChatRenderer:
             )
             for one in messages
         )
-        text = _results(kept) + "".join(f"\n\nuser: {said}\n\n" for said in _said(kept))
+        text = _results(kept) + "".join(f"\n\nuser: {said}\n\n" for said in _texts_of_user(kept))
         return self.pieces.add(Piece(text=text, messages=kept), estimated_tokens(text))
 
     def _check_answered(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> None:
-        """The endpoint refuses a call without a result."""
+        """Raises CrashError for a call without a result, which the endpoint would reject."""
         num_calls = sum(len(piece.calls) for piece in self.pieces.read(turn_ids))
         num_results = sum(message.role == "tool" for message in messages)
         if self.native and turn_ids and num_results != num_calls:
@@ -162,33 +164,33 @@ class ChatRenderer:
         return self.pieces.add(Piece(text=text), estimated_tokens(text))
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break tags, and what is structure to most models."""
+        """Break tags and the structural strings of common models."""
         return self._codec.neutralise(text, tools)
 
     def num_prompt_tokens(self, action_ids: Sequence[int]) -> int:
-        """Tokens before a turn as the endpoint counted them, 0 if it did not."""
+        """The endpoint's count of tokens before a turn, 0 if it did not report one."""
         pieces = self.pieces.read(action_ids)
         return pieces[0].num_prompt_tokens if pieces else 0
 
 
 def _results(messages: Sequence[Message]) -> str:
-    """The tool results as the tag protocol writes them."""
+    """The tool results in the tag protocol."""
     results = (one.content for one in messages if one.role == "tool")
     return "".join(RESULT_OPEN + text + RESULT_CLOSE for text in results)
 
 
 def _shown_results(piece: Piece) -> str:
-    """A piece without what a user says in it."""
+    """A piece without its user messages."""
     return _results(piece.messages) if piece.messages else piece.text
 
 
-def _said(messages: Sequence[Message]) -> list[str]:
-    """The texts of a user."""
+def _texts_of_user(messages: Sequence[Message]) -> list[str]:
+    """The texts of user messages."""
     return [one.content for one in messages if one.role == "user"]
 
 
 def native_call(raw: dict[str, Any]) -> ToolCall:
-    """A call as an endpoint writes it; one that cannot be read names its problem."""
+    """A call in the endpoint's form; an invalid one becomes MALFORMED_CALL with the problem."""
     function = raw.get("function") or {}
     name, text = function.get("name"), function.get("arguments")
     try:
@@ -215,17 +217,17 @@ def _cut(text: str, max_tokens: int) -> str:
 
 
 ENDS = {"stop", "length", "tool_calls", "function_call"}
-# sampling parameters beyond the standard, sent only where they change something
+# non-standard sampling parameters, sent only when they have an effect
 EXTRA = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 KEEP_STOP = {"vllm": "include_stop_str_in_output", "sglang": "no_stop_trim"}
 
 
 class ChatEngine(EndpointEngine):
-    """Engine whose ids are those of `pieces`. A turn has as many as the endpoint says that it
-    sampled; log-probs and entropies are NaN.
+    """An engine whose ids are those of `pieces`. The length of a turn is the endpoint's count of
+    sampled tokens; log-probs and entropies are NaN.
 
-    A refusal that is a message is a turn like any other; one by a content filter is an
-    EngineError, since the model did not get to answer.
+    A refusal in the text is a normal turn; one by a content filter is an EngineError, since the
+    model did not answer.
     """
 
     def __init__(self, config: OpenAIConfig, pieces: Pieces, *, native: bool) -> None:
@@ -234,14 +236,14 @@ class ChatEngine(EndpointEngine):
         self.native = native
 
     async def start(self) -> None:
-        """Raises ConfigError. An endpoint of `agentenv serve` reads and writes calls itself."""
+        """Connect. Raises ConfigError. `agentenv serve` parses and renders calls itself."""
         await super().start()
         self.native = self.native or self.is_ours
 
     @property
     def is_ours(self) -> bool:
-        """Whether `agentenv serve` is asked, which takes a whole seed and gives turns as they were
-        sampled, and to which they go back as they came."""
+        """Whether the endpoint is `agentenv serve`, which accepts 64-bit seeds and returns turns as
+        they were sampled; they are sent back unchanged."""
         return self.endpoint.owner == OURS
 
     async def generate(
@@ -298,7 +300,7 @@ class ChatEngine(EndpointEngine):
         return "continue" if self.endpoint.known else "turns"
 
     def _messages(self, pieces: Sequence[Piece]) -> list[Json]:
-        """The dialogue as the API takes it."""
+        """The conversation in the API's form."""
         chat: list[Json] = [{"role": m.role, "content": m.content} for m in pieces[0].messages]
         rest = pieces[1:]
         if self.native:
@@ -308,14 +310,14 @@ class ChatEngine(EndpointEngine):
                 if piece.is_turn:
                     chat.append({"role": "assistant", "content": piece.text.strip()})
                 else:
-                    texts = [_shown_results(piece).strip(), *_said(piece.messages)]
+                    texts = [_shown_results(piece).strip(), *_texts_of_user(piece.messages)]
                     chat.append({"role": "user", "content": "\n\n".join(filter(None, texts))})
             return chat
         more = {"prefix": True} if self._way() == "prefix" else {}
-        text = ""  # of the policy's turns and results since a user said something
+        text = ""  # of the policy's turns and results since the last user message
         for piece in rest:
             text += _shown_results(piece)
-            if said := _said(piece.messages):
+            if said := _texts_of_user(piece.messages):
                 chat.append({"role": "assistant", "content": text})
                 chat += ({"role": "user", "content": one} for one in said)
                 text = ""
@@ -324,7 +326,7 @@ class ChatEngine(EndpointEngine):
     # replies
 
     def _completion(self, reply: ChatReply, sampling: SamplingParams) -> Completion:
-        """The reply as a turn. Raises EngineError for an end that is none."""
+        """The reply as a turn. Raises EngineError for an unknown finish reason."""
         choice, usage = reply.choices[0], reply.usage or ChatUsage()
         message, reason = choice.message, choice.finish_reason
         if reason not in ENDS:
@@ -360,8 +362,8 @@ class ChatEngine(EndpointEngine):
         return unmeasured(ids, "length" if reason == "length" else "stop", stop)
 
     def _stop(self, choice: ChatChoice, content: str, sampling: SamplingParams) -> str | None:
-        """The stop string that ended the turn. Where the endpoint does not say and leaves it out
-        of the text, it is that of a tag that was opened and not closed."""
+        """The stop string that ended the turn. If the endpoint neither reports it nor includes it
+        in the text, it is the closing tag of an unclosed tag."""
         for reason in (choice.stop_reason, choice.matched_stop):
             if isinstance(reason, str) and reason in sampling.stop:
                 return reason
@@ -378,7 +380,7 @@ class ChatEngine(EndpointEngine):
 
 
 def _ended(reply: Any) -> ChatReply:
-    """The reply, if it says why it ended. Raises MalformedReplyError."""
+    """The reply, after checking its finish reason. Raises MalformedReplyError."""
     found = read_chat(reply)
     if found.choices[0].finish_reason is None:
         raise MalformedReplyError("not a chat completion: finish_reason is missing")
@@ -386,7 +388,7 @@ def _ended(reply: Any) -> ChatReply:
 
 
 def _native_messages(pieces: Sequence[Piece]) -> list[Json]:
-    """Turns with their calls, results and messages of a user."""
+    """Turns with their calls, results and user messages."""
     chat: list[Json] = []
     calls: tuple[Json, ...] = ()
     for piece in pieces:
@@ -399,7 +401,7 @@ def _native_messages(pieces: Sequence[Piece]) -> list[Json]:
             continue
         for call, result in zip(calls, piece.messages, strict=False):
             chat.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
-        chat += ({"role": "user", "content": one} for one in _said(piece.messages))
+        chat += ({"role": "user", "content": one} for one in _texts_of_user(piece.messages))
     return chat
 
 

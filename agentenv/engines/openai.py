@@ -30,7 +30,7 @@ class OpenAIConfig(
     tag="openai",
     tag_field="name",
 ):
-    """An endpoint that is only asked: its weights never change. For evaluation."""
+    """An endpoint for evaluation: its weights never change."""
 
     url: Annotated[str, Meta(description="base URL, e.g. http://HOST:8000 or https://HOST/v1")]
     model: Annotated[
@@ -81,12 +81,12 @@ class OpenAIConfig(
             raise ConfigError(f"engine.url: expected http(s)://HOST, got {self.url!r}")
 
 
-HOPELESS = (401, 403, 404)  # no request can succeed
+HOPELESS = (401, 403, 404)  # after these, no request can succeed
 
 
 class EndpointEngine:
-    """Common base of the engines over an Endpoint. A rejecting or unreachable endpoint ends the
-    run: EngineDeadError.
+    """Common base of the engines over an Endpoint. An endpoint that rejects everything, or that is
+    unreachable, ends the run: EngineDeadError.
     """
 
     policy_version = 0
@@ -94,11 +94,11 @@ class EndpointEngine:
     def __init__(self, config: OpenAIConfig) -> None:
         self.config = config
         self.endpoint = Endpoint(config, "engine")
-        self._dead = ""  # why
+        self._dead = ""  # the reason
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response: of the configuration, else what the endpoint says."""
+        """Context length, tokens: the configuration's, else the endpoint's."""
         return self.config.max_model_len or self.endpoint.max_model_len
 
     async def start(self) -> None:
@@ -122,7 +122,7 @@ class EndpointEngine:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Around each request: what ends the run is raised as EngineDeadError."""
+        """Around each request: convert fatal errors to EngineDeadError."""
         if self._dead:
             raise EngineDeadError(self._dead)
         try:
@@ -133,7 +133,7 @@ class EndpointEngine:
             self._dead = str(error)
             raise EngineDeadError(self._dead) from error
         except ServerLostError as error:
-            # A server that nothing reaches ends the run, one that is slow or busy does not.
+            # An unreachable server ends the run; a slow or busy one does not.
             if "connection lost" not in str(error):
                 raise
             self._dead = f"{error}; after {self.config.num_retries} retries"
@@ -141,16 +141,16 @@ class EndpointEngine:
 
 
 class TokensEngine(EndpointEngine):
-    """Token ids in, token ids out, of a server that somebody runs: vLLM by /v1/completions, SGLang
-    by /generate. Log-probs and entropies are not asked for and are NaN. A turn ends at any of
-    `eos_ids` too, whatever the server takes for an end."""
+    """Token ids in, token ids out, on a running server: vLLM by /v1/completions, SGLang by
+    /generate. Log-probs and entropies are not requested and are NaN. A turn also ends at any of
+    `eos_ids`, independently of the server's end tokens."""
 
     def __init__(self, config: OpenAIConfig, eos_ids: Collection[int] = ()) -> None:
         super().__init__(config)
         self._ends = {"stop_token_ids": sorted(eos_ids)} if eos_ids else {}
 
     async def start(self) -> None:
-        """Raises ConfigError for an endpoint that does not speak in token ids."""
+        """Connect. Raises ConfigError for an endpoint without token ids."""
         await super().start()
         if not self.endpoint.known:
             raise ConfigError(
@@ -197,7 +197,7 @@ class TokensEngine(EndpointEngine):
 
 
 def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
-    """The keys that both servers take."""
+    """The keys that both servers accept."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -243,7 +243,7 @@ class _Meta(Struct):
 
 
 class _Generated(Struct):
-    """Of SGLang's /generate."""
+    """A reply of SGLang's /generate."""
 
     output_ids: list[TokenId]
     meta_info: _Meta
@@ -282,6 +282,6 @@ def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:
 
 
 def unmeasured(ids: list[int], reason: Literal["stop", "length"], stop: str | None) -> Completion:
-    """A turn whose log-probs and entropies nobody asked for."""
+    """A turn without log-probs and entropies."""
     spans = [VersionSpan(0, 0, len(ids))]
     return Completion(ids, [nan] * len(ids), [nan] * len(ids), reason, spans, stop)

@@ -1,7 +1,7 @@
 """A deterministic engine for tests and dry runs: replies come from a function instead of a model.
 
-It honors the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
-the system cannot tell. Under a virtual clock two runs with one seed are equal to the bit.
+It implements the whole contract (streaming, stop strings, limits, versions, abort). Under a virtual
+clock, two runs with one seed are bitwise equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ScriptedConfig(
     latency_s: Annotated[float, Meta(ge=0, description="latency of a turn's first token")] = 0.0
 
     def max_context(self, model: Path, key: str = "engine") -> int:
-        """The context of the configuration, whatever longer one the model has."""
+        """The configured context, even if the model's is longer."""
         of_model = num_positions(read_model_config(model))
         return min(self.max_model_len, of_model or self.max_model_len)
 
@@ -61,10 +61,10 @@ class ScriptedConfig(
 
 
 class ScriptedEngine:
-    """Engine whose turns are written by `script` (or by the function that the config names).
+    """An engine whose turns come from `script` (or from the function that the config names).
 
-    Log-probabilities and entropies are made up from the request's seed. A turn that does not end
-    in a stop string gets the tokenizer's end-of-sequence token, or the first of `eos_ids`.
+    Log-probabilities and entropies are pseudo-random, from the request's seed. A turn that does not
+    end with a stop string gets the tokenizer's end-of-sequence token, or the first of `eos_ids`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ScriptedEngine:
     async def _speak(
         self, turn: Completion, on_tokens: Callable[[Chunk], None] | None, stream_interval: int
     ) -> None:
-        """Let the time of the turn pass, report its tokens, and label them."""
+        """Wait for the duration of the turn, report its tokens, and label them."""
         await asyncio.sleep(self.config.latency_s)
         for start in range(0, len(turn.token_ids), stream_interval):
             end = min(start + stream_interval, len(turn.token_ids))
@@ -136,7 +136,7 @@ class ScriptedEngine:
                 )
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """Take the version; there are no weights to read."""
+        """Set the version; there are no weights."""
         self._version = policy_version
 
     def stats(self) -> dict[str, float]:

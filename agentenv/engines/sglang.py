@@ -1,10 +1,10 @@
 """Client of an SGLang server; SGLang itself is only required on the server side.
 
-request_body, SGLangAnswer   one request as SGLang takes it, and its answer, read into chunks
+request_body, SGLangAnswer   one request in SGLang's format, and its parsed answer
 read_load                    load figures
-SGLangServer                 POST /generate (stream, our own rid) --> chunks --> PartEnd; cancelled
-                             or failed --> POST /abort_request, at once; and the steps of a change
-                             of weights (remote/weight_sync.py)
+SGLangServer                 POST /generate (stream, our own rid) --> chunks --> PartEnd; after a
+                             cancellation or failure --> POST /abort_request, at once; and the steps
+                             of a weight update (remote/weight_sync.py)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_STOPS = 32  # of one request, in SGLang
 
 
 class Reason(Struct, frozen=True):
-    """Why a turn ended; `message` and `status_code` are of a request that was refused."""
+    """The reason of a turn's end; `message` and `status_code` belong to rejected requests."""
 
     type: str | None = None
     matched: int | str | list[int] | None = None
@@ -65,7 +65,7 @@ class Failure(Struct, frozen=True):
 
 
 class Meta(Struct, frozen=True):
-    """The part of `meta_info` that is read."""
+    """The used part of `meta_info`."""
 
     completion_tokens: Count
     finish_reason: Reason | None = None
@@ -94,7 +94,8 @@ def is_truncated(sampling: SamplingParams) -> bool:
 
 
 def check_turn(request: Request, facts: SGLangFacts) -> None:
-    """Raises EngineError for what SGLang would refuse, clamp, die of, or do in another way."""
+    """Raises EngineError for a request that SGLang would reject, clamp or handle differently, or
+    that would crash it."""
     sampling = request.sampling
     check_request(request.prompt_ids, sampling, facts.vocab_size, facts.info.max_model_len)
     if len(request.prompt_ids) > facts.max_prompt:
@@ -123,10 +124,10 @@ def _top_k(sampling: SamplingParams, facts: SGLangFacts) -> int:
 def request_body(
     request: Request, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
 ) -> dict[str, Any]:
-    """JSON of POST /generate. Every sampling field is named, so that no default of the model's
-    generation_config or of the server applies. The rid is new each time and none begins with
-    another: SGLang aborts all that begin with the one named, and 2 s after the end of a stream
-    aborts its rid once more."""
+    """JSON of POST /generate. Every sampling field is set, so that no default of the model's
+    generation_config or of the server applies. Each rid is new, and none is a prefix of another:
+    SGLang aborts all requests whose rids begin with the given one, and 2 s after the end of a
+    stream it aborts its rid again."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -152,7 +153,7 @@ def request_body(
         "cache_salt": cache_salt,
     }
     if is_truncated(sampling):
-        # The ordinary log-probs are those before truncation; the sampling mask has those after.
+        # Ordinary log-probs are those before truncation; the sampling mask has those after it.
         params |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
         params["top_k"] = _top_k(sampling, facts)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
@@ -164,7 +165,7 @@ def request_body(
 
 
 class SGLangAnswer(Answer):
-    """An event holds the tokens since the last one; `completion_tokens` counts from the start."""
+    """An event has the tokens since the last one; `completion_tokens` counts from the start."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class SGLangAnswer(Answer):
     def _logprobs(
         self, token_ids: list[int], meta: Meta, num_new: int
     ) -> tuple[list[float], list[list[float]]]:
-        """Those of the new tokens, and the largest of each position."""
+        """The log-probs of the new tokens, and the largest ones of each position."""
         if self._truncated:
             masks = meta.output_token_sampling_mask[-num_new:]
             supports = meta.output_token_sampling_logprobs[-num_new:]
@@ -324,7 +325,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             yield "/abort_request", {"rid": rid}
 
     async def _check_health(self) -> None:
-        """Its scheduler answers; unlike /health this neither generates nor takes 1 s."""
+        """Check that its scheduler answers; unlike /health, this does not generate or take 1 s."""
         await self._http.call("GET", "/server_info", timeout_s=HEALTH_S)
 
     async def load(self) -> ServerLoad:
@@ -377,13 +378,14 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await self._post("/release_memory_occupation", {}, self._load_s)
 
     async def _wake(self) -> None:
-        """It stays paused until weights are loaded, so that nothing runs on those that it had."""
+        """Resume memory, but stay paused until weights are loaded, so that no request runs on the
+        old ones."""
         await self._post("/resume_memory_occupation", {}, self._load_s)
 
     # weights by broadcast; NCCL and gloo are both SGLang's own
 
     async def num_ranks(self) -> int:
-        """Raises EngineError where SGLang's own workers would take the same rank."""
+        """Ranks of the server. Raises EngineError if SGLang's workers would use equal ranks."""
         info = await self._http.call_as(ServerArgs, "GET", "/server_info")
         for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
             if size > 1:
@@ -410,7 +412,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             "shapes": bucket.shapes,
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": False,  # done once, when all is there
+            "flush_cache": False,  # flushed once, after the last bucket
             "abort_all_requests": False,
         }
 

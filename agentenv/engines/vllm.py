@@ -1,8 +1,8 @@
 """Client of a vLLM server; vLLM itself is only required on the server side.
 
 VLLMServer   POST /inference/v1/generate (stream) --> chunks --> PartEnd (remote/vllm_answer.py);
-             cancelled or failed --> POST /inference/v1/abort_requests, at once; and the steps of a
-             change of weights (remote/weight_sync.py)
+             after a cancellation or failure --> POST /inference/v1/abort_requests, at once; and the
+             steps of a weight update (remote/weight_sync.py)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.remote import (
-    BrokenOffError,
+    AbortedError,
     ForeignWeightsError,
     PartEnd,
     Request,
@@ -66,11 +66,11 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
 
 
 class Sent:
-    """A request on the server, which can be aborted; `on_purpose`: nothing is wrong, it may be
+    """An abortable request on the server. `on_purpose`: aborted without a fault, so that it may be
     sent again at once."""
 
     def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
-        self.timeout = asyncio.timeout(None)  # to be entered; it expires when aborted
+        self.timeout = asyncio.timeout(None)  # expires when the request is aborted
         self.has_tokens = self.on_purpose = False
         self._on_chunk = on_chunk
 
@@ -79,24 +79,24 @@ class Sent:
             self.has_tokens = True
             self._on_chunk(chunk)
 
-    def break_off(self, *, on_purpose: bool = False) -> None:
+    def abort(self, *, on_purpose: bool = False) -> None:
         if self.timeout.when() is None:
             self.timeout.reschedule(asyncio.get_running_loop().time())
             self.on_purpose = on_purpose
 
 
-ID_PREFIX = "generate-tokens-"  # what the engine puts before the request id that it was given
+ID_PREFIX = "generate-tokens-"  # the engine's prefix of request ids
 MAX_BUCKET = 1 << 62  # bytes
-SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
+SETTLE_S = 0.02  # after a pause, for tokens in transit
 
 
 class VLLMServer(WeightSync[VLLMFacts]):
     """Server over one vLLM API server, or several behind one URL (see RemoteServer).
 
-    LoRA adapters are served one at a time, each version under a name of its own: the name is part
-    of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
-    versions cannot mix. Running requests are aborted, since one cannot change its adapter; they
-    resume from their tokens under the new one.
+    One LoRA adapter is served at a time, and each version has its own name: the name is part of the
+    key of vLLM's prefix cache, and requests name their adapter, so that versions cannot mix.
+    Running requests are aborted, since they cannot change their adapter; they resume from their
+    tokens under the new one.
     """
 
     transfer = VLLM_TRANSFER
@@ -107,7 +107,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         """`options`: see RemoteServer."""
         super().__init__(url, **options)
         self._running: dict[str, Sent] = {}  # by request id
-        self._adapter = ""  # name that requests ask for; empty: the model itself
+        self._adapter = ""  # the name in requests; empty: the model itself
 
     @property
     def has_free_entropies(self) -> bool:
@@ -124,8 +124,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     # requests
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """See RemoteServer.generate. With the cache kept, a request without a token is sent again,
-        so that each carries the salt of the weights it starts with."""
+        """See RemoteServer.generate. With the cache kept, a request without a token is sent again
+        after an update, so that each has the salt of the weights with which it starts."""
         num_sent = 0
         while True:
             facts = await self._known()
@@ -140,7 +140,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     async def _sample(
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> VLLMAnswer | None:
-        """One request to the server; None if other weights came before its first token."""
+        """One request to the server; None if the weights changed before its first token."""
         plugin, entropies = self._connected().plugin, request.with_entropies
         exact = plugin or not 0 < self._top_k < vocab_size
         kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
@@ -162,10 +162,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
             if not sent.has_tokens:
                 return None
             if sent.on_purpose:
-                raise BrokenOffError(f"{self.name} received a different adapter") from None
-            raise ServerLostError(f"{self.name}: {self._doubt}") from None
+                raise AbortedError(f"{self.name} received a different adapter") from None
+            raise ServerLostError(f"{self.name}: {self._unusable}") from None
         except RefusedError as error:
-            if error.status == 404 and self._adapter:  # another process, without the adapter
+            if error.status == 404 and self._adapter:  # a new process, without the adapter
                 raise ServerLostError(str(error)) from error
             raise
         finally:
@@ -197,10 +197,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
         end, counts_cached = answer.finish(), answer.has_cached_tokens
         check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
 
-    async def _break_off_all(self, *, on_purpose: bool = False) -> None:
-        """End all, also on the server. `on_purpose`: they may be sent again at once."""
+    async def _abort_all(self, *, on_purpose: bool = False) -> None:
+        """Abort all requests, also on the server. `on_purpose`: they may be sent again at once."""
         for sent in self._running.values():
-            sent.break_off(on_purpose=on_purpose)
+            sent.abort(on_purpose=on_purpose)
         await self._abort(list(self._running))
 
     def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -228,7 +228,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             await super().load_weights(source, policy_version)
 
     async def _load_adapter(self, source: Path, policy_version: int) -> None:
-        """Serve an adapter, or the model that the server was started from without one."""
+        """Serve an adapter, or the server's original model without one."""
         old = self._adapter
         directory = await in_thread(source.absolute)
         if is_adapter(source):
@@ -249,13 +249,13 @@ class VLLMServer(WeightSync[VLLMFacts]):
                 models = (await self._http.call_as(Models, "GET", "/v1/models")).data
                 if not any(m.id == new and m.root == str(directory) for m in models):
                     raise ServerLostError(f"{self.name} does not list the adapter {new}")
-            await self._break_off_all(on_purpose=True)
+            await self._abort_all(on_purpose=True)
             self._adapter = new
 
         await self._replace(change, policy_version)
         if old:
             body = {"lora_name": old}
-            with suppress(EngineError):  # nothing asks for it any more
+            with suppress(EngineError):  # no request uses it anymore
                 await self._http.call("POST", "/v1/unload_lora_adapter", body)
 
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
@@ -264,7 +264,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         except RefusedError:
             raise
         except BaseException as error:
-            if self._is_asleep:  # nothing runs, and what goes on without its memory dies
+            if self._is_asleep:  # no request runs, and resuming without memory would crash it
                 raise
             task = self._spawn(self._release())
             if not isinstance(error, asyncio.CancelledError):
@@ -272,23 +272,23 @@ class VLLMServer(WeightSync[VLLMFacts]):
             raise
 
     async def _release(self) -> None:
-        """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
-        resumes its requests."""
+        """Abort the requests and resume: an engine with half-loaded weights crashes when it resumes
+        requests."""
         await self.before_release()
-        await self._break_off_all()
+        await self._abort_all()
         with suppress(EngineError):
             await self._http.call("POST", "/resume")
 
     async def _pause(self) -> None:
-        """Requests stay where they are; new ones queue. With the cache kept, those without a token
-        would start on prefixes of the old weights."""
+        """Pause in place; new requests queue. With the cache kept, requests without a token are
+        aborted, since they would start on prefixes of the old weights."""
         keep = self._update_kv == "keep"
         await self._post("/pause", mode="keep", clear_cache="false" if keep else "true")
         await asyncio.sleep(SETTLE_S)
         if keep:
             for sent in self._running.values():
                 if not sent.has_tokens:
-                    sent.break_off()
+                    sent.abort()
 
     async def _reload(self, directory: Path) -> None:
         method = REPACK if self._connected().extension else "reload_weights"
@@ -296,8 +296,9 @@ class VLLMServer(WeightSync[VLLMFacts]):
         await self._post("/collective_rpc", body, self._load_s)
 
     async def _drop_prefixes(self) -> None:
-        """What running requests hold is kept from later ones by the salt. Where nothing may be
-        held, a server that says otherwise has ignored `clear_cache`, as newer ones may."""
+        """Drop cached prefixes. The salt separates the cache of running requests from later ones.
+        If nothing may remain, a server that reports otherwise has ignored `clear_cache`, as newer
+        versions may."""
         strict = self._update_kv == "recompute" and not self._open.is_set()
         dropped = await self._http.read(bool, "POST", "/reset_prefix_cache", "success", True)
         if strict and not dropped:
@@ -316,14 +317,14 @@ class VLLMServer(WeightSync[VLLMFacts]):
         await self._post("/resume")
 
     async def _fall_asleep(self) -> None:
-        """Weights and cache are dropped; the model below adapters, which is not loaded again, goes
-        to main memory. On the CPU they only pause."""
+        """Drop weights and cache; the base model of adapters, which is not loaded again, moves to
+        main memory. On the CPU, only pause."""
         has_adapters = self._facts is not None and "adapters" in self._facts.info.features
         level = "1" if has_adapters else "2"
         await self._post("/sleep", None, self._load_s, level=level, mode="abort")
 
     async def _wake(self) -> None:
-        """Resume those that were left paused, or asleep, which counts as paused."""
+        """Resume engines that were left paused or asleep."""
         routes = self._connected().routes
         paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
         for path in paths:
@@ -365,7 +366,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         info: dict[str, Any] = {
             "rank_offset": first_rank,
             "world_size": group.world_size,
-            # One call is one packed tensor, however large.
+            # One call is one packed tensor of any size.
             "packed": True,
             "packed_buffer_size_bytes": MAX_BUCKET,
         }

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from agentenv.env import shared_apart
+from agentenv.env import isolated_shared
 from agentenv.envs.openenv import OpenEnv, rows
 from agentenv.envs.quickstart_setup import write_data
 from agentenv.errors import ConfigError
@@ -78,7 +78,7 @@ async def _measured(url: str, size: int, num_steps: int, pid: int) -> Figures:
     taken: list[float] = []
     found = [row for row, _ in zip(rows(url, {}, held_out=False), range(size), strict=False)]
     tasks = [Task(str(row["id"]), "", "", (), metadata=row) for row in found]
-    async with shared_apart():
+    async with isolated_shared():
         envs = [OpenEnv(tasks[number % len(tasks)], url) for number in range(size)]
         await asyncio.gather(*(_timed(begun, env.reset(seed=1)) for env in envs))
         cpu, start = sum(process.cpu_times()[:2]), time.monotonic()

@@ -1,1 +1,1 @@
-"""A warm Python sandbox: sessions cost milliseconds, calls a fraction of one."""
+"""A warm Python sandbox: sessions take milliseconds, calls a fraction of one."""

@@ -1,7 +1,7 @@
-"""Part of the zygote: runs the cells of one session, and talks to the host about them.
+"""Part of the zygote: runs the cells of one session, and reports them to the host.
 
-Two runs of the same cells are made equal, and a digest shows whether they were. Time is not made
-equal: cells that read the clock leave other variables, which the digest shows.
+Runs of the same cells are made deterministic, and a digest checks it. Time is not deterministic:
+cells that read the clock leave different variables, which the digest detects.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FLOOD_FACTOR = 500  # a cell that writes this many times the output limit is sto
 def serve(
     fd: int, scope: dict[str, Any], max_chars: int, home: str | None, fork: Callable[[], int]
 ) -> None:
-    """Answer request after request until the host closes its end: run a cell, fork, or give the
-    digest of the variables and of the files below `home`."""
+    """Answer requests until the host closes its end: run a cell, fork, or return the digest of the
+    variables and of the files below `home`."""
     num_cells = 0
     while (request := receive(fd)) is not None:
         if "code" in request:
             num_cells += 1
             output, problem = run_cell(request["code"], scope, num_cells, max_chars)
-            for timer in TIMERS:  # what one cell set must not interrupt another
+            for timer in TIMERS:  # timers of one cell must not interrupt another
                 signal.setitimer(timer, 0)
             lost = problem == "MemoryError" and not _memory_left()
             answer = {"output": _printable(output), "problem": _printable(problem), "lost": lost}
         elif "fork" in request:
             pid = fork()
-            if pid == 0:  # another host's end belongs to fd by now
+            if pid == 0:  # fd now belongs to another end of the host
                 continue
             answer = {"forked": pid > 0}
         else:
@@ -52,7 +52,7 @@ def serve(
 
 
 def _memory_left() -> bool:
-    """Whether another cell could run beside all that the variables hold."""
+    """Whether the memory suffices for another cell in addition to the variables."""
     try:
         return bool(bytearray(SMALLEST_NEED_BYTES))
     except MemoryError:
@@ -64,7 +64,7 @@ def _printable(text: str) -> str:
 
 
 class _Output(io.TextIOBase):
-    """Keeps head and tail of what is written, in bounded memory."""
+    """Keeps head and tail of the output, in bounded memory."""
 
     def __init__(self, max_chars: int) -> None:
         self.half = max_chars // 2
@@ -102,7 +102,7 @@ class _Output(io.TextIOBase):
 
 
 class _Bytes(io.RawIOBase):
-    """What the standard output is below its text."""
+    """The binary layer of the standard output."""
 
     def __init__(self, output: _Output) -> None:
         self._output = output
@@ -116,7 +116,7 @@ class _Bytes(io.RawIOBase):
 
 
 def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:
-    """Run one cell like a REPL: what the cell wrote, and what went wrong ("" if nothing)."""
+    """Run one cell like a REPL; returns its output, and the error ("" if none)."""
     name = f"<cell {number}>"
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     output = _Output(max_chars)
@@ -130,10 +130,10 @@ def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> t
             if value is not None:
                 output.write(f"{value!r}\n")
     except MemoryError:
-        problem = "MemoryError"  # there may be none left to say more
+        problem = "MemoryError"  # there may be no memory for more text
     except SystemExit as error:
         problem = f"SystemExit: {error.code}" if error.code else ""
-    except BaseException as error:  # the boundary: whatever a cell raises is its result
+    except BaseException as error:  # the boundary: any exception of a cell is its result
         problem = _traceback_end(error)
     else:
         problem = ""
@@ -141,7 +141,7 @@ def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> t
 
 
 def _traceback_end(error: BaseException) -> str:
-    """The traceback without our own frames; only the innermost ones when there are many."""
+    """The traceback without the sandbox's frames; only the innermost ones if there are many."""
     frames = error.__traceback__
     while frames is not None and not frames.tb_frame.f_code.co_filename.startswith("<cell"):
         frames = frames.tb_next
@@ -172,25 +172,25 @@ def _read(fd: int, size: int) -> bytes:
     return data
 
 
-# Equal runs: seeds, and the digest of a session's state.
+# Deterministic runs: seeds, and the digest of a session's state.
 
 NOT_STATE = ("__builtins__",)  # of the main module
-# attributes of a class that are not its state, or cannot be looked into
+# attributes of a class that are not state, or cannot be inspected
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 _METHODS = (staticmethod, classmethod)
 _MACHINERY = ("__dict__", "__weakref__", "_abc_impl", "__doc__")
 
 
 class _Source:
-    """Where a session's randomness comes from, in place of the operating system."""
+    """The source of a session's randomness, which replaces the operating system's."""
 
     state: Any = None  # a random.Random, once seeded
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators that code uses without a seed of its own, and the system's entropy.
+    """Seed the generators that code uses without an explicit seed, and replace system entropy.
 
-    What is imported later (numpy's generators, uuid, secrets, tempfile) draws from the same.
+    Modules that are imported later (numpy's generators, uuid, secrets, tempfile) use it too.
     """
     import random
 
@@ -218,9 +218,9 @@ def seed_all(seed: int) -> None:
 
 
 def digest(scope: dict[str, Any], home: str | None) -> str:
-    """Equal for two sessions whose variables, generators and files below `home` are equal.
+    """A digest of variables, generators and files below `home`, equal for equal states.
 
-    Of what cannot be pickled only the type counts: modules, locks, open files.
+    For objects that cannot be pickled only the type counts: modules, locks, open files.
     """
     sink = _Sink()
     for name in sorted(scope, key=str):
@@ -250,7 +250,7 @@ def _files(home: str) -> Iterator[tuple[str, bytes | str]]:
 
 
 class _Sink:
-    """What a pickler writes to: nothing is kept but a hash."""
+    """A sink for a pickler, which keeps only a hash."""
 
     def __init__(self) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
@@ -265,9 +265,9 @@ class _Sink:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes also what pickle cannot: functions, classes, generators of the session.
+    """Also writes functions, classes and generators of the session, which pickle cannot.
 
-    Nobody ever reads it, so that any function can stand for the one that would make them; `str`.
+    The data are never loaded, so that any function can replace their constructor; it is `str`.
     """
 
     def reducer_override(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Part of the zygote: namespaces, limits, Landlock, lost privileges and the filter of system calls
+"""Part of the zygote: namespaces, limits, Landlock, dropped privileges and the system-call filter
 of a session. Linux only."""
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import signal
 import struct
 from collections.abc import Iterable, Sequence
 
-SESSION_ID = 1000  # uid and gid that a session believes to have
+SESSION_ID = 1000  # uid and gid inside a session
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_PARENT = 0x10000000, 0x20000000, 0x8000
 CLONE_NEWNET = 0x40000000
-# how a session forks: beside it, and where there are namespaces, into some of its own
+# clone flags of a session's fork: as a sibling, and with new namespaces where they are available
 FORK_BESIDE = CLONE_PARENT | signal.SIGCHLD
 FORK_INTO_NAMESPACES = FORK_BESIDE | CLONE_NEWUSER | CLONE_NEWNS
-# how a program does, whose processes have a loopback of their own
+# clone flags of a program's snapshot, which also gets its own loopback
 SNAPSHOT_SPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC
 FORK_SNAPSHOT = FORK_BESIDE | SNAPSHOT_SPACES
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 
 CAPABILITY_VERSION_3 = 0x20080522
 MADV_COLLAPSE, HUGE_PAGE = 25, 2 << 20
 
-# one thread each: threads do not survive the fork, and a session may not be able to start any
+# single-threaded: threads do not survive a fork, and a session may not start any
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 # numbers of system calls, the same on every architecture
@@ -45,10 +45,10 @@ _python = ctypes.PyDLL(None, use_errno=True)  # calls that must keep the interpr
 
 
 def fork_into_namespaces(first: bool) -> int:
-    """Like os.fork, but the child has namespaces of its own, `first` says whether also one in
-    which it is process 1 and can have no brothers. Raises OSError.
+    """Like os.fork, but with new namespaces for the child; `first`: also one of processes, in which
+    it is process 1 without siblings. Raises OSError.
 
-    One system call does what unshare needs a second fork for, at half the cost.
+    One system call replaces unshare with its second fork, at half the cost.
     """
     arguments = (ctypes.c_uint64 * 11)()  # struct clone_args
     arguments[0] = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
@@ -66,9 +66,8 @@ def fork_into_namespaces(first: bool) -> int:
 
 
 def fork_at_rest(flags: int) -> int:
-    """In a session that the host wants to fork: the child's process, 0 in the child once it is
-    let go on, -1 where it was refused. Nothing of the interpreter runs on the way, so that
-    parent and child are the same."""
+    """Fork a session for the host: returns the child's pid, 0 in the child once it may continue, -1
+    if it was refused. No interpreter code runs in between, so that parent and child are equal."""
     private = bool(flags & CLONE_NEWNS)
     try:
         folder = os.getcwd() if private else ""
@@ -84,7 +83,7 @@ def fork_at_rest(flags: int) -> int:
         try:
             if private:
                 die_with_parent()
-                os.chdir(folder)  # the one of this name among its own files
+                os.chdir(folder)  # the folder with this name among its own files
                 _drop_capabilities()
             die_with_parent()
         except BaseException:  # the boundary: it must not go on as its parent
@@ -93,9 +92,8 @@ def fork_at_rest(flags: int) -> int:
 
 
 def use_huge_pages() -> None:
-    """Move what this process holds into huge pages, where the kernel can (6.1 and later): a fork
-    then copies one entry for what were 512 pages. What is written later is copied by single pages
-    as before."""
+    """Move the memory of this process to huge pages, if the kernel supports it (6.1 and later): a
+    fork then copies one entry instead of 512. Later writes still copy single pages."""
     with open("/proc/self/maps") as file:
         mappings = [line.split() for line in file]
     for place, rights, _, _, _, *name in mappings:
@@ -107,7 +105,7 @@ def use_huge_pages() -> None:
 
 
 def map_ids(uid: int, gid: int) -> None:
-    """In the child: make its ids of outside known inside, as SESSION_ID."""
+    """In the child: map its outside ids to SESSION_ID inside."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{SESSION_ID} {uid} 1"),
@@ -119,21 +117,21 @@ def map_ids(uid: int, gid: int) -> None:
 
 
 def cover(tmp_bytes: int, keep: Sequence[str]) -> None:
-    """An empty /proc and a private /tmp, in which the folders `keep` can still be seen."""
+    """Cover /proc by an empty folder, and /tmp by a private one that still shows `keep`."""
     os.chdir("/tmp")
     cover_tmp(tmp_bytes)
-    for path in keep:  # seen from the folder that is covered by now
+    for path in keep:  # resolved in the covered folder
         keep_seen(os.path.relpath(path, "/tmp"), path)
     _cover("/proc", MS_RDONLY, "size=4k,mode=555")
 
 
 def cover_tmp(size: int) -> None:
-    """A private /tmp of `size` bytes, with nothing in it."""
+    """Cover /tmp by an empty private one of `size` bytes."""
     _cover("/tmp", 0, f"size={size},nr_inodes=1000,mode=700")
 
 
 def keep_seen(source: str, path: str) -> None:
-    """Let a folder be seen as `path` too."""
+    """Make a folder also visible as `path`."""
     os.makedirs(path, exist_ok=True)
     result = _libc.mount(source.encode(), path.encode(), None, MS_BIND | MS_REC, None)
     _check(result, f"keep {path}")
@@ -144,13 +142,13 @@ def _cover(path: str, flags: int, options: str) -> None:
 
 
 def mount(source: str, path: str, flags: int, options: str = "") -> None:
-    """Mount an empty file system of memory, or with MS_BIND the file `source`. Raises OSError."""
+    """Mount an empty in-memory file system or, with MS_BIND, the file `source`. Raises OSError."""
     result = _libc.mount(source.encode(), path.encode(), b"tmpfs", flags, options.encode())
     _check(result, f"private {path}")
 
 
 def limit(values: dict[str, int]) -> None:
-    """Soft and hard limits alike; what is not given is 0, and -1 leaves what there is."""
+    """Set soft and hard limits; missing ones are set to 0, and -1 leaves a limit unchanged."""
     for name in ("AS", "CPU", "NPROC", "NOFILE", "FSIZE", "CORE", "MEMLOCK", "MSGQUEUE"):
         value = values.get(name, 0)
         if value >= 0:
@@ -158,9 +156,9 @@ def limit(values: dict[str, int]) -> None:
 
 
 def drop_privileges(seen: bool) -> None:
-    """No capability is left, not even in the session's own namespaces, and none can be regained.
+    """Drop all capabilities permanently, including those in the session's own namespaces.
 
-    `seen`: processes of the same user that may ask about others, as no session may, can.
+    `seen`: whether processes of the same user may inspect this one.
     """
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     capability = 0
@@ -176,26 +174,27 @@ def _drop_capabilities() -> None:
 
 
 def be_seen(value: bool) -> None:
-    """By /proc, for processes of the same user; a child's id maps then belong to that user too."""
+    """Set whether processes of the same user can inspect this one by /proc; then a child's id maps
+    also belong to that user."""
     _prctl(PR_SET_DUMPABLE, int(value))
 
 
 def no_new_privileges() -> None:
-    """What a filter of system calls needs."""
+    """Set no-new-privileges, which a system-call filter requires."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that this kernel offers; 0 when there is none."""
+    """The kernel's Landlock version; 0 if it has none."""
     version = _libc.syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
     return max(int(version), 0)
 
 
 def landlock_ruleset(version: int, readable: Iterable[str]) -> int:
-    """A descriptor of rules: nothing but reading below `readable`. Raises OSError.
+    """A descriptor of rules that allow only reading below `readable`. Raises OSError.
 
-    What an older version cannot forbid (cutting files, signals, sockets, devices) the filter of
-    system calls forbids anyway; the newer versions forbid it a second time.
+    The system-call filter also forbids operations that older versions cannot forbid (truncation,
+    signals, sockets, devices).
     """
     handled = landlock_attributes(version)
     fd = int(_libc.syscall(SYS_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
@@ -210,13 +209,13 @@ def landlock_ruleset(version: int, readable: Iterable[str]) -> int:
 
 
 def restrict_self_by(fd: int) -> None:
-    """Bind this process to the rules for good. Needs no-new-privileges. Raises OSError."""
+    """Apply the rules to this process permanently. Needs no-new-privileges. Raises OSError."""
     _check(_libc.syscall(SYS_RESTRICT_SELF, fd, 0), "Landlock")
 
 
 def landlock_attributes(version: int) -> bytes:
-    """All that this version of Landlock can forbid: struct landlock_ruleset_attr, cut to the fields
-    that the version knows."""
+    """All access rights of this Landlock version: struct landlock_ruleset_attr, truncated to its
+    fields."""
     num_rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     fields = [(1 << num_rights) - 1]
     if version >= 4:
@@ -227,7 +226,7 @@ def landlock_attributes(version: int) -> bytes:
 
 
 def die_with_parent() -> None:
-    """For what no namespace ends."""
+    """Die with the parent, where no namespace ensures it."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -241,18 +240,18 @@ def _check(result: int, what: str, number: int | None = None) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-# The system calls that a session may make; all others are refused.
+# The allowed system calls of a session; all others are rejected.
 #
-# A filter is a classic BPF program, a list of (code, jump if true, jump if false, value). There is
-# no fork, no exec, no socket and no signal to another process in it. On x86-64 it is tried by the
-# self-test at each start; the program for aarch64 is only simulated by the tests.
+# A filter is a classic BPF program, a list of (code, jump if true, jump if false, value). It allows
+# no fork, no exec, no socket and no signal to another process. On x86-64 the self-test checks it at
+# each start; for aarch64 the tests only simulate it.
 
 Instruction = tuple[int, int, int, int]
 
 LOAD, AND, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, KILL_PROCESS, ERRNO, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-X32 = 0x40000000  # from here on, other numbers for the same calls
+X32 = 0x40000000  # from here on, alternative numbers of the same calls
 CLONE3 = 435
 THREAD = 0x10100  # CLONE_THREAD | CLONE_VM
 FORKLIKE = 0x7E026080  # new namespaces, CLONE_VFORK, CLONE_PTRACE, CLONE_NEWTIME
@@ -328,14 +327,14 @@ _OPEN: dict[str, tuple[tuple[int | None, int | None], int]] = {
 
 
 def numbers_of(machine: str, *names: str) -> list[int]:
-    """Of the system calls that get special treatment. Raises ValueError for another machine."""
+    """The numbers of these system calls. Raises ValueError for an unsupported machine."""
     column = _column_of(machine)
     return _column([_SPECIAL[name] for name in names], column)
 
 
 def listening(machine: str, fork_flags: int) -> list[Instruction]:
-    """The filter above all sessions: who listens is asked about the clone by which they fork,
-    about PR_SET_PDEATHSIG and about signals."""
+    """The filter above all sessions: its listener decides about the clone of forks,
+    PR_SET_PDEATHSIG and signals."""
     column = _column_of(machine)
     clone, prctl = numbers_of(machine, "clone", "prctl")
     code: list[Instruction] = [(LOAD, 0, 0, 0)]
@@ -350,14 +349,12 @@ def listening(machine: str, fork_flags: int) -> list[Instruction]:
 def program(
     machine: str, pid: int, *, files: bool, threads: bool, fork_flags: int = 0
 ) -> list[Instruction]:
-    """The filter for one session, whose process sees itself as `pid`.
+    """The filter for one session, whose process has the inside pid `pid`.
 
-    `files` lets it change files and ask about them by path, which something else must then
-    confine; without it, it can only open them for reading, which Landlock decides about, else no
-    path is there, and the system is one that can only be read.
-    `threads` lets it start threads, which something else must then count. With `fork_flags`
-    there is somebody who listens, and decides about these forks and about signals.
-    Raises ValueError for another machine.
+    `files` allows changes and queries of files by path, which something else must then confine;
+    without it, files can only be opened for reading, subject to Landlock or to a read-only system.
+    `threads` allows new threads, which something else must then limit. With `fork_flags` a listener
+    decides about these forks and about signals. Raises ValueError for an unsupported machine.
     """
     column, code = _column_of(machine), _beginning(machine)
     names = _READING | _ASKING | _CHANGING | _OTHER_FILES if files else _READING
@@ -367,9 +364,9 @@ def program(
         for number in _column([numbers], column):
             mask = 0 if files else NOT_READING
             code += _when(number, place, (0,), mask, errno.EROFS)
-    if not files:  # what the C library's fstat is
+    if not files:  # the C library's fstat
         code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH, errno.ENOENT)
-        # libraries can live with these answers
+        # libraries can handle these errors
         for calls, refusal in ((_ASKING, errno.ENOENT), (_CHANGING, errno.EROFS)):
             for number in _column(calls.values(), column):
                 code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | refusal)]
@@ -386,7 +383,7 @@ def program(
         code += _when(clone, 0, (THREAD,), THREAD | FORKLIKE)
         # the filter cannot read arguments in memory; without clone3 the C library calls clone
         code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    else:  # what a system with too many threads would say
+    else:  # the error for too many threads
         code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)
         code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
@@ -410,7 +407,7 @@ def _beginning(machine: str) -> list[Instruction]:
 # is only the loopback) or of netlink; others, such as those to the host of a virtual machine, know
 # no namespaces.
 
-NAMESPACES = 0x7E020000  # all CLONE_NEW flags but that of time
+NAMESPACES = 0x7E020000  # all CLONE_NEW flags except time
 _REFUSED: _Numbers = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
@@ -446,7 +443,7 @@ def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
         asked = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
         code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *asked]
     code += _when(clone, 0, (0,), NAMESPACES)
-    # a copy has its capabilities for a moment, in which it is to reach no packet filter
+    # a copy has capabilities for a moment, and must not reach the packet filter
     families = SOCKET_FAMILIES[:3] if snapshots else SOCKET_FAMILIES
     for number in _column(_SOCKETS.values(), column):
         code += _when(number, 0, families, refusal=errno.EAFNOSUPPORT)
@@ -454,15 +451,14 @@ def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
 
 
 def assembled(code: Iterable[Instruction]) -> bytes:
-    """As the kernel reads it: struct sock_filter, one after the other."""
+    """The kernel's form: an array of struct sock_filter."""
     return b"".join(struct.pack("=HBBI", *one) for one in code)
 
 
 def install(machine: str, filters: bytes, *, listen: bool = False) -> int:
-    """Bind this process, and all it could ever start, to an assembled filter. Needs
-    no-new-privileges.
+    """Apply an assembled filter to this process and all its descendants. Needs no-new-privileges.
 
-    With `listen`, the descriptor at which the calls that the filter asks about arrive.
+    With `listen`, returns the descriptor that receives the calls to decide.
     """
     header = _Program(len(filters) // 8, ctypes.cast(ctypes.c_char_p(filters), ctypes.c_void_p))
     flags = NEW_LISTENER if listen else 0
@@ -497,7 +493,7 @@ def _when(
 ) -> list[Instruction]:
     """Allow a call if its argument at `place`, masked, is one of `values`.
 
-    Only the lower half is checked: the kernel takes each of these arguments as 32 bits.
+    Only the lower half is checked: the kernel treats these arguments as 32 bits.
     """
     body: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * place), (AND, 0, 0, mask)]
     for value in values:

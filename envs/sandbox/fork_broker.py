@@ -1,20 +1,20 @@
-"""Part of the zygote: forks of idle sessions, which only the host can request.
+"""Part of the zygote: the broker for forks of idle sessions, which only the host can request.
 
-A filter above all sessions hands three kinds of system calls to the zygote, which lets them go on
-or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and signals.
+A filter above all sessions passes three kinds of system calls to the zygote, which permits or
+rejects them: the clone of a fork, prctl(PR_SET_PDEATHSIG) and signals.
 
     host      {"fork": n, "child": m} and the socket of m to the zygote, then a request to n
-    n         clone: goes on once for such a request, else refused. The child is the zygote's, in
-              namespaces of its own, and not let go on before it was born in two steps:
-    m         prctl: it gets a private copy of the files of n, where sessions can have files
-    m         prctl: it must hold nothing that n holds too; then it gets its socket for n's
+    n         clone: permitted once for such a request, else rejected. The child is the zygote's, in
+              its own namespaces, and must pass two steps before it continues:
+    m         prctl: it gets a private copy of the files of n, if sessions can have files
+    m         prctl: it must share nothing with n; then its socket replaces n's
 
-All that untrusted code can do about it is to be no fork. Without namespaces a session asks for the
-same prctl once before it runs any; any other process is refused.
+Untrusted code can only make its fork fail. Without namespaces a session makes the same prctl once
+before it runs any code; other processes are rejected.
 
-An identity and files of its own a fork can only get from a process that has entered its namespaces,
-from where there is no way back. A small process, which was forked before anything was imported
-(`ForkInitializer`), forks one for each, and keeps one ready.
+Only a process that has entered a fork's namespaces, and cannot leave them, can set up its identity
+and files. A small process, which was forked before any imports (`ForkInitializer`), forks such a
+process for each fork, and keeps one ready.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ else:  # inside, these files are all there is
 # ioctls of a listener
 RECEIVE, SEND, ADD_FD, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40182103, 0x40082104
 GO_ON, AT_THIS_NUMBER, WAKE_AT_ONCE = 1, 1, 1
-DEADLINE_S = 2.0  # from the host's wish to the fork; who takes longer is killed
+DEADLINE_S = 2.0  # from the host's request to the fork; afterwards the session is killed
 STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
 
-Announce = Callable[[int, int], None]  # a session's number, and its process; 0: there is none
+Announce = Callable[[int, int], None]  # (session number, pid); pid 0: the fork failed
 
 
 class Call(NamedTuple):
-    """A system call that waits for our answer: struct seccomp_notif."""
+    """A system call that waits for the broker's answer: struct seccomp_notif."""
 
     id: int
     pid: int  # of the thread
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 class PendingFork:
-    """A fork that has begun; `child` is its process, once that has shown itself."""
+    """A fork in progress; `child` is its process, once known."""
 
     def __init__(self, parent: int, number: int, channel: int) -> None:
         self.parent, self.number, self.channel = parent, number, channel
@@ -69,13 +69,13 @@ class PendingFork:
 
 
 class RefusedError(Exception):
-    """The child holds what it must not hold."""
+    """The child shares a forbidden resource."""
 
 
 class ForkBroker:
-    """Answers the system calls of all sessions, whose processes by number are `pids`.
+    """Answers the system calls of all sessions; `pids` has their processes by number.
 
-    One fork at a time is under way: a process that nobody knows is its child.
+    Forks are serialized, so that an unknown process is the child of the current one.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class ForkBroker:
         self._granted: dict[int, PendingFork] = {}  # by the parent's process
         self._waiting: deque[tuple[Call, PendingFork]] = deque()
         self._fork: PendingFork | None = None
-        self._may_ask: set[int] = set()  # processes that run no cell yet, and ask once more
-        with contextlib.suppress(OSError):  # Linux 6.6: one of us works while the other waits
+        self._may_ask: set[int] = set()  # processes before their first cell, with one call left
+        with contextlib.suppress(OSError):  # Linux 6.6: synchronous wake-up
             fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
         self._ours = _shared_memory(os.getpid())
 
     def grant(self, parent: int, number: int, channel: int) -> None:
-        """Let the session of this number fork once; `channel` is then the child's."""
+        """Permit one fork of the session with this number; `channel` becomes the child's."""
         pid = self._pids.get(parent, 0)
         self._end(self._granted.pop(pid, None))
         fork = PendingFork(pid, number, channel)
@@ -111,11 +111,11 @@ class ForkBroker:
             self._end(fork)
 
     def begins(self, pid: int) -> None:
-        """A new session confines itself, and then asks once to die with us."""
+        """A new session confines itself, and then makes one prctl to die with its parent."""
         self._may_ask.add(pid)
 
     def forget(self, number: int) -> None:
-        """The host waits for this child no more."""
+        """The host no longer waits for this child."""
         for fork in [*self._granted.values(), *(fork for _, fork in self._waiting)]:
             if fork.number == number:
                 self._granted.pop(fork.parent, None)
@@ -131,7 +131,7 @@ class ForkBroker:
             self._end(self._fork)
 
     def expire(self) -> None:
-        """End what has taken too long."""
+        """Kill forks beyond their deadline."""
         if self._fork is not None and time.monotonic() > self._fork.deadline:
             self._end(self._fork)
 
@@ -140,7 +140,7 @@ class ForkBroker:
         data = bytearray(80)
         try:
             fcntl.ioctl(self.listener, RECEIVE, data)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the caller has ended
             return
         id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
         call = Call(id_, pid, number, tuple(arguments))
@@ -192,11 +192,11 @@ class ForkBroker:
             self._pids[fork.number] = fork.child
             self._announce(fork.number, fork.child)
             self._grant(call)
-            fork.child = 0  # it lives
+            fork.child = 0  # it is complete
             self._end(fork, born=True)
 
     def _check(self, fork: PendingFork) -> None:
-        """Raises RefusedError or OSError where the child and its parent share something."""
+        """Raises RefusedError or OSError if the child shares a resource with its parent."""
         folder = f"/proc/{fork.child}"
         with open(f"{folder}/status") as file:
             status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
@@ -216,7 +216,7 @@ class ForkBroker:
             raise RefusedError("memory is shared")
 
     def _end(self, fork: PendingFork | None, born: bool = False) -> None:
-        """Of a fork, well or not; then comes the next one."""
+        """End a fork, successful or not, and begin the next one."""
         if fork is None:
             return
         os.close(fork.channel)
@@ -234,12 +234,13 @@ class ForkBroker:
             self._answer(call)
 
     def _grant(self, call: Call) -> None:
-        """Let a prctl go on. One that was interrupted before it could is made again."""
+        """Permit a prctl. An interrupted one is repeated by its caller."""
         if not self._answer(call):
             self._may_ask.add(call.pid)
 
     def _answer(self, call: Call, refusal: int = 0) -> bool:
-        """Whether the answer came to who asked: it may have been interrupted, or have ended."""
+        """Answer a call; returns whether the caller received it, and was not interrupted or
+        ended."""
         answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
         try:
             fcntl.ioctl(self.listener, SEND, answer)
@@ -249,7 +250,7 @@ class ForkBroker:
 
 
 def end(pid: int) -> None:
-    """Kill a child of ours; not by kill, which the filter would ask us about."""
+    """Kill a child without the system call kill, which the filter would pass to the broker."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -277,19 +278,19 @@ def _children() -> set[int]:
 
 
 def _device_of_files(pid: int) -> int:
-    """The device of a session's own files, as the process itself sees its root."""
+    """The device of a session's own files, from the view of the process."""
     return os.stat(os.path.join("/proc", str(pid), "root", "tmp")).st_dev
 
 
 def _shared_memory(pid: int, device: str = "-") -> set[str]:
-    """Mappings that two processes can write to each other by, and those of files of `device`."""
+    """Writable shared mappings, and mappings of files of `device`."""
     with open(f"/proc/{pid}/maps") as file:
         lines = [(line, line.index(" ")) for line in file]
     known = f" {device} "
     return {line[:end] for line, end in lines if line[end + 4] == "s" or known in line}
 
 
-# The process that gives forks their identity and files.
+# The process that sets up the identity and files of forks.
 
 ANSWER_TIMEOUT_S = 1.0
 MAX_ENTRIES = 2000
@@ -298,7 +299,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkInitializer:
-    """The zygote's handle of it."""
+    """The zygote's handle of this process."""
 
     def __init__(self, tmp_bytes: int, keep: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -313,17 +314,17 @@ class ForkInitializer:
         self._socket.settimeout(ANSWER_TIMEOUT_S)
 
     def initialize(self, parent: int, child: int) -> bool:
-        """Map the ids of process `child`, and cover its /tmp by a copy of what is in there."""
+        """Map the ids of process `child`, and cover its /tmp by a copy of its content."""
         try:
             self._socket.sendall(f"{parent} {child}".encode())
             return self._socket.recv(1) == b"1"
-        except OSError:  # what it says later would be taken for the answer to another request
+        except OSError:  # a late answer would be taken for that of another request
             self._socket.close()
             return False
 
 
 def _serve(requests: socket.socket, tmp_bytes: int, keep: Sequence[str]) -> None:
-    """Each child answers one request; the next one is forked meanwhile."""
+    """Each child answers one request; the next child is forked in advance."""
     confine.die_with_parent()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -380,9 +381,10 @@ def enter(fd: int, kind: int) -> None:
 
 
 def copy_files(old: int, new: int, device: int, room: int) -> int:
-    """Copy what is in one folder to another, links as links; how many more entries may follow.
+    """Copy the content of a folder to another, links as links; returns the remaining number of
+    entries.
 
-    What is in there was made by untrusted code, which may be changing it.
+    The content is untrusted, and may change during the copy.
     """
     for name in sorted(os.listdir(old)):
         found = os.stat(name, dir_fd=old, follow_symlinks=False)

@@ -13,7 +13,7 @@ from agentenv.env import shared
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one session, and of all together."""
+    """Limits of one session, and of all together."""
 
     memory_bytes: Annotated[
         int, Meta(ge=1 << 20, description="memory in addition to the preloaded modules")
@@ -28,7 +28,7 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
             description="threads of a session, including its main thread; live forks require 1",
         ),
     ] = 1
-    max_open_files: ClassVar[int] = 64  # no key: tools that need more open files were never seen
+    max_open_files: ClassVar[int] = 64  # a constant, since no tool needed more
     tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
     max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
     max_sessions: Annotated[
@@ -68,7 +68,7 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
-    """The settings, checked once a process. Raises ConfigError."""
+    """The settings, checked once per process. Raises ConfigError."""
 
     def build() -> PythonConfig:
         if isinstance(values, PythonConfig):

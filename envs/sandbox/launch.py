@@ -27,13 +27,13 @@ _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.v
 
 
 class Interpreter(Struct, frozen=True):
-    """`program` is what to start; without `folders`, which are outside /usr, no Python runs."""
+    """A Python interpreter: its `program`, and its `folders` outside of /usr."""
 
     program: str
     folders: tuple[str, ...]
 
     def open_to_all(self) -> bool:
-        """Whether a user without any rights could read all folders."""
+        """Whether an unprivileged user could read all folders."""
         for folder in self.folders:
             if not os.stat(folder).st_mode & stat.S_IROTH:
                 return False
@@ -44,9 +44,9 @@ class Interpreter(Struct, frozen=True):
 
 
 async def find_interpreter(where: str | None) -> Interpreter:
-    """The interpreter of a virtual or conda environment, or of this process when None.
+    """The interpreter of a virtual or conda environment, or this process's if None.
 
-    `where` is the environment's folder, or the program in it. Raises ConfigError.
+    `where` is the environment's folder, or its program. Raises ConfigError.
     """
     if where is None:
         return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
@@ -82,7 +82,7 @@ async def find_interpreter(where: str | None) -> Interpreter:
 
 
 def _interpreter(program: str, prefix: str, base_prefix: str) -> Interpreter:
-    """Links on the way to the program are followed inside too, so each end must be there."""
+    """The interpreter with the targets of all links to its program, which must exist inside."""
     base = str(Path(os.path.realpath(program)).parents[1])
     found: list[str] = []
     for folder in (prefix, base_prefix, os.path.realpath(base_prefix), base):
@@ -106,7 +106,7 @@ UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host run
 
 
 class MissingModuleError(ConfigError):
-    """The interpreter lacks a module; no other rung would help."""
+    """The interpreter lacks a module, on every rung of the ladder."""
 
 
 Rung = Literal["namespaces", "landlock", "unsafe"]
@@ -120,8 +120,8 @@ LANDLOCK_ADVICE = (
 
 
 class SandboxSetup(Struct, frozen=True):
-    """What a zygote is made of. `interpreter` is a virtual or conda environment, or None for that
-    of this process; `preload` names modules, or is None for numpy and sympy where installed."""
+    """The setup of a zygote. `interpreter` is a virtual or conda environment, or None for this
+    process's; `preload` names modules, or is None for numpy and sympy if installed."""
 
     limits: SandboxLimits = SandboxLimits()
     interpreter: str | None = None
@@ -145,8 +145,8 @@ _ASKED_BY_MALLOC = ("enabled", "hpage_pmd_size")
 
 
 def environment() -> dict[str, str]:
-    """Of a zygote. What its C library hands out lies in huge pages where those have 2 MB and are
-    had for the asking: a fork of a session then copies one entry for 512 pages."""
+    """The environment variables of a zygote. Its C library allocates in huge pages if they have
+    2 MB and the system grants them by madvise: a fork then copies one entry instead of 512."""
     variables = {"PYTHONHASHSEED": "0"}
     with suppress(OSError):
         if (HUGE_PAGES / "hpage_pmd_size").read_text().strip() == str(confine.HUGE_PAGE):
@@ -155,7 +155,7 @@ def environment() -> dict[str, str]:
 
 
 def namespaces(python: Interpreter) -> list[str]:
-    """Of bubblewrap: no network, a read-only system with nothing in it but /usr and the
+    """The arguments of bubblewrap: no network, and a read-only system with only /usr and the
     interpreter. Raises ConfigError."""
     program = shutil.which("bwrap")
     if program is None:
@@ -165,7 +165,7 @@ def namespaces(python: Interpreter) -> list[str]:
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"]
-    if os.geteuid() == 0:  # to become another user, once inside
+    if os.geteuid() == 0:  # to change the user inside
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user"]
@@ -177,7 +177,9 @@ def namespaces(python: Interpreter) -> list[str]:
             command += ["--ro-bind", name, name]
     made: set[Path] = set()
     for prefix in python.folders:
-        for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
+        for parent in reversed(
+            Path(prefix).parents[:-1]
+        ):  # otherwise only root could traverse them
             if parent not in made:
                 command += ["--dir", str(parent)]
                 made.add(parent)
@@ -203,12 +205,12 @@ def bubblewrap(python: Interpreter) -> list[str]:
 
 
 def check_rung(limits: SandboxLimits, rung: Rung) -> None:
-    """Raises ConfigError where this machine, or what it can do, does not allow the rung."""
+    """Raises ConfigError if this machine does not support the rung."""
     if rung != "landlock":
         return
     if confine.landlock_abi() < 1:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-    if limits.max_threads > 1:  # they are counted by user, and all sessions are one
+    if limits.max_threads > 1:  # they are counted by user, and all sessions have one user
         raise ConfigError(
             "python.limits.max_threads: without user namespaces the threads of a session cannot be "
             "counted, so that only 1 is possible"
@@ -229,10 +231,10 @@ def check_missing(missing: list[str], python: Interpreter) -> None:
 def settings_of(
     setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int, home: str
 ) -> str:
-    """What the zygote reads from its command line; `home` is for the files of its sessions."""
+    """The zygote's command-line settings; `home` is for the files of its sessions."""
     limits = setup.limits
     root = rung != "unsafe" and os.geteuid() == 0
-    if rung == "landlock":  # bubblewrap can open the way to a private folder, Landlock cannot
+    if rung == "landlock":  # unlike bubblewrap, Landlock cannot make a private folder reachable
         root = root and python.open_to_all()
     config = {
         "control_fd": control_fd,

@@ -1,7 +1,7 @@
 """The host's view of sandbox processes: the zygote and its sessions.
 
-Host and session speak length-prefixed JSON over a socket; what a session says is capped and never
-trusted.
+Host and session exchange length-prefixed JSON over a socket; messages of a session are untrusted
+and limited in size.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ READ_BYTES = 1 << 16
 
 
 class CellAnswer(Struct):
-    """What a session may say: that it is ready, why it is not, how a cell went, or the digest of
+    """A message of a session: that it is ready, an error, the result of a cell, or the digest of
     its variables. `number` is that of the request.
 
-    `lost`: its variables fill the memory, so it cannot go on.
+    `lost`: its variables fill the memory, so that it cannot continue.
     """
 
     number: int = 0
@@ -65,11 +65,11 @@ class CellAnswer(Struct):
 
 
 class ChannelClosedError(Exception):
-    """The session is gone, or its answer is none that a session gives."""
+    """The session has ended, or sent an invalid answer."""
 
 
 class ForkRefusedError(Exception):
-    """A session cannot be forked as it is: it shares files or memory, say."""
+    """A session cannot be forked in its state, for instance because it shares files or memory."""
 
 
 class Channel:
@@ -82,10 +82,10 @@ class Channel:
     async def ask(
         self, request: dict[str, Any], wake: Callable[[], None] | None = None
     ) -> CellAnswer:
-        """Send a request, and read the answer to it; `wake` is called once that is there to be
-        read, so that who sleeps wakes once.
+        """Send a request, and read its answer; `wake` is called when the answer has arrived, so
+        that a stopped process resumes only once.
 
-        Whatever else was said, before or instead, is nothing that a session says: it is closed.
+        Any other message violates the protocol and closes the channel.
         """
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -95,7 +95,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
         else:
             raise ChannelClosedError("it ended, or sent a message without a request")
-        number = secrets.randbits(53)  # so that none can be answered before it is asked
+        number = secrets.randbits(53)  # unpredictable, so that answers cannot be sent in advance
         data = msgspec.json.encode({**request, "number": number})
         await self._send(struct.pack("!I", len(data)) + data, wake)
         answer = await self.receive()
@@ -150,8 +150,8 @@ class Channel:
 
 
 class SessionProcess:
-    """The process of one session, which is stopped but while it answers: whatever a cell leaves
-    behind (timers, signals, threads, an answer that came too early) runs only within calls."""
+    """The process of one session, which is stopped except during calls: leftovers of a cell
+    (timers, signals, threads, an early answer) run only within calls."""
 
     def __init__(self, zygote: ZygoteProcess, number: int, channel: Channel, pidfd: int) -> None:
         self.zygote = zygote
@@ -160,21 +160,21 @@ class SessionProcess:
         self._pidfd = pidfd
 
     async def ask(self, request: dict[str, Any]) -> CellAnswer:
-        """One request and its answer. Raises ChannelClosedError; then, and when cancelled, the
+        """The answer to a request. Raises ChannelClosedError; then, and after a cancellation, the
         process can only be killed."""
         answer = await self._channel.ask(request, self._resume)
         self.stop()
         return answer
 
     def stop(self) -> None:
-        """Until the next request."""
+        """Stop the process until the next request."""
         send_signal(self._pidfd, signal.SIGSTOP)
 
     def _resume(self) -> None:
         send_signal(self._pidfd, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it, whatever its cell is doing; never waits; idempotent."""
+        """Kill it, without waiting; idempotent."""
         if self._pidfd >= 0:
             self._channel.close()
             kill(self._pidfd)
@@ -182,7 +182,7 @@ class SessionProcess:
 
 
 def send_signal(pidfd: int, number: signal.Signals) -> None:
-    """To a process that may be gone. Raises InfraError when it is not ours to signal."""
+    """Send a signal to a process that may have ended. Raises InfraError without permission."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
@@ -206,28 +206,28 @@ def kill(pidfd: int) -> None:
 
 
 class _Report(Struct):
-    """The message of a zygote when it is ready: the missing preload modules, and whether
-    its sessions can be forked."""
+    """The message of a ready zygote: the missing preload modules, and whether its sessions can be
+    forked."""
 
     missing: list[str]
     live_forks: bool
 
 
 class _News(Struct):
-    """What a zygote says of one session: the attached descriptor is its process, or that it could
-    not be forked."""
+    """A zygote's message about one session: the attached descriptor is its process, or its fork
+    failed."""
 
     born: int = 0
     failed: int = 0
 
 
-START_TIMEOUT_S = 60.0  # imports what is preloaded, perhaps from a cold disk
+START_TIMEOUT_S = 60.0  # for imports of preloaded modules, possibly from a cold disk
 STOP_TIMEOUT_S = 5.0
-PREFIX = "agentenv-sandbox-"  # of the folder for files, where there is no other confinement
+PREFIX = "agentenv-sandbox-"  # of the folder for files without other confinement
 
 
 class ZygoteProcess:
-    """One running zygote; `rung` says what confines its sessions."""
+    """One running zygote; `rung` is the confinement of its sessions."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class ZygoteProcess:
 
     @classmethod
     async def launch(cls, setup: SandboxSetup, rung: Rung) -> ZygoteProcess:
-        """Start one. A ConfigError says what this machine, or the interpreter, lacks."""
+        """Start one. Raises ConfigError if this machine or the interpreter lacks a requirement."""
         python = await find_interpreter(setup.interpreter)
         check_rung(setup.limits, rung)
         check_outside("the sandbox")
@@ -288,7 +288,7 @@ class ZygoteProcess:
             started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
-        except ForeignError as error:  # a module that is preloaded may do anything
+        except ForeignError as error:  # preloaded modules may do anything
             raise InfraError(f"the sandbox did not start: {error}: {report[:200]!r}") from error
         finally:
             if not started:
@@ -296,7 +296,7 @@ class ZygoteProcess:
         return zygote
 
     def alive(self) -> bool:
-        """False once the zygote is gone, even before any of its sessions is."""
+        """False after the end of the zygote, even if its sessions still run."""
         try:
             return bool(self._control.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -329,8 +329,8 @@ class ZygoteProcess:
         return process
 
     async def fork(self, parent: SessionProcess) -> SessionProcess | None:
-        """A copy of a session at rest, or None where none can be had. Raises ChannelClosedError,
-        and then, as when cancelled, the parent can only be killed."""
+        """A copy of an idle session, or None if it is impossible. Raises ChannelClosedError; then,
+        and after a cancellation, the parent can only be killed."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         born = self._born[number] = asyncio.get_running_loop().create_future()
@@ -351,13 +351,13 @@ class ZygoteProcess:
         return process
 
     def _disown(self, number: int, born: asyncio.Future[int]) -> None:
-        """Nobody waits for this session any more; it is killed, now or when it is born."""
+        """Kill a session that is no longer awaited, now or when it starts."""
         self._born.pop(number, None)
         if born.done() and not born.cancelled() and not born.exception():
             kill(born.result())
 
     async def stop(self) -> None:
-        """End the zygote and all its sessions, and wait until the processes are gone."""
+        """End the zygote and all its sessions, and wait for the processes."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._control)
         self._stop_listening()
@@ -376,13 +376,13 @@ class ZygoteProcess:
             except TimeoutError:
                 logger.warning("cannot end the sandbox's process %d", self._process.pid)
         finally:
-            if not reaping.done():  # cancelled: no time to be polite
+            if not reaping.done():  # cancelled: kill at once
                 self._kill_group()
 
     # inner workings
 
     def _post(self, request: dict[str, int], attached: socket.socket | None) -> None:
-        if self._control.fileno() < 0:  # stopped: there is nobody to tell
+        if self._control.fileno() < 0:  # the zygote is stopped
             if attached is not None:
                 attached.close()
             return
@@ -390,7 +390,7 @@ class ZygoteProcess:
         self._flush()
 
     def _on_news(self) -> None:
-        """The zygote reports the process of a session."""
+        """Handle the zygote's report of a session's process."""
         try:
             packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -402,12 +402,12 @@ class ZygoteProcess:
             return
         news = decode(packet, _News)
         born = self._born.pop(news.born or news.failed, None)
-        if born is None or born.done():  # who asked for it has turned away
+        if born is None or born.done():  # its caller was cancelled
             for pidfd in fds:
                 kill(pidfd)
         elif news.failed:
             born.set_exception(ForkRefusedError())
-            born.exception()  # whether or not anybody still waits for it
+            born.exception()  # mark as retrieved
         else:
             born.set_result(fds[0])
 
@@ -417,7 +417,7 @@ class ZygoteProcess:
         for born in self._born.values():
             if not born.done():
                 born.set_exception(ChannelClosedError("the sandbox died"))
-                born.exception()  # whether or not anybody still waits for it
+                born.exception()  # mark as retrieved
         self._born.clear()
 
     def _flush(self) -> None:
@@ -441,22 +441,22 @@ class ZygoteProcess:
             attached.close()
 
     def _reap_group(self) -> None:
-        """Blocks until the process is gone, then sees that nothing of its group is left."""
+        """Wait for the end of the process, and kill the rest of its group. Blocks."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-            self._kill_group()  # while the dead leader is not reaped, the group's id is ours
+            self._kill_group()  # the group id is not reused before the leader is reaped
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
         self._files.close()
 
     def _kill_group(self) -> None:
-        """bubblewrap itself may not kill a zygote that is another user by now."""
+        """Kill the group; bubblewrap may not kill a zygote that has changed its user."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _refuse(self) -> None:
-        """The process ended before it was ready: say why."""
+        """Raises ConfigError with the reason for an end before the process was ready."""
         try:
             _, errors = await in_thread(self._process.communicate, timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

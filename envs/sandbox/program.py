@@ -1,12 +1,12 @@
 """The host's view of a program in its own sandbox: start, limits, end, output, files.
 
-The sandbox is bubblewrap's: namespaces of processes, files and the network. The program sees a
+The sandbox uses bubblewrap: namespaces of processes, files and the network. The program sees a
 read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent,
-an empty /tmp, and a loopback on which one port leads to one address of the host: it is forwarded to
-a socket in a file (program_init.py), where the host passes it on. A filter of system calls keeps it
-from namespaces of its own, from tracing and from the kernel's keys. A machine that cannot do that
-is a ConfigError; with `allow_unsafe` a program runs as it is, with the limits alone. A copy of a
-program (`snapshot`) is another `Program` in the same sandbox.
+an empty /tmp, and a loopback with one port that leads to one address of the host: it is forwarded
+to a Unix socket (program_init.py), which the host forwards. A system-call filter forbids new
+namespaces, tracing and the kernel's keys. A machine that does not support this is a ConfigError;
+with `allow_unsafe` a program runs with only the limits. A copy of a program (`snapshot`) is another
+`Program` in the same sandbox.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # of a sandbox, on a busy machine
 STOP_S = 10.0
-MAX_STARTS = 8  # at a time; others wait
+MAX_STARTS = 8  # concurrent ones; others wait
 MAX_REPORT_BYTES = 1 << 18
 PREFIX = "agentenv-programs-"
 Adopt = Callable[[socket.socket], Awaitable[None]]
 
-_uids = count()  # of programs where the host is root: each has a user of its own
+_uids = count()  # of programs if the host is root: each has its own user
 
 
 class NoSnapshotError(Exception):
-    """A program cannot be copied where it is; the text is the cause."""
+    """A program cannot be copied in its state; the text is the cause."""
 
 
 class Ended(Struct, frozen=True):
-    """The end of a program: by itself, with an exit code or by a signal, or by the name of a limit.
-    `num_left` of its processes were still there, and are gone."""
+    """The end of a program: by an exit code, by a signal, or by a limit, which is named. `num_left`
+    of its processes still ran, and were killed."""
 
     exit: int | None = None
     signal: int | None = None
@@ -93,7 +93,7 @@ class Ended(Struct, frozen=True):
 
 
 class _Family:
-    """A program and the copies of it, which live in one sandbox: the last one ends it."""
+    """A program and its copies in one sandbox, which ends with the last of them."""
 
     def __init__(self) -> None:
         self.num_open = 1
@@ -101,8 +101,8 @@ class _Family:
 
 
 class Program:
-    """A program that runs, in a folder of its own. `stop` ends it and all that it started, and
-    `close` removes the folder too; after either no process is left."""
+    """A running program with its own folder. `stop` ends it and all its processes, and `close` also
+    removes the folder; after either no process is left."""
 
     def __init__(self, common: Path, spec: ProgramSpec) -> None:
         self._outer = common / secrets.token_hex(8)
@@ -113,20 +113,20 @@ class Program:
         self._control = socket.socket()  # until it is launched
         self._kept.callback(self._control.close)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1  # of process 1, whose end is the end of all
-        self._errors: BufferedWriter | None = None  # what the sandbox itself writes
+        self._pidfd = -1  # of process 1, whose end ends all
+        self._errors: BufferedWriter | None = None  # the sandbox's own errors
         self._preparing: asyncio.Future[None] | None = None
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._family = _Family()
-        self._adopt: Adopt | None = None  # of a copy: takes each of its connections
-        self._home = -1  # of a copy that has ended
+        self._adopt: Adopt | None = None  # for a copy: serves each of its connections
+        self._home = -1  # of an ended copy
 
     @classmethod
     async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
-        """Start it. It reaches 127.0.0.1:`port` of the host, and nothing else unless it is unsafe.
-        Raises ConfigError for what this machine or the specification lacks."""
+        """Start it. It can reach only 127.0.0.1:`port` of the host, unless it is unsafe. Raises
+        ConfigError if this machine or the specification lacks a requirement."""
         check_outside("a program")
         host: _Host = shared("programs", _Host)
         program = cls(await host.start(), spec)
@@ -149,7 +149,7 @@ class Program:
         spec, confined = self._spec, not self._spec.allow_unsafe
         uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
         self._preparing = asyncio.ensure_future(in_thread(self._prepare, uid))
-        await asyncio.shield(self._preparing)  # `close` waits for it where this is cancelled
+        await asyncio.shield(self._preparing)  # after a cancellation, `close` waits for it
         forward = await host.socket_to(port) if confined and port else None
         python = await find_interpreter(None)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -160,7 +160,7 @@ class Program:
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
             settings = program_settings(spec, variables, uid, work, site)
             settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
-            self._control.send(msgspec.json.encode(settings))  # no list of processes shows the key
+            self._control.send(msgspec.json.encode(settings))  # keeps the key out of process lists
             script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
             prefix = bubblewrap(python, spec, self.folder, host.folder, forward) if confined else []
             inner = [python.program, "-s", "-S", "-E", "-B", script, str(theirs.fileno())]
@@ -175,8 +175,8 @@ class Program:
             )
 
     async def snapshot(self, adopt: Adopt) -> Program:
-        """A copy of it as it is now, in its wait for a reply; `adopt` takes the sockets by which
-        the copy reaches the endpoint. Raises NoSnapshotError."""
+        """A copy in its present state, while it waits for a reply; `adopt` serves the copy's
+        connections to the endpoint. Raises NoSnapshotError."""
         other = Program(self._outer.parent, self._spec)
         other._process, other._adopt, other._family = self._process, adopt, self._family
         other._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -203,8 +203,8 @@ class Program:
         return other
 
     async def wait(self) -> Ended:
-        """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
-        its sandbox died."""
+        """Wait for its end; may be called repeatedly, and be cancelled. Raises InfraError if its
+        sandbox died."""
         if self._waiting is None:
             self._waiting = asyncio.ensure_future(self._ended())
         return await asyncio.shield(self._waiting)
@@ -214,20 +214,21 @@ class Program:
         return self._waiting is not None and self._waiting.done()
 
     async def stop(self) -> None:
-        """End it, and wait until all its processes are gone; idempotent, also when cancelled."""
+        """End it, and wait for the end of all its processes, even while being cancelled;
+        idempotent."""
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._stop())
         await asyncio.shield(self._stopping)
 
     async def close(self) -> None:
-        """`stop`, and remove its folder; idempotent, also when cancelled."""
+        """As `stop`, and remove its folder; idempotent."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
     def read(self, name: str, max_bytes: int) -> str:
-        """The text of a file that it left in its folder. Raises OSError for one that is none, or
-        leads out of the folder; only to be called once it has ended."""
+        """The text of a file in its folder, after its end. Raises OSError if it is not a file, or
+        is outside of the folder."""
         if self._home >= 0:
             return _read_within(self._home, name, max_bytes)
         path = self.folder / name
@@ -242,7 +243,7 @@ class Program:
     # inner workings
 
     def _prepare(self, uid: int | None) -> None:
-        """Its folder, and the file of the sandbox's errors; blocks."""
+        """Create its folder, and the file for the sandbox's errors. Blocks."""
         fill_folder(self._spec, uid, self._outer)
         self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
 
@@ -255,7 +256,7 @@ class Program:
             await in_thread(self._kept.close)
 
     async def _received(self, max_bytes: int) -> tuple[bytes, list[int]]:
-        """The next message of process 1, and the descriptors that come with it."""
+        """The next message of process 1, and the attached descriptors."""
         loop = asyncio.get_running_loop()
         while True:
             readable: asyncio.Future[None] = loop.create_future()
@@ -269,7 +270,7 @@ class Program:
                 return data, fds
 
     async def _started(self) -> None:
-        """Process 1 is there. Raises ConfigError where no sandbox can be had."""
+        """Wait for process 1. Raises ConfigError if no sandbox is available."""
         try:
             async with asyncio.timeout(START_S):
                 data, fds = await self._received(64)
@@ -305,7 +306,7 @@ class Program:
             ) from error
 
     def _problem(self) -> Exception:
-        """Why the sandbox ended without a report; blocks."""
+        """The error for an end of the sandbox without a report. Blocks."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
@@ -321,7 +322,7 @@ class Program:
             self._waiting.cancel()
         self._family.num_open -= 1
         is_last = self._family.num_open == 0
-        with suppress(OSError):  # process 1 reads that, and ends all of it
+        with suppress(OSError):  # process 1 reads it, and ends everything
             self._control.shutdown(socket.SHUT_RDWR if is_last else socket.SHUT_WR)
         try:
             await in_thread(self._reap if is_last else self._leave)
@@ -329,7 +330,7 @@ class Program:
             logger.warning("cannot end the processes of a program in %s", self.folder)
 
     def _leave(self) -> None:
-        """Wait until its processes are gone, where others of its sandbox are there; blocks."""
+        """Wait for the end of its processes, while others remain in its sandbox. Blocks."""
         there = select.poll()  # `select` takes no descriptor above 1023
         there.register(self._control, select.POLLIN)
         with suppress(OSError):
@@ -357,7 +358,7 @@ class Program:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired as error:
                 raise InfraError(str(error)) from error
-        if self._pidfd >= 0:  # it is there longer than bubblewrap where that was killed
+        if self._pidfd >= 0:  # it may outlive a killed bubblewrap
             ended = select.poll()  # `select` takes no descriptor above 1023
             ended.register(self._pidfd, select.POLLIN)
             ended.poll(STOP_S * 1000)
@@ -369,7 +370,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _read_within(folder: int, name: str, max_bytes: int) -> str:
-    """The text of a file below a folder, by no link. Raises OSError."""
+    """The text of a file below a folder, without following links. Raises OSError."""
     *folders, last = Path(name).parts or ("",)
     with ExitStack() as opened:
         for part in folders:
@@ -393,7 +394,7 @@ def _no_sandbox(text: str) -> ConfigError:
 
 
 async def check_namespaces() -> None:
-    """Raises ConfigError where programs can have no sandbox on this machine."""
+    """Raises ConfigError if this machine has no sandbox for programs."""
     python = await find_interpreter(None)
     command = [*namespaces(python), "--", python.program, "-S", "-E", "-c", ""]
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False)
@@ -403,12 +404,12 @@ async def check_namespaces() -> None:
 
 
 class _Host:
-    """What the programs of a process share: a folder, below which they have their own, and the
-    sockets that lead to ports of the loopback."""
+    """The resources that the programs of a process share: a parent folder, and the sockets that
+    lead to ports of the loopback."""
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._short = Path()  # the same, for names of sockets, which have at most 107 bytes
+        self._short = Path()  # a short path to it for sockets, whose names have at most 107 bytes
         self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
@@ -416,7 +417,7 @@ class _Host:
         self._passing: set[asyncio.Task[None]] = set()  # connections
 
     async def start(self) -> Path:
-        """The folder; made once."""
+        """The folder, which is created once."""
         async with self._starting:
             if self.folder == Path():
                 self.folder = await in_thread(self._make)
@@ -434,7 +435,7 @@ class _Host:
         return folder
 
     async def socket_to(self, port: int) -> Path:
-        """The file of the socket that leads to 127.0.0.1:`port`."""
+        """The path of the socket that leads to 127.0.0.1:`port`."""
         path = self.folder / f"port-{port}"
         async with self._starting:
             if port not in self._servers:
@@ -462,7 +463,7 @@ class _Host:
 
 
 async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A connection of a program to the port."""
+    """Forward a program's connection to the port."""
     try:
         async with asyncio.timeout(START_S):
             other = await asyncio.open_connection("127.0.0.1", port)
@@ -477,7 +478,7 @@ async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end of one direction."""
+    """Copy until the end of one direction."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

@@ -1,14 +1,15 @@
-"""Runs inside the sandbox of a program, as its process 1; needs nothing but the standard library.
+"""Process 1 inside the sandbox of a program; needs only the standard library.
 
     program_init.py CONTROL      the number of its control socket
 
-It reads an object of JSON (`program_settings` in program_launch.py) from its control socket, sends
-a descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
-host, keeps head and tail of its output, watches CPU time, memory, processes and disk of all that
-the program starts, and reports once the program has ended or reached a limit. Its own end is the
-end of all: of the namespace, where there is one, else of each descendant. It ends too when the host
-closes the control socket. At the host's request it copies the program (program_snapshot.py); a copy
-has a control socket, an output, limits and a report of its own, and the last branch ends process 1.
+It reads a JSON object (`program_settings` in program_launch.py) from its control socket, sends a
+descriptor of itself, starts the program, forwards one port of its loopback to one socket of the
+host, keeps head and tail of its output, monitors CPU time, memory, processes and disk of the
+program's processes, and reports the end of the program or a reached limit. Its own end ends all
+processes: with the namespace, if there is one, else by killing each descendant. It also ends when
+the host closes the control socket. At the host's request it copies the program
+(program_snapshot.py); a copy has its own control socket, output, limits and report, and the last
+branch ends process 1.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ else:  # inside, these files are all there is
     from snapshot_hook import VARIABLE
 
 LOOK_EVERY_S = 0.2
-MAX_CONNECTIONS = 256  # at a time
-DISK_EVERY_S = 1.0  # at most a tenth of the time goes into it
+MAX_CONNECTIONS = 256  # concurrent ones
+DISK_EVERY_S = 1.0  # minimum interval; at most a tenth of the time is spent on it
 READ_BYTES = 1 << 16
 MAX_SETTINGS_BYTES = 1 << 18
-LAST_OUTPUT_S = 0.5  # of what a program wrote before its end
+LAST_OUTPUT_S = 0.5  # for the output before the end of a program
 PR_SET_CHILD_SUBREAPER = 36
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Branch:
-    """The program, or a copy of it."""
+    """The program, or a copy."""
 
     def __init__(
         self, control: socket.socket, pid: int, output: _Output, watch: _Watch, reading: int
@@ -61,7 +62,7 @@ class _Branch:
         self.drained = _start(output.read_all, reading)
 
     def report(self, report: dict[str, Any]) -> None:
-        """Say how it ended; of a copy with its folder."""
+        """Report its end; for a copy with its folder."""
         self.drained.join(LAST_OUTPUT_S)
         watch = self.watch
         report |= {"cpu_s": watch.cpu_s, "output": self.output.text(), "num_left": watch.num_left}
@@ -69,7 +70,7 @@ class _Branch:
             socket.send_fds(self.control, [json.dumps(report).encode()], self.folders[:1])
 
     def close(self) -> None:
-        """After the end of its processes."""
+        """Close its resources, after the end of its processes."""
         if self.listener is not None:
             with contextlib.suppress(OSError):
                 self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -82,7 +83,7 @@ class _Branch:
 
 
 def main() -> None:
-    """Start the program, watch it and its copies to their ends, report."""
+    """Start the program, monitor it and its copies until their ends, and report."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     settings = json.loads(control.recv(MAX_SETTINGS_BYTES))
@@ -106,12 +107,12 @@ def main() -> None:
     snapshots = None
     if channel is not None:
         channel.theirs.close()
-        _be(settings["uid"], saved=0)  # whose processes it looks into; its parent may still end it
+        _be(settings["uid"], saved=0)  # to inspect this user's processes; its parent may kill it
         confine.die_with_parent()
         snapshots = program_snapshot.Snapshots(
             channel, settings["port"], settings["limits"]["disk"]
         )
-    confine.be_seen(False)  # nothing of the program may look into this process
+    confine.be_seen(False)  # the program must not inspect this process
     if listener is not None:
         _start(_forward, listener, settings["socket"])
     output = _Output(settings["max_output_chars"])
@@ -136,10 +137,10 @@ def main() -> None:
                     branches += [copy] if copy is not None else []
                     copies += copy is not None
                     continue
-                report = None  # the host is gone, or wants an end
+                report = None  # the host has ended, or requests the end
             elif not (report := branch.watch.ended(ended.get(branch.pid)) or branch.watch.limit()):
                 continue
-            if copies or not is_alone:  # else the end of process 1 ends them
+            if copies or not is_alone:  # otherwise the end of process 1 ends them
                 _end_all(branch.watch.processes, ended)
             if report is not None:
                 branch.report(report)
@@ -152,7 +153,7 @@ def main() -> None:
 
 
 def _reap(ended: dict[int, int]) -> None:
-    """Add the states in which processes have ended."""
+    """Collect the exit states of processes."""
     with contextlib.suppress(ChildProcessError):
         while (one := os.waitpid(-1, os.WNOHANG))[0]:
             ended[one[0]] = one[1]
@@ -164,7 +165,7 @@ def _copied(
     snapshots: program_snapshot.Snapshots,
     settings: dict[str, Any],
 ) -> _Branch | None:
-    """A copy of this branch, which is the host's at `control`; None for a refused one."""
+    """A copy of this branch, with its control socket `control`; None if it is refused."""
     assert branch.channel is not None
     control.set_inheritable(False)
     try:
@@ -194,7 +195,7 @@ def _be(uid: int | None, saved: int | None = None) -> None:
 def _become(
     settings: dict[str, Any], output: int, channel: program_snapshot.Channel | None
 ) -> None:
-    """In the child: the program, with its limits and without privileges."""
+    """In the child: become the program, with its limits and without privileges."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -223,7 +224,7 @@ def _become(
 
 
 def _listened(machine: str, channel: program_snapshot.Channel) -> bool:
-    """Bind the program to a filter whose listener process 1 gets; False where there is none."""
+    """Apply a filter to the program and send its listener to process 1; False if unsupported."""
     code = confine.assembled(confine.program_filter(machine, snapshots=True))
     try:
         listener = confine.install(machine, code, listen=True)
@@ -242,7 +243,7 @@ def _start(function: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-# the one address of the outside
+# the only outside address
 
 
 def _listener(port: int) -> socket.socket:
@@ -252,8 +253,8 @@ def _listener(port: int) -> socket.socket:
 
 
 def _forward(listener: socket.socket, path: str) -> None:
-    """Each connection to the listener goes on to the socket of the host; those over
-    MAX_CONNECTIONS, which would take the host's descriptors, are closed."""
+    """Forward each connection to the host's socket; close those beyond MAX_CONNECTIONS, which would
+    exhaust the host's descriptors."""
     pumps: list[threading.Thread] = []
     while True:
         try:
@@ -277,7 +278,7 @@ def _forward(listener: socket.socket, path: str) -> None:
 
 
 def _hand_over(listener: socket.socket, control: socket.socket) -> None:
-    """Each connection to the loopback of a copy goes to the host."""
+    """Send each connection of a copy's loopback to the host."""
     with contextlib.suppress(OSError):
         while True:
             inside, _ = listener.accept()
@@ -286,7 +287,7 @@ def _hand_over(listener: socket.socket, control: socket.socket) -> None:
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Until one side ends, which ends that direction, or breaks, which ends both."""
+    """Copy until one side ends, which ends this direction, or breaks, which ends both."""
     try:
         while data := source.recv(READ_BYTES):
             target.sendall(data)
@@ -297,11 +298,11 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-# what it says and takes
+# output and resources
 
 
 class _Output:
-    """Head and tail of an output, whatever its size."""
+    """Head and tail of an output of any size."""
 
     def __init__(self, max_chars: int) -> None:
         self._half = max_chars // 2
@@ -311,7 +312,7 @@ class _Output:
         self._lock = threading.Lock()
 
     def read_all(self, fd: int) -> None:
-        """To its end."""
+        """Read to the end."""
         os.set_blocking(fd, False)
         with contextlib.suppress(OSError):
             while True:
@@ -320,7 +321,7 @@ class _Output:
                     return
 
     def _read(self, fd: int) -> bool:
-        """What is there; False at its end."""
+        """Read available data; False at the end."""
         with self._lock:
             try:
                 data = os.read(fd, READ_BYTES)
@@ -337,7 +338,7 @@ class _Output:
             return bool(data)
 
     def copied(self, fd: int) -> _Output:
-        """Another one with all that has been written to the pipe so far."""
+        """A copy with all data written to the pipe so far."""
         while select.select([fd], [], [], 0)[0] and self._read(fd):
             pass
         other = _Output(2 * self._half)
@@ -347,7 +348,7 @@ class _Output:
         return other
 
     def text(self) -> str:
-        """Head and tail, and between them how much is missing."""
+        """Head and tail, with the number of missing bytes between them."""
         tail = b"".join(self._tail)[-self._half :]
         num_cut = self.num_bytes - len(self._head) - len(tail)
         gap = f"\n... {num_cut} bytes ...\n".encode() if num_cut > 0 else b""
@@ -355,8 +356,9 @@ class _Output:
 
 
 class _Watch:
-    """What all processes of a program take together: those below this one, or with copies those of
-    its space. A copy has the descriptors `folders`, and has used `cpu_s` before it was made."""
+    """Resource usage of all processes of a program: the descendants of this process or, with
+    copies, those in its network namespace. A copy has the descriptors `folders`, and the CPU time
+    `cpu_s` before its creation."""
 
     def __init__(
         self,
@@ -383,7 +385,7 @@ class _Watch:
         return [one for one in program_snapshot.processes() if one != own and of(one) == self.space]
 
     def ended(self, state: int | None) -> dict[str, Any]:
-        """How the program ended, empty while it has not; `state` is that of its process."""
+        """The report of the program's end, empty while it runs; `state` is its exit state."""
         if state is None:
             return {}
         self.num_left = len(self.look())
@@ -391,7 +393,7 @@ class _Watch:
         return {"exit": code} if code >= 0 else {"signal": -code}
 
     def limit(self) -> dict[str, Any]:
-        """The limit that is reached, empty if none is."""
+        """The reached limit, empty if none."""
         found = self.look()
         taken = {
             "cpu": self.cpu_s,
@@ -424,7 +426,7 @@ class _Watch:
 
 
 def _descendants() -> list[int]:
-    """All processes below this one: in a namespace of its own, all that are there."""
+    """All descendants of this process: in its own namespace, all processes."""
     pids = program_snapshot.processes()
     own = os.getpid()
     if own == 1:
@@ -443,7 +445,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields behind the name, from the state on."""
+    """The fields after the name, beginning with the state."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -465,7 +467,7 @@ def _figures(pid: int) -> tuple[float, int] | None:
 
 
 def _end_all(processes: Callable[[], list[int]], ended: dict[int, int]) -> None:
-    """Kill them, and those that they start meanwhile."""
+    """Kill these processes, and those that they start meanwhile."""
     while found := processes():
         for pid in found:
             with contextlib.suppress(OSError):

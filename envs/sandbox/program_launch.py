@@ -1,4 +1,4 @@
-"""What a program is made of, and the command that puts it into its sandbox."""
+"""The specification of a program, and the command that starts it in its sandbox."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if '{VARIABLE}' in os.environ:
 
 
 class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of one program and all that it starts, together. Each that is reached ends the
-    episode and has a name: wall, idle, calls, cpu, memory, processes, disk."""
+    """Limits of a program with all its processes. Reaching one ends the episode, with its name:
+    wall, idle, calls, cpu, memory, processes, disk."""
 
     wall_s: Annotated[
         float, Meta(gt=0, description="working time of the program, its calls not counted")
@@ -63,9 +63,9 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ProgramSpec(Struct, frozen=True, kw_only=True):
-    """What to start: a command, the folder whose content is copied into its own, more files by
-    name, and what it may read beside the system. `seed` fixes hashes and random numbers of Python
-    programs. `snapshots`: it may be copied while it waits for a reply."""
+    """The program: a command, the folder whose content is copied to its own, more files by name,
+    and additional readable paths. `seed` makes hashes and random numbers of Python programs
+    deterministic. `snapshots`: it may be copied while it waits for a reply."""
 
     command: tuple[str, ...]
     folder: str = ""
@@ -80,8 +80,8 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
 def bubblewrap(
     python: Interpreter, spec: ProgramSpec, folder: Path, common: Path, forward: Path | None
 ) -> list[str]:
-    """The command line that puts process 1 into the sandbox, with the files in `common` that all
-    programs see. Raises ConfigError."""
+    """The command line that starts process 1 in the sandbox, with the files in `common`, which all
+    programs share. Raises ConfigError."""
     command = namespaces(python)
     first = command.index("--ro-bind")  # mounts below /tmp come after
     command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
@@ -89,7 +89,7 @@ def bubblewrap(
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: no such path: {path}")
-        for parent in reversed(Path(path).parents[:-1]):  # else only root may pass
+        for parent in reversed(Path(path).parents[:-1]):  # otherwise only root could traverse them
             command += ["--dir", str(parent)]
         command += ["--ro-bind-try", path, path]
     for name in ETC:
@@ -112,7 +112,7 @@ def program_settings(
     work: str,
     site: str,
 ) -> dict[str, object]:
-    """What process 1 reads first, see program_init.py."""
+    """The settings for process 1, see program_init.py."""
     limits, confined = spec.limits, not spec.allow_unsafe
     own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
     own |= {"TMPDIR": "/tmp"} if confined else {}
@@ -143,7 +143,7 @@ def program_settings(
 
 
 def fill_folder(spec: ProgramSpec, uid: int | None, outer: Path) -> None:
-    """Make the folder of a program with its initial files. Raises ConfigError."""
+    """Create the folder of a program with its initial files. Raises ConfigError."""
     outer.mkdir(mode=0o700)
     folder = outer / "work"
     if spec.folder:

@@ -1,18 +1,18 @@
-"""Part of process 1 of a program's sandbox: copies of a program that waits for a reply.
+"""Part of process 1 of a program's sandbox: snapshots of a program that waits for a reply.
 
-A filter of system calls asks process 1 about the one clone by which a program copies itself
-(snapshot_hook.py), which is granted once for each request of the host:
+A system-call filter lets process 1 decide about the clone by which a program copies itself
+(snapshot_hook.py), which is permitted once for each request of the host:
 
-    the program    waits in its hook until all is done, so that its files stand still
-    the copy       a child of process 1, with users, mounts, a loopback and queues of its own. It
-                   has given up its capabilities before it gets its files: copies of /home/agent,
-                   /tmp and /dev/shm, in memory
-    connections    the loopback of the copy leads to the host, which is handed each of them
+    the program    waits in its hook until the copy is complete, so that its files do not change
+    the copy       a child of process 1, with its own users, mounts, loopback and queues. It drops
+                   its capabilities before it gets its files: copies of /home/agent, /tmp and
+                   /dev/shm, in memory
+    connections    the host receives each connection of the copy's loopback
 
-The copies of one program share its namespace of processes and end with it: a process belongs to
-the copy whose loopback it is in. They see each other, and a signal reaches none but their own. A
-copy cannot look into the program; the program, whose user owns the copy's namespaces, could. What
-cannot be copied, or shares anything with the program, is refused, for a cause of one word.
+The copies of one program share its process namespace and end with it: a process belongs to the copy
+whose loopback it uses. They can see each other, but signals only reach their own processes. A copy
+cannot inspect the program; the program, whose user owns the copy's namespaces, could. A copy that
+is impossible, or that would share a resource with the program, is refused with a one-word cause.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
 class RefusedError(Exception):
-    """No copy; its text is the cause."""
+    """The copy is refused; the text is the cause."""
 
 
 class Channel:
-    """Leads to the hook of a program; `theirs` is the end that it holds."""
+    """A channel to the hook of a program; `theirs` is the program's end."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -65,8 +65,8 @@ class Channel:
 
 
 class Copy:
-    """A copy that is ready to go on: its process, the number of its loopback, the channel to its
-    hook, its listener, the descriptors of its folders, and where its output arrives."""
+    """A complete copy: its process, the number of its network namespace, the channel to its hook,
+    its listener, the descriptors of its folders, and the pipe of its output."""
 
     def __init__(self, pid: int, space: int, channel: Channel, fds: list[int], output: int) -> None:
         self.pid, self.space, self.channel, self.output = pid, space, channel, output
@@ -75,8 +75,8 @@ class Copy:
 
 
 class Snapshots:
-    """Of one sandbox. `channel` leads to the program's hook, and first brings the listener of its
-    filter of system calls."""
+    """The snapshots of one sandbox. `channel` leads to the program's hook, which first sends the
+    listener of its system-call filter."""
 
     def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
         _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
@@ -88,15 +88,15 @@ class Snapshots:
         self._spaces = {space_of(os.getpid())}
 
     def answer(self) -> None:
-        """Answer the system calls that wait, up to a number: the rest of process 1 goes on too."""
+        """Answer pending system calls, up to a limit, so that process 1 can do other work too."""
         for _ in range(MAX_ANSWERS):
             if not select.select([self.listener], [], [], 0)[0]:
                 break
             self.answer_next()
 
     def answer_next(self, granted: int = 0) -> bool:
-        """Answer one system call of the program; whether it was the clone that process `granted`
-        may make."""
+        """Answer one system call of the program; returns whether it was the permitted clone of
+        process `granted`."""
         data = bytearray(80)
         try:
             fcntl.ioctl(self.listener, fork_broker.RECEIVE, data)
@@ -113,8 +113,8 @@ class Snapshots:
         return number == self._clone and not refusal
 
     def _may_end(self, pid: int, target: int) -> bool:
-        """Whether a signal of process `pid` stays within its copy: 0 is its own group, a negative
-        number another one, or all."""
+        """Whether a signal of process `pid` stays within its copy; a `target` of 0 is its own
+        group, a negative number another group, or all."""
         number = target & 0xFFFFFFFF
         if number in (0, pid) or len(self._spaces) == 1:
             return True
@@ -126,8 +126,8 @@ class Snapshots:
         self._spaces.discard(space)
 
     def take(self, pid: int, channel: Channel, output: int) -> Copy:
-        """A copy of the program, or copy, of process `pid`, whose output arrives at `output`.
-        Raises RefusedError."""
+        """Copy the program (or copy) of process `pid`, whose output goes to `output`. Raises
+        RefusedError."""
         pipe = f"pipe:[{os.fstat(output).st_ino}]"
         if self.listener < 0:
             raise RefusedError("kernel")
@@ -173,13 +173,13 @@ class Snapshots:
         return Copy(child, space, gate, made, reading)
 
     def _born(self, parent: int, channel: Channel) -> int:
-        """The copy that `parent` makes now."""
+        """Wait for the copy that `parent` creates."""
         until = time.monotonic() + DEADLINE_S
         granted = False
         sources: list[Any] = [self.listener, channel.ours]
         while time.monotonic() < until:
             ready = select.select(sources, [], [], 0.001)[0]
-            if channel.ours in ready:  # it could not
+            if channel.ours in ready:  # it failed
                 break
             if ready:
                 granted |= self.answer_next(0 if granted else parent)
@@ -213,7 +213,7 @@ class Snapshots:
 
 
 def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
-    """In a helper that ends thereafter: enter the namespaces of the copy and fill them."""
+    """In a short-lived helper: enter the namespaces of the copy and fill them."""
     process = os.pidfd_open(child)
     fork_broker.enter(process, confine.SNAPSHOT_SPACES)
     folders = []
@@ -229,7 +229,7 @@ def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
         new = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         room = fork_broker.copy_files(old, new, found.st_dev, room)
         folders.append(new)
-    if os.path.exists("/sandbox/endpoint"):  # which is the program's
+    if os.path.exists("/sandbox/endpoint"):  # it belongs to the program
         confine.mount("/dev/null", "/sandbox/endpoint", confine.MS_BIND)
     with socket.socket() as one:
         fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
@@ -237,9 +237,9 @@ def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
 
 
 def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
-    """The link of the connection in which a process waits, beside that of its output and that of
-    its channel. Raises RefusedError where it holds anything that a copy would share, or does not
-    wait in one, or could not be copied."""
+    """The link of the connection in which a process waits; it may also have its output and its
+    channel. Raises RefusedError if it has any other shared resource, does not wait in a connection,
+    or cannot be copied."""
     space = space_of(pid)
     status = _status(pid)
     if int(status["Threads"]) != 1:
@@ -299,8 +299,8 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def disk_bytes_of(folder: str) -> int:
-    """Blocks of all files below, sizes of names included; links are not followed, and what is
-    mounted there does not count."""
+    """Disk usage of all files below a folder, including directories; links are not followed, and
+    mounts do not count."""
     total, folders = 0, [folder]
     device = os.stat(folder).st_dev
     while folders:
@@ -319,7 +319,7 @@ def disk_bytes_of(folder: str) -> int:
 
 
 def _drain(channel: socket.socket) -> None:
-    """What came too late."""
+    """Discard late messages."""
     while select.select([channel], [], [], 0)[0] and channel.recv(256):
         pass
 
@@ -344,12 +344,12 @@ def _group(number: int) -> list[int]:
 
 
 def processes() -> list[int]:
-    """All that are there, in the order in which they began, more or less."""
+    """All processes, roughly in the order of their start."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def space_of(pid: int) -> int:
-    """The number of the loopback that a process is in; 0 for one that is gone."""
+    """The number of a process's network namespace; 0 if it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -357,7 +357,7 @@ def space_of(pid: int) -> int:
 
 
 def end_all(space: int) -> None:
-    """Kill all that is in there, and what it starts meanwhile."""
+    """Kill all processes in a network namespace, including new ones."""
     while found := [one for one in processes() if space_of(one) == space != 0]:
         for pid in found:
             with contextlib.suppress(OSError):

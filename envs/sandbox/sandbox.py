@@ -1,4 +1,4 @@
-"""The sandbox that episodes share, and the session that an episode has in it."""
+"""The shared sandbox of episodes, and the session of an episode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from agentenv.errors import SHOWN, ConfigError, EnvError, InfraError
 MAX_CODE_CHARS = 100_000
 DIGEST_TIMEOUT_S = 30.0
 FORK_TIMEOUT_S = 10.0
-REPLAY_PATIENCE = 4  # a replayed cell may take this many times its limit, for a busy machine
+REPLAY_PATIENCE = 4  # factor of the limit of a replayed cell, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
@@ -44,8 +44,8 @@ CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 class RunResult(Struct, frozen=True):
     """The result of a cell: the text for the policy, and whether it ended without an error.
 
-    `end` says how: "done", "raised", "timed_out", or "died" (exit, crash, out of memory).
-    `output` ends with `problem`, the end of the traceback, if the cell raised.
+    `end` is "done", "raised", "timed_out", or "died" (exit, crash, out of memory). `output` ends
+    with `problem`, the end of the traceback, if the cell raised.
     """
 
     output: str
@@ -55,7 +55,7 @@ class RunResult(Struct, frozen=True):
 
 
 class Cell(Struct, frozen=True):
-    """A cell that ran to its end, and what the cell said then."""
+    """A completed cell, and its output."""
 
     code: str
     timeout_s: float
@@ -66,22 +66,22 @@ class Cell(Struct, frozen=True):
 class SandboxSession:
     """The interpreter of one episode. Variables persist from cell to cell.
 
-    Cells that ran are recorded with the seed. A fork, or a session whose process was lost through
-    no fault of its code, runs them again in a new process before anything else. An EnvError says
-    that one said something else than it did the first time, or that a fork has other variables.
+    Completed cells are recorded with the seed. A fork, or a session whose process was lost without
+    a fault of its code, first replays them in a new process. Raises EnvError if the output of a
+    replayed cell differs, or if a fork has different variables.
     """
 
     def __init__(self, sandbox: Sandbox, seed: int) -> None:
         self.seed = seed
         self.cells: tuple[Cell, ...] = ()
         self._sandbox = sandbox
-        self._lost = False  # variables, through the fault of a cell; said with the next result
+        self._lost = False  # a cell has lost the variables; the next result reports it
         self._live: SessionProcess | None = None
-        self._using = asyncio.Lock()  # by a cell, or a fork
+        self._using = asyncio.Lock()  # held by a cell or a fork
         self._closed = False
 
     async def run(self, code: str, timeout_s: float) -> RunResult:
-        """Run one cell. Raises InfraError when the machinery failed; then call again."""
+        """Run one cell. Raises InfraError after an infrastructure failure; then retry."""
         if len(code) > MAX_CODE_CHARS:
             return RunResult(CODE_TOO_LONG, False, "raised", CODE_TOO_LONG)
         async with self._using:
@@ -102,8 +102,8 @@ class SandboxSession:
         return RunResult(output, result.ok, result.end, result.problem)
 
     async def fork(self) -> SandboxSession:
-        """A session that holds the same variables: a copy of the process where that can be had,
-        else by running the record again. Raises EnvError where it would hold others.
+        """A session with the same variables: a copy of the process if possible, else a replay of
+        the record. Raises EnvError if its variables would differ.
         """
         other = SandboxSession(self._sandbox, self.seed)
         async with self._using:
@@ -137,23 +137,23 @@ class SandboxSession:
         return other
 
     def close(self) -> None:
-        """Kill the session's process, if there is one; idempotent."""
+        """Kill the session's process, if any; idempotent."""
         self._closed = True
         self.rest()
 
     def resting(self) -> bool:
-        """Whether it has a process that does nothing."""
+        """Whether it has an idle process."""
         return self._live is not None and not self._using.locked()
 
     def rest(self) -> None:
-        """Give up the process; what comes next runs the record again."""
+        """Kill the process; the next call replays the record."""
         live, self._live = self._live, None
         if live is not None:
             self._sandbox.left(self)
             live.kill()
 
     async def _be_open(self) -> None:
-        """With a process, brought to where the record ends, if it was none."""
+        """Ensure that there is a process, by a replay of the record if necessary."""
         if self._closed:
             raise EnvError("this interpreter session is closed")
         if self._live is not None:
@@ -196,7 +196,7 @@ class SandboxSession:
         return other._live is not None
 
     async def _digest(self) -> str:
-        """Of the variables. Raises EnvError where there is none to be had."""
+        """The digest of the variables. Raises EnvError if it is not available."""
         answer = await self._ask({"digest": ""}, DIGEST_TIMEOUT_S)
         if isinstance(answer, RunResult):
             raise EnvError(f"an interpreter session cannot be forked: {answer.output}")
@@ -214,7 +214,8 @@ class SandboxSession:
         return RunResult(output, not problem, "raised" if problem else "done", problem)
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> CellAnswer | RunResult:
-        """What the session says; why it says nothing, and then it has no process any more."""
+        """The session's answer, or a result with the reason for its absence, after which it has no
+        process."""
         assert self._live is not None
         live = self._live
         finished = False
@@ -229,12 +230,12 @@ class SandboxSession:
                 raise InfraError("the sandbox died") from error
             return RunResult("The interpreter died.", False, "died")
         finally:
-            if not finished:  # also when cancelled: nobody will read the answer
+            if not finished:  # also after a cancellation, when the answer remains unread
                 self.rest()
         return answer
 
 
-MAX_CONCURRENT_SPAWNS = 8  # forking is serial; the others wait here instead of in its queue
+MAX_CONCURRENT_SPAWNS = 8  # forks are serial; others wait here instead of in the zygote's queue
 UNSAFE_HINT = (
     "To run model-written code without protection, with your own permissions and at your own risk, "
     "set python.allow_unsafe = true (of the quick start, env.kwargs.allow_unsafe = true)"

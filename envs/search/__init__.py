@@ -1,1 +1,1 @@
-"""Search: backends behind one interface, the traffic layer, web providers, pages and summaries."""
+"""Search: backends with a common interface, HTTP traffic, web providers, pages and summaries."""

@@ -1,4 +1,4 @@
-"""BM25 over a local corpus without a server: arrays in this process, or tantivy's index on disk."""
+"""BM25 over a local corpus without a server: arrays in this process, or a tantivy index on disk."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm
 
 
 def load_bm25s() -> Any:
-    """The package. Raises MissingError."""
-    # Where JAX is installed, bm25s imports it, and it would take most of a GPU.
+    """The package bm25s. Raises MissingError."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return needed("bm25s", "bm25s", "search", "BM25 search")  # slow to load
 
@@ -65,15 +64,15 @@ class BM25Index:
         self._bm25.index((ids, number), show_progress=False)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """The best k passages that share a word with the query; ties go by place in the corpus."""
+        """The best k passages with a word of the query; ties are ordered as in the corpus."""
         return [self.passages[place] for place, _ in self.ranked(query, k)]
 
     def ranked(self, query: str, k: int) -> list[tuple[int, float]]:
-        """Places in the corpus and BM25 scores, best first."""
+        """(index in the corpus, BM25 score) of each hit, best first."""
         ids = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
         if not ids:
             return []
-        # the scores alone: bm25s's own retrieve() costs five times as much on small corpora
+        # get_scores_from_ids(), as retrieve() of bm25s takes five times as long on small corpora
         scores = np.asarray(self._bm25.get_scores_from_ids(ids))
         candidates = np.flatnonzero(scores)
         if len(candidates) > k:
@@ -84,7 +83,7 @@ class BM25Index:
 
 
 class BM25Backend(LocalBackend[BM25Index]):
-    """The embedded index as a backend. It is built, and if large searched, in threads."""
+    """The embedded index as a backend. Threads build it; they also search it if it is large."""
 
     def __init__(self, corpus: Path) -> None:
         super().__init__("bm25", NUM_THREADS)
@@ -114,7 +113,7 @@ class BM25Backend(LocalBackend[BM25Index]):
 
 # Tantivy: an index on disk, for corpora too large for memory. Needs the extra "tantivy".
 
-DONE = "agentenv_complete"  # a file that says the index was built to its end
+DONE = "agentenv_complete"  # a file that marks a complete index
 
 
 class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="tantivy"):
@@ -140,7 +139,7 @@ class TantivyBackend(LocalBackend[Any]):
         self._directory = directory
 
     async def search(self, query: Query) -> list[Hit]:
-        """The passages that share most with the query, in title and text."""
+        """The best matches of the query in title and text."""
         return await self._in_thread(self._search, await self._index(), query)
 
     async def document(self, url: str) -> Hit | None:
@@ -153,7 +152,7 @@ class TantivyBackend(LocalBackend[Any]):
         builder.add_text_field("id", stored=True, tokenizer_name="raw")
         builder.add_text_field("title", stored=True, tokenizer_name="raw")
         builder.add_text_field("text", stored=True, tokenizer_name="raw")
-        # our own words, so that all embedded backends find the same, in Chinese too
+        # this project's word segmentation, so that all embedded backends have equal results
         builder.add_text_field("words", stored=False, tokenizer_name="whitespace")
         return builder.build()
 

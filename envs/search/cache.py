@@ -1,10 +1,10 @@
 """The shared cache of tool results, SQLite in WAL mode behind an in-memory LRU; cached backends.
 
-Many processes may share one file. Reads take some 0.1 ms and never wait for writers; writes are
-collected and done by a thread. SQLite's clock measures the age of an entry.
+Many processes may share one file. Reads take about 0.1 ms and never wait for writers; a thread
+writes in batches. SQLite's clock measures the age of an entry.
 
-What a file gives back may be damaged, or of another version of this program: that is a miss, and
-said once in a warning. It never ends a run.
+Damaged entries, and those of another version of this program, are misses, with one warning. They
+never end a run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from agentenv.untrusted import decode, decode_text
 
 T = TypeVar("T")
 
-VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
-ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
+VERSION = 1  # of the table and its values; files written before versions were recorded have 0
+ARPO_PREFIX = "arpo:"  # prefix of the keys of entries imported from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
-# The second: a message about a damaged file may quote undecodable bytes.
+# UnicodeDecodeError: a message about a damaged file may quote undecodable bytes.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-# An answer without results may be an engine's bad hour, so it is not believed for longer.
+# An empty answer may be due to a temporary fault of the engine, so it expires after an hour.
 EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, written_at REAL) "
@@ -50,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 
 class SharedFetches(Generic[T]):
-    """Runs one fetch a key at a time; equal calls meanwhile wait for the same one.
+    """Runs one fetch per key at a time; equal concurrent calls share it.
 
-    A waiter that is cancelled leaves the fetch alone: others wait for it, and its result is
-    cached. `close` cancels what is still in the air.
+    A cancelled waiter does not cancel the fetch, since others may wait for it and its result is
+    cached. `close` cancels running fetches.
     """
 
     def __init__(self) -> None:
         self._in_flight: dict[str, asyncio.Task[T]] = {}
 
     async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
-        """The result of `fetch`, or of an equal call's; all waiters see the same exception."""
+        """The result of `fetch`, or of an equal call; all waiters get the same exception."""
         task = self._in_flight.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(_await(fetch))
@@ -71,7 +71,7 @@ class SharedFetches(Generic[T]):
             return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Cancel every fetch and wait until each is gone."""
+        """Cancel all fetches and wait for their ends."""
         tasks = list(self._in_flight.values())
         for task in tasks:
             task.cancel()
@@ -88,10 +88,10 @@ async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
 
 
 class ResultCache:
-    """Text keys to bytes; in memory only when `path` is None.
+    """A cache from text keys to bytes; in memory only if `path` is None.
 
-    `max_memory_entries` bounds the LRU; entries older than `max_age_s` count as missing (0: none
-    do). `key` is the configuration's name of the file, for messages.
+    `max_memory_entries` limits the LRU; entries older than `max_age_s` count as missing (0: never).
+    `key` is the configuration key of the file, for messages.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ResultCache:
         self._flushing: asyncio.Task[None] | None = None
         self._fetches: SharedFetches[bytes] = SharedFetches()
         self._reader: sqlite3.Connection | None = None
-        self._warned = False  # of entries that cannot be read
+        self._warned = False  # about unreadable entries
         if path is not None:
             self._reader = _open(path, key)
 
@@ -122,8 +122,8 @@ class ResultCache:
         return self.get_as(bytes, key)
 
     def get_as(self, read: Callable[[bytes], T], key: str) -> T | None:
-        """The value of `key` as `read` makes it, or None. A ForeignError of `read` means that the
-        entry is damaged."""
+        """The value of `key`, decoded by `read`, or None. A ForeignError of `read` marks a damaged
+        entry."""
         found = self._find(key)
         value = None
         if found is not None:
@@ -137,7 +137,7 @@ class ResultCache:
         return value
 
     def holds(self, key: str) -> bool:
-        """Whether `get` would find a value; the look-up is not counted."""
+        """Whether `get` would find a value; not counted as a look-up."""
         return self._find(key) is not None
 
     def _find(self, key: str) -> bytes | None:
@@ -156,7 +156,7 @@ class ResultCache:
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:
-        """Remember at once, and write to the file soon; one that does not last is not written."""
+        """Store in memory at once, and in the file soon, if it `lasts`."""
         self._remember(key, value)
         if self._reader is None or not lasts:
             return
@@ -172,8 +172,8 @@ class ResultCache:
         *,
         lasts: bool = True,
     ) -> T:
-        """The value of `key` as by `get_as`, else what `fetch` gives, which is kept. Equal calls
-        that are in the air at once share one fetch; a failure is everybody's, and not kept."""
+        """The value of `key` as in `get_as`, else the stored result of `fetch`. Equal concurrent
+        calls share one fetch; all of them get a failure, which is not stored."""
 
         async def fetched() -> bytes:
             value = await fetch()
@@ -184,7 +184,7 @@ class ResultCache:
         return read(await self._fetches.run(key, fetched)) if known is None else known
 
     async def close(self) -> None:
-        """Cancel what is in the air, write what is pending and close the file; idempotent."""
+        """Cancel running fetches, write pending entries and close the file; idempotent."""
         await self._fetches.close()
         if self._flushing is not None:
             await self._flushing
@@ -193,7 +193,7 @@ class ResultCache:
             self._reader = None
 
     async def import_arpo(self, path: Path) -> int:
-        """Take in ARPO's search_cache.json (query -> text); the number of entries taken."""
+        """Import ARPO's search_cache.json (query -> text); returns the number of entries."""
         entries = await in_thread(read_arpo_cache, path)
         rows = {ARPO_PREFIX + query: text.encode() for query, text in entries.items()}
         for key, value in rows.items():
@@ -222,11 +222,11 @@ class ResultCache:
             self._memory.popitem(last=False)
 
     def _limit_s(self, value: bytes) -> float:
-        """The age up to which the value is believed."""
+        """The maximum age of the value, seconds."""
         return min(self.max_age_s, EMPTY_MAX_AGE_S) if value == EMPTY else self.max_age_s
 
     def _read(self, key: str) -> tuple[bytes | None, float]:
-        """The value and its age in seconds; another process's clock may be ahead."""
+        """The value and its age in seconds, which may be negative if another clock is ahead."""
         assert self._reader is not None
         try:
             row = self._reader.execute(_READ, (key,)).fetchone()
@@ -242,7 +242,7 @@ class ResultCache:
         return (value, max(0.0, age_s)) if age_s <= self._limit_s(value) else (None, 0.0)
 
     def _damaged(self, problem: str) -> None:
-        """Say so, once."""
+        """Warn about damage, once."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -259,7 +259,7 @@ class ResultCache:
             rows = dict(self._pending)
             try:
                 await in_thread(_write, self.path, rows)
-            except SQLITE_ERRORS as error:  # a cache that cannot be kept must not end the run
+            except SQLITE_ERRORS as error:  # a failed cache must not end the run
                 logger.warning(
                     "%s %s: %d results not kept: %s", self._key, self.path, len(rows), error
                 )
@@ -269,7 +269,7 @@ class ResultCache:
 
 
 def read_arpo_cache(path: Path) -> dict[str, str]:
-    """The entries of ARPO's search_cache.json; a DataError names the file."""
+    """The entries of ARPO's search_cache.json. Raises DataError, naming the file."""
     try:
         return decode(path.read_bytes(), dict[str, str])
     except OSError as error:
@@ -285,8 +285,8 @@ def _now() -> float:
 
 
 def _open(path: Path, key: str) -> sqlite3.Connection | None:
-    """A connection, and None for a file that is damaged or of another version. ConfigError: it
-    cannot be opened, or is no SQLite file."""
+    """Open the file; returns None if it is damaged or has another version. Raises ConfigError if
+    it cannot be opened or is not an SQLite file."""
     connection = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,7 +326,7 @@ def _open(path: Path, key: str) -> sqlite3.Connection | None:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a SQLite file can be opened, but not used."""
+    """Whether an error means that a SQLite file can be opened, but not used."""
     if isinstance(error, UnicodeDecodeError):
         return True
     code = getattr(error, "sqlite_errorcode", 0)
@@ -334,7 +334,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _write(path: Path, rows: Mapping[str, bytes]) -> None:
-    """One transaction; runs in a thread, on a connection of its own."""
+    """Write in one transaction; runs in a thread, on its own connection."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -345,7 +345,7 @@ def _write(path: Path, rows: Mapping[str, bytes]) -> None:
         connection.close()
 
 
-# The cache in front of a backend that others run.
+# The cache in front of an external backend.
 
 _PAGE = re.compile(r"^Page \d+: ", re.MULTILINE)
 _ARPO_NOTHING = "No search results found."
@@ -353,11 +353,12 @@ _ARPO_NOTHING = "No search results found."
 
 @dataclass(eq=False)
 class CachedBackend:
-    """Equal queries cost one call of `backend`, in this process and in all that share the cache.
+    """Caches a backend: equal queries need one call of `backend`, over all processes that share the
+    cache.
 
-    `name` tells backends in one cache apart, `lasts` says whether it will mean the same in another
-    run. Only answers are cached, "no results" included; failures never are. Entries of ARPO's
-    cache answer any backend's query of the same text.
+    `name` identifies the backend in the cache; `lasts`: the name means the same in other runs. Only
+    answers are cached, including "no results"; failures are not. Entries of ARPO's cache answer
+    equal queries of any backend.
     """
 
     name: str
@@ -374,7 +375,7 @@ class CachedBackend:
         await self.backend.start()
 
     async def search(self, query: Query) -> list[Hit]:
-        """From the cache, from an equal call in the air, or from the backend."""
+        """Search in the cache, by an equal running call, or by the backend."""
         key, imported = self._key(query), ARPO_PREFIX + query.text
         if not self.cache.holds(key) and self.cache.holds(imported):
             text = self.cache.get_as(decode_text, imported)
@@ -391,11 +392,11 @@ class CachedBackend:
         return await self.backend.document(url)
 
     def stats(self) -> dict[str, float]:
-        """What the backend counts; what the cache counts, its owner says."""
+        """The counters of the backend; the owner of the cache reports those of the cache."""
         return summed_stats([self.backend])
 
     async def close(self) -> None:
-        """Close the backend; the cache is its owner's."""
+        """Close the backend; the cache belongs to its owner."""
         await self.backend.close()
 
     def _key(self, query: Query) -> str:
@@ -410,7 +411,7 @@ def _hits(data: bytes) -> list[Hit]:
 
 
 def hits_of_arpo(text: str) -> list[Hit]:
-    """The results in a text of ARPO's cache: "Page 1: snippet", "Page 2: ..." on lines."""
+    """The results in a text of ARPO's cache, with lines "Page 1: snippet", "Page 2: ..."."""
     if text.strip() == _ARPO_NOTHING:
         return []
     return [Hit(part.strip()) for part in _PAGE.split(text) if part.strip()]

@@ -1,7 +1,6 @@
 """The search interface: queries, hits and backends; the rows of a corpus, and their words.
 
-A corpus is a JSONL file of rows with id, title and text, or with id and contents as FlashRAG has
-them.
+A corpus is a JSONL file of rows with id, title and text, or with id and contents as in FlashRAG.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from agentenv.errors import ConfigError, DataError, ForeignError, MissingError, 
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 
-_MARKETS = (  # by script, kana first: Japanese holds Chinese characters too
+_MARKETS = (  # by script, kana first, since Japanese also uses Chinese characters
     ("ja-JP", re.compile("[\u3040-\u30ff]")),
     ("ko-KR", re.compile("[\uac00-\ud7af]")),
     ("zh-CN", re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")),
@@ -60,7 +59,7 @@ class Backend(Protocol):
     """A source of results. Shared by all episodes of a process."""
 
     async def start(self) -> None:
-        """Build or load what searching needs, off the event loop; later calls are free.
+        """Build or load the index, off the event loop; later calls are free.
 
         Raises DataError or ConfigError.
         """
@@ -69,7 +68,7 @@ class Backend(Protocol):
     async def search(self, query: Query) -> list[Hit]:
         """At most `query.max_results` hits, best first; an empty list means "no results".
 
-        Raises InfraError, never returns an empty list, when the machinery failed.
+        After an infrastructure failure it raises InfraError and never returns an empty list.
         """
         ...
 
@@ -87,8 +86,8 @@ T = TypeVar("T")
 
 
 class LocalBackend(Generic[Index]):
-    """Base of the backends over a corpus of this machine. The index is opened once, by `_open`, in
-    one of `num_threads` threads, where searches may run too."""
+    """Base of the backends on a local corpus. `_open` opens the index once, in one of `num_threads`
+    threads, which also run searches."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -99,7 +98,7 @@ class LocalBackend(Generic[Index]):
         await self._index()
 
     async def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _open(self) -> Index:
@@ -110,7 +109,7 @@ class LocalBackend(Generic[Index]):
         if self._opened is None:
             loop = asyncio.get_running_loop()
             self._opened = loop.run_in_executor(self._threads, self._open)
-        # one caller that is cancelled must not cancel the build for all others
+        # a cancelled caller must not cancel the build for others
         return await asyncio.shield(self._opened)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -123,14 +122,14 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     @property
     def cache_name(self) -> str:
-        """The cache key of results: everything that they depend on, without secrets. Empty:
-        searching is cheaper than a cache.
+        """The cache key of results: everything that they depend on, without secrets. Empty: no
+        cache, since searching is fast.
         """
         return ""
 
     @property
     def cache_lasts(self) -> bool:
-        """Whether the name will mean the same results in another run."""
+        """Whether the name identifies the same results in other runs."""
         return True
 
     def build(self) -> Backend:
@@ -139,7 +138,7 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 def market_of(text: str, market: str = "auto") -> str:
-    """The market to search in: the given one, else by the script of the text, else "en-US"."""
+    """The market of a search: the given one, else by the script of the text, else "en-US"."""
     if market == "auto":
         return next((name for name, script in _MARKETS if script.search(text)), "en-US")
     if not re.fullmatch("[a-z]{2}-[A-Z]{2}", market):
@@ -156,10 +155,10 @@ def corpus_path(path: str) -> Path:
     return Path(path).resolve() if path else SHIPPED_CORPUS
 
 
-WORDS_VERSION = 2  # of what `words` makes of a text; an index on disk holds it
+WORDS_VERSION = 2  # of `words`; stored in an index on disk
 _WORD = re.compile(r"\w+")
-# Han and kana are written without spaces, and Hangul with particles at its words, so each run
-# becomes its characters and bigrams
+# Han and kana have no spaces, and Hangul attaches particles to words, so each run is split into
+# characters and bigrams
 _UNSPACED = re.compile(
     "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+"
 )
@@ -187,10 +186,10 @@ class _FlashRagRow(Struct):
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of any script, in the usual forms of their characters and without accents;
-    no stemming, no stop words.
+    """Lower-case words of any script, with normalized characters and without accents; no stemming,
+    no stop words.
 
-    Chinese, Japanese and Korean give their characters and pairs of characters.
+    Chinese, Japanese and Korean text becomes characters and pairs of characters.
     """
     if text.isascii():
         return _WORD.findall(text.lower())
@@ -216,12 +215,12 @@ def _segments(word: str) -> Iterator[str]:
 
 
 def read_corpus(path: Path) -> list[Passage]:
-    """The rows of a JSONL corpus; a DataError names file, row and what was expected."""
+    """The rows of a JSONL corpus. Raises DataError with file, row and expectation."""
     return list(each_passage(path))
 
 
 def each_passage(path: Path) -> Iterator[Passage]:
-    """The rows of a JSONL corpus one by one, for corpora that do not fit into memory."""
+    """Iterate over the rows of a JSONL corpus, for corpora that do not fit into memory."""
     seen: dict[str, int] = {}
     for number, passage in _rows(path):
         if not words(f"{passage.title} {passage.text}"):
@@ -248,7 +247,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Passage]]:
 
 
 def read_passage(line: bytes, where: str) -> Passage:
-    """The passage of one line; a DataError begins with `where`."""
+    """The passage of one line. Raises DataError, beginning with `where`."""
     try:
         row = decode(line)
         if not (isinstance(row, dict) and "contents" in row and "text" not in row):
@@ -261,7 +260,7 @@ def read_passage(line: bytes, where: str) -> Passage:
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of a FlashRAG passage, which holds '"Title"' on its first line."""
+    """Title and text of a FlashRAG passage, whose first line is '"Title"'."""
     head, newline, rest = contents.partition("\n")
     return (head.strip().strip('"'), rest) if newline else ("", contents)
 
@@ -271,11 +270,11 @@ def joined_contents(title: str, text: str) -> str:
     return f'"{title}"\n{text}'
 
 
-# Packages that only some backends need.
+# Optional packages.
 
 
 def needed(module: str, package: str, extra: str, what: str) -> Any:
-    """The module, imported now; a ConfigError says what needs it and how to get it."""
+    """Import a module. Raises ConfigError with the part that needs it and the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

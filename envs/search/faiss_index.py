@@ -26,14 +26,14 @@ from agentenv.envs.search.corpus import (
 )
 from agentenv.errors import ConfigError, DataError, InfraError
 
-MAX_BATCH = 64  # queries that are encoded together
+MAX_BATCH = 64  # queries per batch
 MAX_TOKENS = 256  # of a query
 
 Pooling = Literal["mean", "cls", "pooler"]
 
 
 class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="faiss"):
-    """A FAISS index with the corpus it was built from, and the encoder of the queries."""
+    """A FAISS index with its corpus, and the encoder of the queries."""
 
     index: Annotated[str, Meta(description="the FAISS index file", extra=PATH)]
     corpus: Annotated[
@@ -47,7 +47,7 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
 
     @property
     def cache_name(self) -> str:
-        """Index, corpus and encoder, and how queries are encoded; the index file by its date."""
+        """Index (with its modification time), corpus, encoder, and encoding of queries."""
         try:
             state = Path(self.index).stat()
             index = f"{Path(self.index).resolve()} {state.st_size} {state.st_mtime_ns}"
@@ -63,8 +63,8 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
 
 
 class FaissBackend(LocalBackend["_Dense"]):
-    """Encodes queries and looks up the nearest passages, in one thread of its own. Queries that
-    come while it is at work are its next batch."""
+    """Encodes queries and finds the nearest passages in a dedicated thread. Queries that arrive
+    meanwhile form the next batch."""
 
     def __init__(self, config: FaissConfig) -> None:
         super().__init__("faiss", num_threads=1)
@@ -76,7 +76,7 @@ class FaissBackend(LocalBackend["_Dense"]):
         self.num_batches = 0
 
     async def search(self, query: Query) -> list[Hit]:
-        """The nearest passages; the score is the index's own (inner product or distance)."""
+        """The nearest passages, with the index's score (inner product or distance)."""
         await self.start()
         answer: asyncio.Future[list[Hit]] = asyncio.get_running_loop().create_future()
         self._asked.append((query, answer))
@@ -91,11 +91,11 @@ class FaissBackend(LocalBackend["_Dense"]):
         return None if passage is None else passage.hit()
 
     def stats(self) -> dict[str, float]:
-        """Batches of queries that were encoded."""
+        """The number of encoded batches."""
         return {"faiss/num_batches": self.num_batches}
 
     async def close(self) -> None:
-        """Let the thread go; who waits is cancelled."""
+        """Stop the thread, and cancel waiting calls."""
         if self._working is not None:
             self._working.cancel()
         for _, answer in self._asked:
@@ -103,7 +103,7 @@ class FaissBackend(LocalBackend["_Dense"]):
         await super().close()
 
     async def _work(self) -> None:
-        """Answer batch after batch until nobody asks."""
+        """Process batches until there are no queries."""
         dense = await self._index()
         while self._asked:
             batch, self._asked = self._asked[:MAX_BATCH], self._asked[MAX_BATCH:]
@@ -113,7 +113,7 @@ class FaissBackend(LocalBackend["_Dense"]):
             try:
                 (found,) = await asyncio.gather(search, return_exceptions=True)
                 for place, (_, answer) in enumerate(batch):
-                    if answer.done():  # its caller has gone
+                    if answer.done():  # its caller was cancelled
                         continue
                     if isinstance(found, BaseException):
                         answer.set_exception(_problem(found, self._config.index))
@@ -158,7 +158,7 @@ class _Dense(Struct, frozen=True):
     corpus: CorpusFile
 
     def search(self, queries: list[Query]) -> list[list[Hit]]:
-        """The hits of each query; the score is the index's own."""
+        """The hits of each query, with the index's score."""
         vectors = self.encoder.encode([query.text for query in queries])
         most = min(max(query.max_results for query in queries), len(self.corpus))
         scores, places = self.index.search(vectors, most)
@@ -170,14 +170,14 @@ class _Dense(Struct, frozen=True):
 
 
 def _problem(error: BaseException, index: str) -> BaseException:
-    """Of the libraries' failures, memory above all, another attempt may be spared."""
+    """Convert a library's failure: most, such as lack of memory, are InfraErrors to retry."""
     if isinstance(error, RuntimeError | OSError):
         return InfraError(f"search in {index} failed: {error}")
     return error
 
 
 class Encoder:
-    """A text encoder of transformers. `size` is the length of its vectors."""
+    """A text encoder from transformers. `size` is the length of its vectors."""
 
     def __init__(self, config: FaissConfig) -> None:
         what = "search.backend.encoder"
@@ -221,20 +221,20 @@ class Encoder:
 
 
 class CorpusFile:
-    """A JSONL corpus, whose passages are read from the file on demand, by position or by
-    id. Every row is read and checked once, here; safe to use from several threads.
+    """A JSONL corpus whose passages are read from the file on demand, by position or by id. The
+    constructor reads and checks every row once. Thread-safe.
 
-    In memory stand 24 bytes a passage: where its line begins, and its id as a 64-bit hash in a
-    sorted table. 21 million passages (Wikipedia as FlashRAG has it, 14 GB) take half a gigabyte.
+    It needs 24 bytes of memory per passage: the offset of its line, and a 64-bit hash of its id in
+    a sorted table. 21 million passages (FlashRAG's Wikipedia, 14 GB) need half a gigabyte.
 
-    Raises DataError for a file that cannot be read, and a row that is no passage. Of several rows
-    with one id `find` gives the first.
+    Raises DataError for an unreadable file and for an invalid row. `find` returns the first of
+    several rows with one id.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         begins, hashes = array("q"), array("q")
-        try:  # kept open: another file of that name may come later
+        try:  # stays open, since the name may later refer to another file
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
             place = 0
@@ -258,7 +258,7 @@ class CorpusFile:
         return len(self._begins) - 1
 
     def __getitem__(self, place: int) -> Passage:
-        """The passage of that row, counted from 0 without blank lines."""
+        """The passage at this index, counted from 0 without blank lines."""
         if not 0 <= place < len(self):
             raise IndexError(place)
         begin, end = int(self._begins[place]), int(self._begins[place + 1])
@@ -266,7 +266,7 @@ class CorpusFile:
         return read_passage(line.split(b"\n", 1)[0], f"corpus {self.path}, passage {place + 1}")
 
     def find(self, passage_id: str) -> Passage | None:
-        """The passage of that id."""
+        """The passage with this id, or None."""
         wanted = hash(passage_id)
         first = np.searchsorted(self._sorted, wanted, "left")
         last = np.searchsorted(self._sorted, wanted, "right")

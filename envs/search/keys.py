@@ -1,7 +1,7 @@
 """The keys of search, [search]: sources and sizes of results, and reading of pages.
 
-A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
-with `build` and `cache_name`, and one entry in `BACKENDS`.
+A backend is a class with the methods of `corpus.Backend`; its keys are a struct next to the class,
+with `build` and `cache_name`, and an entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknow
 
 
 class Preset(Struct, frozen=True):
-    """Sizes in characters: of a page that is read, and of the window round the snippet. `form` is
-    how snippets are written: "Page i: ..." on lines, or passages with their titles, which
-    Tool-Star's policy reads of Wikipedia (`contents` of its retriever, blank lines between)."""
+    """Sizes in characters: of a page's text, and of the window around the snippet. `form` is the
+    format of snippets: lines "Page i: ...", or passages with titles, as in Tool-Star's Wikipedia
+    results (`contents` of its retriever, separated by blank lines)."""
 
     mode: Mode
     max_page_chars: int
@@ -151,12 +151,12 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sizes(self) -> Preset:
-        """The preset, in the mode of `mode`."""
+        """The preset with the configured `mode`."""
         preset = PRESETS[self.preset]
         return replace(preset, mode=self.mode or preset.mode)
 
     def check(self) -> None:
-        """Raises ConfigError for keys that do not fit together."""
+        """Raises ConfigError for contradictory keys."""
         if self.summarizer is None and (self.sizes.mode == "summaries" or self.pages.summarize):
             raise ConfigError(
                 'search.summarizer: not set, but search.mode = "summaries" or '

@@ -31,19 +31,19 @@ from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.untrusted import decode_text, printable
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
-# Which network addresses a page may come from: public ones, and networks that are named.
+# Allowed network addresses of pages: public ones, and configured networks.
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class RefusedAddress(OSError):
-    """The address is private, loopback, or otherwise not of the public internet; the text says
-    what it is."""
+    """The address is private, loopback, or otherwise not on the public internet; the message names
+    its kind."""
 
 
-# What Python 3.11 takes for public and is not: the metadata services of Azure and Oracle, relays of
-# 6to4, networks of a site, IPv4 in IPv6 of the old form and of local translators, documentation.
+# Networks that Python 3.11 wrongly counts as public: metadata services of Azure and Oracle, 6to4
+# relays, site-local, IPv4-compatible IPv6, local-use NAT64, and documentation addresses.
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -62,8 +62,8 @@ USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
 
 class AddressRule:
-    """Lets public addresses through, on these ports, and those of `allow_networks` (e.g.
-    "10.1.0.0/16") on any."""
+    """Allows public addresses on these ports, and those of `allow_networks` (e.g. "10.1.0.0/16") on
+    all ports."""
 
     def __init__(self, allow_networks: Sequence[str] = (), ports: Sequence[int] = PORTS) -> None:
         self._ports = ports
@@ -84,7 +84,8 @@ class AddressRule:
             raise RefusedAddress("it is not a public address")
 
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
-        """Raises RefusedAddress for other ports, unless all these addresses are allowed."""
+        """Raises RefusedAddress for other ports, unless all these addresses are in allowed
+        networks."""
         if port not in self._ports and not all(map(self._is_allowed, addresses)):
             raise RefusedAddress(f"its port is not one of {', '.join(map(str, self._ports))}")
 
@@ -95,7 +96,7 @@ class AddressRule:
 def _usual(address: str) -> _Address:
     try:
         return ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # an unusual spelling hides where it leads
+    except ValueError:  # an unusual notation may hide the address
         raise RefusedAddress("it is not a public address") from None
 
 
@@ -114,9 +115,9 @@ def _embedded(address: _Address) -> ipaddress.IPv4Address | None:
 
 
 class GuardedResolver(AbstractResolver):
-    """Resolves names and refuses addresses; the connection is made to what was checked here.
+    """A resolver that rejects addresses; connections use exactly the checked addresses.
 
-    So a name that resolves differently the second time gains nothing.
+    So a name that resolves differently the second time (DNS rebinding) has no effect.
     """
 
     def __init__(self, rule: AddressRule, inner: AbstractResolver | None = None) -> None:
@@ -126,7 +127,7 @@ class GuardedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """The addresses of `host`; RefusedAddress if one of them must not be reached."""
+        """The addresses of `host`. Raises RefusedAddress if one of them is not allowed."""
         if self._inner is None:
             self._inner = ThreadedResolver()
         found = await self._inner.resolve(host, port, family)
@@ -137,29 +138,29 @@ class GuardedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the resolver behind."""
+        """Close the wrapped resolver."""
         if self._inner is not None:
             await self._inner.close()
 
 
-# Fetching pages that the policy names: nothing private is reached, nothing endless is read.
+# Fetching pages that the policy names, with no access to private addresses and bounded reads.
 
 MAX_REDIRECTS = 5
 MAX_BYTES = 2_000_000  # of a page; the rest is not read
 MAX_PAGE_CHARS = 100_000  # of the text of a page; the rest is not kept
-MAX_CONCURRENCY = 64  # pages that are fetched at once
+MAX_CONCURRENCY = 64  # pages fetched at the same time
 NUM_RETRIES = 2  # after 429 and 5xx
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
 
 
-# such a host is an address and no name, in one of the many ways to write one: 127.1, 0x7f.1
+# such a host is an address in an unusual notation, not a name: 127.1, 0x7f.1
 _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
 
 
 class PageFetcher:
-    """Fetches pages, over connections that only go to permitted addresses."""
+    """Fetches pages, with connections to allowed addresses only."""
 
     def __init__(
         self,
@@ -173,11 +174,11 @@ class PageFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str) -> Reply:
-        """The page, after redirects, cut at MAX_BYTES.
+        """The page, after redirects, truncated at MAX_BYTES.
 
-        Raises ToolError for what is a fact of the address: refused, unknown, too slow, not a text,
-        or a status other than 200; after 429 and 5xx it is asked again first. InfraError: this
-        machine has run out of something.
+        Raises ToolError for a failure of the address: rejected, unknown, too slow, not a text, or a
+        status other than 200 (429 and 5xx are retried first). Raises InfraError if this machine
+        lacks resources.
         """
         status = 0
         for attempt in range(NUM_RETRIES + 1):
@@ -204,8 +205,8 @@ class PageFetcher:
         raise ToolError(f"{url} answered with status {status}.")
 
     async def checked(self, url: str) -> str:
-        """The address in its usual form, once it is known to be one that may be opened: for
-        somebody else to fetch. Raises ToolError."""
+        """The normalized address, after checking that it may be opened by another service. Raises
+        ToolError."""
         try:
             target = self._checked(url, asked=url).with_fragment(None)
             async with asyncio.timeout(self.config.timeout_s):
@@ -223,7 +224,7 @@ class PageFetcher:
             self._session = None
 
     async def _follow(self, url: str) -> Reply:
-        """One try, through the redirects; each address on the way is checked."""
+        """One attempt, following redirects; each address is checked."""
         target = self._checked(url, asked=url)
         for _ in range(MAX_REDIRECTS + 1):
             headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
@@ -245,8 +246,8 @@ class PageFetcher:
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
 
     def _checked(self, address: str, *, asked: str, base: URL | None = None) -> URL:
-        """The address, or that of a redirect from `base`, as a URL; literal addresses are checked
-        here, since no name is resolved."""
+        """The address, or that of a redirect from `base`, as a URL; checks literal addresses, which
+        the resolver does not see."""
         to = printable(address)[:200]
         wrong = asked if base is None else f"{asked} redirects to {to}, which"
         try:
@@ -280,12 +281,12 @@ class PageFetcher:
         return bytes(body[:MAX_BYTES])
 
 
-# what our own machine has run out of: files, memory, ports
+# errors for exhausted resources of this machine: files, memory, ports
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 
 
 def _named(url: str, error: BaseException) -> ToolError | InfraError:
-    """Why a page could not be fetched: a fact of its address, or our own machine."""
+    """The error of a failed fetch: ToolError if the page is the cause, InfraError if this host."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RefusedAddress):
@@ -304,7 +305,7 @@ JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
 
 
 class PageReader:
-    """From an address to the text of its page; shared by all episodes."""
+    """Reads the text of pages; shared by all episodes."""
 
     def __init__(
         self,
@@ -324,7 +325,7 @@ class PageReader:
         return await self._cache.through(key, lambda: self._read(url), decode_text)
 
     def stats(self) -> dict[str, float]:
-        """Requests of Jina's reader, and pages whose text was extracted."""
+        """The number of requests to Jina's reader, and of extracted pages."""
         return summed_stats([self._jina, self._extractor])
 
     async def close(self) -> None:
@@ -346,7 +347,7 @@ class PageReader:
         target = await self._fetcher.checked(url)
         secret_key = os.environ.get(JINA_KEY, "").strip()
         secret = {"Authorization": f"Bearer {secret_key}"} if secret_key else {}
-        address = f"{JINA_URL}/{target}"  # it holds no way up
+        address = f"{JINA_URL}/{target}"  # without "..", after normalization
         reply = await self._jina.send(HttpRequest("GET", address, secret_headers=secret))
         if reply.status != 200:
             raise ToolError(f"{url} could not be read: status {reply.status}.")
@@ -357,7 +358,7 @@ class PageReader:
         return text
 
 
-# From a page to its text, in workers that are killed when a page makes them hang.
+# Extraction of text, in workers that are killed if a page makes them hang.
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
@@ -372,7 +373,7 @@ _CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s{0,9}=\s{0,9}["']?([\w-]{1,4
 
 
 def decoded(kind: str, body: bytes) -> str:
-    """The characters of a page, by its content type, its meta element, or UTF-8."""
+    """The decoded text of a page, by its content type, its meta element, or UTF-8."""
     charset = kind.partition("charset=")[2].strip(" \"'").lower()
     if not charset:
         declared = _CHARSET.search(body[:4096])
@@ -388,7 +389,7 @@ class _Text(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self._dropped = ""  # the element that is being left out
+        self._dropped = ""  # the element that is currently skipped
         self._depth = 0
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
@@ -424,7 +425,7 @@ def plain_text(page: str) -> str:
 
 
 def page_text(page: str, trafilatura: Any) -> str:
-    """The main text by trafilatura if there is such, else all text outside of boilerplate."""
+    """The main text by trafilatura, if it finds any, else all text outside of boilerplate."""
     if trafilatura is not None:
         found = trafilatura.extract(page, include_comments=False, include_tables=True, fast=True)
         if found and found.strip():
@@ -433,14 +434,14 @@ def page_text(page: str, trafilatura: Any) -> str:
 
 
 class PageText:
-    """What runs in a worker: callable with {"kind", "body"}, a content type and a page."""
+    """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
         self._trafilatura = wanted("trafilatura")
         page_text("<p>warm</p>", self._trafilatura)  # before the first fork
 
     def __call__(self, payload: dict[str, Any]) -> str:
-        """The text; of what is no HTML all of it."""
+        """The text; the whole content if it is not HTML."""
         kind, body = payload["kind"], payload["body"]
         page = decoded(kind, body)
         if "html" in kind.lower() or b"<html" in body[:1000].lower():
@@ -464,8 +465,8 @@ class TextExtractor:
         )
 
     async def extract(self, page: Reply) -> str:
-        """The text of a fetched page; plain texts come back as they are, decoded. ToolError: the
-        page takes too long, or more memory than there is; InfraError: no process can be had."""
+        """The text of a fetched page; plain text is only decoded. Raises ToolError if the page
+        needs too much time or memory, and InfraError if no process can be started."""
         try:
             payload = {"kind": page.content_type, "body": page.body}
             return str(await self._pool.run(payload, self.limit_s))
@@ -475,7 +476,7 @@ class TextExtractor:
             raise ToolError(f"{page.url} could not be read.") from error
 
     def stats(self) -> dict[str, float]:
-        """Pages, and those that were given up."""
+        """The number of pages, and of aborted ones."""
         return self._pool.stats()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """HTTP search backends: web search providers, and retrievers with /retrieve.
 
-Keys come from the environment only. A provider is a pair of pure functions, so that each can be
-read beside its documentation.
+Keys come only from environment variables. A provider is a pair of pure functions, which can be
+compared with its documentation.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 
 
-MAX_REASON_CHARS = 300  # of a provider's own words that the policy reads
-MAX_REFUSED = 20  # searches that are refused in a row; then it is not the searches
+MAX_REASON_CHARS = 300  # of a provider's message to the policy
+MAX_REFUSED = 20  # consecutive rejected searches, after which the configuration must be wrong
 
-# what a provider says of an account or a key, where its status does not
+# messages about an account or a key, if the status does not show it
 _OF_ACCOUNT = re.compile(
     r"credits|run out of|usage limit|insufficient balance|billing|api.?key|subscription|unauthori"
     r"|\bzone\b",
@@ -38,8 +38,8 @@ _OF_ACCOUNT = re.compile(
 
 
 class Provider:
-    """One provider. `rows` is where the reply holds its results, a key in a key; `failure` the key
-    that says why there are none, if their absence means nothing."""
+    """One provider. `rows` is the path of the results in the reply, as nested keys; `failure` the
+    key of an error message, if missing results alone are not an error."""
 
     url = ""
     key_variable = ""
@@ -49,11 +49,11 @@ class Provider:
     url_field = "url"
     max_chars = 2000  # of a query
     max_words = 1000
-    is_html = False  # texts hold references to characters, and tags
+    is_html = False  # texts have character references and tags
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        """The search at the address `url`, with the key of the account."""
+        """The search request to `url`, with the account's key."""
         raise NotImplementedError
 
 
@@ -72,17 +72,18 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
         return f"{self.provider} {_public(self.url)}" if self.url else self.provider
 
     def build(self) -> WebBackend:
-        """The provider, asked by the account of this environment."""
+        """The provider, with the key from the environment variable."""
         return WebBackend(self)
 
 
 def _public(url: str) -> str:
-    """The address without the user and password that it may hold."""
+    """The address without user and password."""
     return re.sub("//[^/@]*@", "//", url)
 
 
 def api_key(variable: str, needed_by: str) -> str:
-    """The key in an environment variable; a ConfigError names the variable if it is not set."""
+    """The key in an environment variable. Raises ConfigError, naming the variable, if it is not
+    set."""
     if not variable:  # it needs none
         return ""
     key = os.environ.get(variable, "").strip()
@@ -95,7 +96,7 @@ def api_key(variable: str, needed_by: str) -> str:
 
 
 class HttpBackend:
-    """Base of the backends that ask one service: they have nothing to build and no documents."""
+    """Base of the backends on one service, without an index and without documents."""
 
     def __init__(self, upstream: Upstream, key: str = "") -> None:
         self.upstream = upstream
@@ -103,15 +104,15 @@ class HttpBackend:
         self._num_refused = 0  # in a row
 
     async def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def document(self, url: str) -> Hit | None:
-        """None: pages are fetched from where they are."""
+        """None, since pages are fetched from their addresses."""
         return None
 
     async def ask(self, request: HttpRequest, query: Query) -> Reply:
-        """The reply to a request that searches for `query`. A search that the service refuses is a
-        ToolError; an account or a key that it refuses, or every search, a ConfigError."""
+        """The reply to a search request. Raises ToolError for a rejected search, and ConfigError
+        for a rejected account or key, or if every search is rejected."""
         reply = await self.upstream.send(request)
         if reply.status not in (400, 414, 422):
             self._num_refused = 0
@@ -130,7 +131,7 @@ class HttpBackend:
         raise ToolError(f"The search was refused with {reason}")
 
     def stats(self) -> dict[str, float]:
-        """Requests of the service."""
+        """The number of requests to the service."""
         return self.upstream.stats()
 
     async def close(self) -> None:
@@ -158,7 +159,7 @@ class WebBackend(HttpBackend):
         super().__init__(upstream, api_key(provider.key_variable, needed_by))
 
     async def search(self, query: Query) -> list[Hit]:
-        """Ask the provider; one that is longer than it takes is a ToolError."""
+        """Search with the provider. Raises ToolError for a query beyond its length limit."""
         provider = self._provider
         for found, most, what in (
             (len(query.text), provider.max_chars, "characters"),
@@ -171,7 +172,7 @@ class WebBackend(HttpBackend):
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
-    """The hits of a reply; InfraError if it is not of the provider's form.
+    """The hits of a reply. Raises InfraError if it does not have the provider's form.
 
     A reply without a list of results means "no results"; one that is not a JSON object does not.
     """
@@ -198,7 +199,7 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
 
 
 def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
-    """The reply as a value of this form. InfraError: it has another status or form."""
+    """The reply decoded as `form`. Raises InfraError for another status or form."""
     if reply.status != 200:
         raise InfraError(f"{name}: status {reply.status}, expected 200")
     try:
@@ -209,7 +210,7 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
         ) from error
 
 
-_NOTHING = re.compile("hasn't returned any results")  # SerpAPI's error where there are none
+_NOTHING = re.compile("hasn't returned any results")  # SerpAPI's error for no results
 _TAG = re.compile(r"</?[a-z]+>")
 
 
@@ -219,7 +220,7 @@ def _plain(text: str) -> str:
 
 
 class _BrightData(Provider):
-    """Bing through Bright Data, as ARPO asks it: quotes are left out of the query."""
+    """Bing through Bright Data, as in ARPO: without quotes in the query."""
 
     url, key_variable = "https://api.brightdata.com", "BRIGHTDATA_API_KEY"
     rows, text_field, url_field = ("organic",), "description", "link"
@@ -237,7 +238,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def _google(query: Query) -> dict[str, str]:
-    """Google's own parameters but the number of results; of Chinese there are several."""
+    """Google's parameters, except the number of results; Chinese has several variants."""
     language = query.market.lower() if query.language == "zh" else query.language
     return {"q": query.text, "gl": query.country, "hl": language}
 
@@ -279,7 +280,7 @@ _BRAVE_CODES = {
 
 
 class _Brave(Provider):
-    """It has codes of its own for some languages, and refuses other languages and countries."""
+    """Brave has its own codes for some languages, and rejects unknown languages and countries."""
 
     url, key_variable = "https://api.search.brave.com", "BRAVE_API_KEY"
     rows, text_field, is_html = ("web", "results"), "description", True
@@ -310,7 +311,7 @@ class _Brave(Provider):
 
 
 class _SearXng(Provider):
-    """An instance has JSON off by default and then answers 403."""
+    """By default, JSON is disabled in an instance, which then answers 403."""
 
     failure = "unresponsive_engines"
 
@@ -383,7 +384,7 @@ class _Contents(Struct):
 
 
 class _Batch(Struct, array_like=True):
-    """What /batch_search answers, with scores: documents and scores of each query."""
+    """The answer of /batch_search: documents and scores of each query."""
 
     documents: list[list[_Contents]]
     scores: list[list[float]]
@@ -399,7 +400,7 @@ class RemoteBackend(HttpBackend):
         self._dialect = config.dialect
 
     async def search(self, query: Query) -> list[Hit]:
-        """Ask the retriever."""
+        """Search with the retriever."""
         if self._dialect == "tool_star":
             many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
             reply = await self.ask(HttpRequest("POST", self._url, json=many), query)
@@ -415,7 +416,7 @@ _BATCH = '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
 
 
 def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
-    """The hits of one query. With and without scores, and with a flat or a nested list."""
+    """The hits of one query, with or without scores, in a flat or a nested list."""
     name = f"retriever {url}"
     rows = _decoded(reply, _Retrieved, name, _RETRIEVED).result
     try:
@@ -433,7 +434,7 @@ def batch_hits(reply: Reply, url: str) -> list[Hit]:
     found = _decoded(reply, _Batch, f"retriever {url}", _BATCH)
     try:
         (rows,), (scores,) = found.documents, found.scores
-    except ValueError as error:  # not one list each
+    except ValueError as error:  # not exactly one list of each
         raise InfraError(f"retriever {url}: {error}; expected {_BATCH}") from error
     hits = []
     for row, score in zip(rows, scores, strict=False):

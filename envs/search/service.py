@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.engines.remote.client import RefusedError
-from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_said
+from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import (
@@ -41,7 +41,7 @@ from agentenv.untrusted import decode_text
 
 
 def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:
-    """The backend of the configuration; one that has a `cache_name` is behind the cache."""
+    """The configured backend, with a cache in front if it has a `cache_name`."""
     chosen = config.backend
     backend: Backend = chosen.build()
     if not chosen.cache_name:
@@ -56,8 +56,8 @@ MAX_QUERY_CHARS = 2000
 
 
 class Episode(Struct):
-    """Context of a search: the question, the policy's text so far, the answered queries, and how
-    many results were summarized.
+    """Context of a search: the question, the policy's text so far, the answered queries, and the
+    number of summaries.
     """
 
     question: str = ""
@@ -71,7 +71,8 @@ class Episode(Struct):
 
 
 class SearchService:
-    """Search and pages, as configured. One a process and configuration: `shared_service`."""
+    """Search and pages, as configured; see `shared_service` for one per process and
+    configuration."""
 
     def __init__(self, config: SearchConfig) -> None:
         config.check()
@@ -91,7 +92,7 @@ class SearchService:
 
     async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
         """The result for the policy: "Page i: ..." for each result, with title and address if
-        `links`; or one summary of them.
+        `links`; or one summary of all.
         """
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
@@ -125,7 +126,7 @@ class SearchService:
         return ToolResult(pages, info)
 
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
-        """The passages of a page that fit the query, or a model's summary of them."""
+        """The passages of a page that match the query, or a model's summary of them."""
         config = self.config.pages
         text = await self._page(url)
         asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
@@ -141,7 +142,7 @@ class SearchService:
         return summed_stats((self.cache, self.backend, self.reader, self.summarizer))
 
     async def close(self) -> None:
-        """Stop what is in the air and close everything; idempotent."""
+        """Cancel running requests and close everything; idempotent."""
         await self.cache.close()
         await self.reader.close()
         await self.backend.close()
@@ -158,7 +159,7 @@ class SearchService:
         return f"{document.title}\n{document.text}" if document.title else document.text
 
     async def _window(self, hit: Hit, info: Info) -> str:
-        """The page round the snippet; the snippet where the page cannot be had."""
+        """The page around the snippet; the snippet if the page is not available."""
         sizes = self.config.sizes
         if not hit.url.startswith(("http://", "https://")):
             return hit.text[: sizes.window_chars]
@@ -171,8 +172,8 @@ class SearchService:
         return await in_thread(window, page, hit.text, sizes.window_chars)
 
     async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
-        """A model's summary; beyond its limit, or where the model gives none, the beginning of the
-        pages. info["browser"] says which."""
+        """A model's summary; beyond the limit, or if the model returns none, the beginning of the
+        pages. info["browser"] records which."""
         assert self.summarizer is not None, "the configuration was checked"
         config = self.summarizer.config
         if config.max_uses and episode.num_summaries >= config.max_uses:
@@ -193,7 +194,7 @@ def _pages(hits: list[Hit], parts: list[str], links: bool) -> str:
 
 
 def shared_service(config: SearchConfig) -> SearchService:
-    """The service of this configuration that all episodes of the process share."""
+    """The service of this configuration, which all episodes of the process share."""
     key = ("search", msgspec.json.encode(config))
     return shared(key, lambda: SearchService(config))
 
@@ -205,10 +206,10 @@ def _distinct(hits: list[Hit]) -> list[Hit]:
 # The tools of web search: `search` and `open_page`.
 
 
-def tell_tools(states: Iterable[Any], question: str, action: Message) -> None:
-    """Note in the states of these tools what the episode asks and what the policy wrote.
+def update_episodes(states: Iterable[Any], question: str, action: Message) -> None:
+    """Store the question and the policy's text in the states of the search tools.
 
-    An environment calls it at the start of each step; the states of other tools are left alone.
+    An environment calls it at the start of each step; states of other tools are ignored.
     """
     for state in states:
         if isinstance(state, Episode):
@@ -226,7 +227,7 @@ class _OpenPageArguments(Struct, forbid_unknown_fields=True):
 
 
 class _EpisodeTool:
-    """Base: the state is the Episode, which the environment keeps up to date."""
+    """Base of the tools; the state is the Episode, which the environment updates."""
 
     fork_mode: ForkMode = "pure"
 
@@ -234,11 +235,11 @@ class _EpisodeTool:
         self.service = service
 
     async def prepare(self) -> None:
-        """Build or load what searching needs, once a process."""
+        """Start the service, once per process."""
         await self.service.start()
 
     def start(self, seed: int | None) -> Episode:
-        """An episode of which nothing is known yet."""
+        """An empty episode."""
         return Episode()
 
     async def fork(self, state: Episode) -> Episode:
@@ -250,8 +251,8 @@ class _EpisodeTool:
 
 
 class SearchPagesTool(_EpisodeTool):
-    """Search by the configured backend, in the configured mode; `links`: with the addresses that
-    `open_page` takes."""
+    """Search with the configured backend and mode; `links`: with the addresses for
+    `open_page`."""
 
     name = "search"
     description = "Search for information; returns the best matching passages or pages."
@@ -262,25 +263,25 @@ class SearchPagesTool(_EpisodeTool):
         self.links = links
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
-        """Search; "no results" is a result, a failure of the machinery an InfraError."""
+        """Search. "No results" is a result; an infrastructure failure raises InfraError."""
         query = read_arguments(self.name, arguments, _SearchArguments).query
         return await self.service.search(query, state, links=self.links)
 
 
 class OpenPageTool(_EpisodeTool):
-    """Open a page that a search has found, or any public address."""
+    """Open a page from a search result, or any public address."""
 
     name = "open_page"
     description = "Open a page by its address; returns the passages that fit the query."
     schema = argument_schema(_OpenPageArguments)
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
-        """Open; private addresses and unreadable pages are a ToolError."""
+        """Open a page. Raises ToolError for private addresses and unreadable pages."""
         asked = read_arguments(self.name, arguments, _OpenPageArguments)
         return await self.service.open_page(asked.url.strip(), asked.query, state)
 
 
-# Summaries of pages by a model behind an OpenAI-compatible address, kept in the search's cache.
+# Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")
@@ -310,16 +311,16 @@ The pages:
 
 
 class Summary(Struct, frozen=True):
-    """What the model took from pages, empty if its reply has none; `num_tokens` of request and
-    reply, 0 for one that was known or where the server does not say."""
+    """The model's summary, empty if its reply has none; `num_tokens` of request and reply, 0 for a
+    cached one or if not reported."""
 
     text: str
     num_tokens: int = 0
 
 
 class Summarizer:
-    """Asks the model; shared by all episodes. Equal requests get the same summary, so that a fork
-    reads what its parent reads."""
+    """Summarizes with the model; shared by all episodes. Equal requests get equal summaries, so
+    that a fork and its parent agree."""
 
     def __init__(self, config: SummarizerConfig, cache: ResultCache) -> None:
         self.config = config
@@ -329,10 +330,10 @@ class Summarizer:
         )
 
     async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> Summary:
-        """What the model took from the pages: the text after its "**Final Information**", cut at
-        `max_chars`. A reply without that line, or one cut off before it, holds no summary.
+        """The model's summary of the pages: the text after its "**Final Information**", truncated
+        at `max_chars`. A reply without that line has no summary.
 
-        Raises InfraError when the model gives no reply and ConfigError when it refuses the key.
+        Raises InfraError if the model does not reply, and ConfigError if it rejects the key.
         """
         prompt = _PROMPT.format(
             mark=MARK,
@@ -349,7 +350,7 @@ class Summarizer:
         async def ask() -> bytes:
             nonlocal num_tokens
             try:
-                said = read_said(await self._model.reply(body))
+                said = read_reply(await self._model.reply(body))
             except EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError
@@ -363,7 +364,7 @@ class Summarizer:
         return Summary(text[: self.config.max_chars], num_tokens)
 
     def stats(self) -> dict[str, float]:
-        """Requests to the model; summaries that were known cost none."""
+        """The number of requests to the model; cached summaries need none."""
         return self._model.stats()
 
     async def close(self) -> None:
@@ -386,14 +387,15 @@ def truncated_reasoning(reasoning: str) -> str:
     return "\n\n".join(kept)
 
 
-# Parts of a long page: around the snippet that led to it, or around the words of a query.
+# Parts of a long page: around its snippet, or around the words of a query.
 
 CHUNK_CHARS = 500
-MIN_OVERLAP = 0.3  # share of the snippet's words below which the page's beginning is taken
+MIN_OVERLAP = 0.3  # minimum share of the snippet's words; else the page's beginning is used
 
 
 def window(text: str, snippet: str, max_chars: int) -> str:
-    """`max_chars` of the text round the place most like the snippet; the beginning if none is."""
+    """`max_chars` of the text around the best match of the snippet; the beginning without a
+    match."""
     if len(text) <= max_chars:
         return text
     wanted = set(words(snippet))
@@ -408,9 +410,9 @@ def window(text: str, snippet: str, max_chars: int) -> str:
 
 
 def passages(text: str, query: str, max_chars: int) -> str:
-    """The chunks that best match the query, in their order, at most `max_chars` in all.
+    """The chunks that best match the query, in text order, at most `max_chars` in total.
 
-    Without a query, or when no word of it occurs, the beginning.
+    The beginning without a query or without a match.
     """
     if len(text) <= max_chars:
         return text
@@ -442,7 +444,7 @@ def passages(text: str, query: str, max_chars: int) -> str:
 
 
 def _chunks(text: str) -> list[tuple[int, int]]:
-    """Consecutive pieces of about CHUNK_CHARS that end at white space where they can."""
+    """Consecutive pieces of about CHUNK_CHARS that end at white space if possible."""
     found: list[tuple[int, int]] = []
     start = 0
     while start < len(text):

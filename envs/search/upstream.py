@@ -1,7 +1,7 @@
 """Client of an external HTTP service: rate limit, retries, circuit breaker.
 
-429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
-then raised as InfraError, and never come back as a reply.
+429 and 5xx, broken connections and time-outs are infrastructure failures: they are retried, then
+raised as InfraError, and never returned as a reply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reply(Struct, frozen=True, omit_defaults=True):
 
 
 class TokenBucket:
-    """At most `rate_per_s` requests a second in the long run, and `burst` at once.
+    """At most `rate_per_s` requests per second on average, and `burst` at once.
 
     Callers are served in order of arrival. A rate of 0 means no limit.
     """
@@ -38,7 +38,7 @@ class TokenBucket:
     def __init__(self, rate_per_s: float, burst: int) -> None:
         self._rate = rate_per_s
         self._burst = max(1, burst)
-        self._free_at = 0.0  # loop time at which the bucket has refilled to the full
+        self._free_at = 0.0  # loop time at which the bucket is full again
         self._paused_until = 0.0
 
     async def take(self) -> None:
@@ -58,17 +58,17 @@ class TokenBucket:
                 await asyncio.sleep(delay)
 
     def pause(self, seconds: float) -> None:
-        """Give nobody a token for so long: the provider has asked for it, or fails."""
+        """Issue no token for this time, as the provider requested it or fails."""
         until = asyncio.get_running_loop().time() + seconds
         self._paused_until = max(self._paused_until, until)
 
 
 MAX_REPLY_BYTES = 8_000_000
-BURST = 20  # requests that may start at once
+BURST = 20  # requests that may start at the same time
 FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
 MAX_DELAY_S = 30.0  # the longest wait between attempts
-MAX_FAILURES = 20  # calls that fail in a row until the service is left alone
-COOL_DOWN_S = 30.0  # how long the service is left alone
+MAX_FAILURES = 20  # consecutive failed calls until requests to the service pause
+COOL_DOWN_S = 30.0  # length of this pause
 
 
 # A wrong key, one that may not do this, or a plan that is used up: Tavily says 432 and 433.
@@ -81,7 +81,7 @@ _SPENT = re.compile(
 
 
 class HttpRequest(Struct, frozen=True):
-    """A request. What is secret is kept apart: it enters no key and no message."""
+    """A request. Secrets are separate fields, which never appear in keys and messages."""
 
     method: str
     url: str
@@ -93,7 +93,7 @@ class HttpRequest(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Shared state of equal requests."""
+        """A text that is equal for equal requests."""
         public = [self.method, self.url, self.params, self.json]
         return msgspec.json.encode(public, order="sorted").decode()
 
@@ -102,7 +102,7 @@ class HttpRequest(Struct, frozen=True):
 
 
 class Upstream:
-    """Calls one service; shared by all episodes."""
+    """The client of one service; shared by all episodes."""
 
     def __init__(
         self,
@@ -117,15 +117,15 @@ class Upstream:
         self.num_requests = 0
         self.num_retries = 0
         self._bucket = TokenBucket(config.rate_per_s, BURST)
-        self._num_failures = 0  # calls in a row
+        self._num_failures = 0  # consecutive calls
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, request: HttpRequest) -> Reply:
-        """The reply, of a status below 500 and none that means a key or an account, nor 429.
+        """The reply, with a status below 500 other than 429 and those about a key or an account.
 
-        Raises InfraError when all attempts failed, and ConfigError when the key is refused or the
-        plan is used up.
+        Raises InfraError if all attempts fail, and ConfigError if the key is rejected or the plan
+        is exhausted.
         """
         problem, wanted_s = "", None
         for attempt in range(self.config.num_retries + 1):
@@ -148,7 +148,7 @@ class Upstream:
                 self._num_failures = 0
                 return outcome
             problem, wanted_s = outcome
-            if wanted_s:  # the service speaks to all of us
+            if wanted_s:  # it applies to all callers
                 self._bucket.pause(min(wanted_s, MAX_DELAY_S))
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
@@ -156,7 +156,7 @@ class Upstream:
         raise InfraError(f"{self.name}: {attempt + 1} attempts failed: {problem}")
 
     def stats(self) -> dict[str, float]:
-        """Requests that were really sent, and those of them that were not the first try."""
+        """The number of sent requests, and of retries among them."""
         return {
             "upstream/num_requests": self.num_requests,
             "upstream/num_retries": self.num_retries,
@@ -169,7 +169,7 @@ class Upstream:
             self._session = None
 
     async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
-        """A reply, or what went wrong and the wait that the service asks for in seconds."""
+        """A reply, or the problem and the seconds of delay that the service requests."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -198,7 +198,7 @@ class Upstream:
         except TimeoutError:
             return f"no reply within {self.config.timeout_s:g} s", None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # the text of the error may hold the address, and so a key
+            # the error's text may contain the address, and thus a key
             return f"{type(error).__name__}", None
 
     def _refusal(self, status: int) -> ConfigError:

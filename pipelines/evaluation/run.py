@@ -23,7 +23,7 @@ from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import AgentEnvError, ConfigError, EngineError, EnvError, TooManyFailuresError
 from agentenv.failures import NUM_NAMED, FailureLog, Redactor
 from agentenv.metrics import Throughput
-from agentenv.offload import in_thread, look_again
+from agentenv.offload import in_thread, poll_pause
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
@@ -78,7 +78,7 @@ class Progress:
         while True:
             self._rate = self._throughput.rate(self._engine.stats())
             self._show()
-            await look_again(INTERVAL_S)
+            await poll_pause(INTERVAL_S)
 
     def _show(self) -> None:
         success = self.num_right / self.num_done if self.num_done else 0.0

@@ -242,7 +242,7 @@ class Control:
             place = training.workers.places().get(index)
             if place is not None:
                 row.worker, row.state = place.worker or "none yet", "grows"
-            found = await training.workers.look(index)
+            found = await training.workers.wait_info(index)
             if found is None:
                 lines.append("its worker has not reported its waits")
             branches = [_branch_row(branch, limit_s) for branch in found or ()]

@@ -180,7 +180,7 @@ class Loop:
             batch.metrics |= await self.parity.check()
         batch.policy_version = self.parts.learner.policy_version
         self.batches.settle(batch)
-        if not self.config.engine.tells_entropies:
+        if not self.config.engine.reports_entropies:
             forget_entropies(batch.delivered)
 
     async def update(self, batch: Batch) -> None:

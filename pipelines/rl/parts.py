@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.config import Say
-from agentenv.deadline import heed, uncancelled
+from agentenv.deadline import retrieve_exception, uncancelled
 from agentenv.disk import (
     SHARED_MEMORY,
     WEIGHTS_KEY,
@@ -25,7 +25,7 @@ from agentenv.disk import (
     own_folder,
     remove_left,
 )
-from agentenv.encoder import encode_beside
+from agentenv.encoder import encode_in_process
 from agentenv.engine import Engine, EngineStart, ServerStarter
 from agentenv.env import Env
 from agentenv.errors import ConfigError
@@ -271,7 +271,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         try:
             yield
         finally:
-            starting.add_done_callback(heed)  # `parts` raises its error, unless another came first
+            starting.add_done_callback(retrieve_exception)  # `parts` raises it, if no other
             starting.cancel()
             await asyncio.wait([starting])
 
@@ -395,7 +395,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         if config.resources.in_turn:
             colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
         trained = questions[TRAINED]
-        encode_beside(trained.renderer, self.stack)
+        encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
         eval_actor = self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING)
         num_words = vocab_size(await self.model())

@@ -28,7 +28,7 @@ from agentenv.metrics import (
     rollout_metrics,
     trained_metrics,
 )
-from agentenv.offload import in_thread, look_again
+from agentenv.offload import in_thread, poll_pause
 from agentenv.pipelines.rl.batching import Alarms, Batch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
@@ -77,7 +77,7 @@ class LiveFigures:
         """Refresh until cancelled; returns at once without a terminal."""
         while self.view.is_live:
             self.view.figures(self.lines())
-            await look_again(INTERVAL_S)
+            await poll_pause(INTERVAL_S)
 
     def lines(self) -> Lines:
         """Lines of (title, figures)."""

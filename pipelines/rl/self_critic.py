@@ -88,7 +88,7 @@ class SelfCritic:
         config = self.config
         encoded = [encode_pair(*row.answers()) for row in rows]
         pairs = await with_reference_scores(self.learner, encoded)
-        await self.learner.set_optimizer_aside(config.optimizer)
+        await self.learner.save_optimizer(config.optimizer)
         num_steps = 0.0
         for epoch in range(config.num_epochs):
             order = list(pairs)
@@ -97,7 +97,7 @@ class SelfCritic:
                 batch = order[first : first + config.batch_size]
                 metrics = await self.learner.prefer(batch, config.beta)
                 num_steps += metrics["num_steps"]
-        await self.learner.take_optimizer_back(self.optimizer)
+        await self.learner.restore_optimizer(self.optimizer)
         found = await preference_figures(self.learner, pairs, config.beta)
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
 

@@ -33,7 +33,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from agentenv.offload import look_again
+from agentenv.offload import poll_pause
 
 if TYPE_CHECKING:
     from asyncio import SelectorEventLoop as Loop
@@ -123,7 +123,7 @@ async def _collect() -> None:
     """
     collected, peak, pause_s = time.monotonic(), _peak_bytes(), FULL_S
     while True:
-        await look_again(FREEZE_S)
+        await poll_pause(FREEZE_S)
         began = time.monotonic()
         if began - collected > pause_s or _peak_bytes() - peak > MUCH_BYTES:
             gc.unfreeze()
@@ -418,7 +418,7 @@ class Waits:
     async def run(self) -> None:
         """Poll until cancelled."""
         while True:
-            await look_again(LOOK_S)
+            await poll_pause(LOOK_S)
             self.poll()
 
     def poll(self) -> None:

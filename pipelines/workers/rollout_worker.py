@@ -23,7 +23,7 @@ from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.config import Say, build_config
-from agentenv.encoder import encode_beside
+from agentenv.encoder import encode_in_process
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
 from agentenv.failures import MAX_TEXTS, Failure, Failures
@@ -100,8 +100,8 @@ class WorkerEngine(Protocol):
 
     policy_version: int
 
-    def hear(self, said: Any) -> None:
-        """Take a message of the controller about turns, or their slots."""
+    def handle(self, message: Any) -> None:
+        """Handle a message of the controller about turns, or their slots."""
         ...
 
 
@@ -154,12 +154,12 @@ class RolloutWorker:
                     self._rollouts[request.number].cancel()
             case messages.Steer():
                 (self._actor.pause if request.holds else self._actor.resume)()
-            case messages.GiveUp() | messages.Look():
+            case messages.CancelTree() | messages.Look():
                 self._of_tree(request)
             case messages.Over():
                 self._is_over = True
             case _:
-                self._engine.hear(request)
+                self._engine.handle(request)
 
     def say(self, text: str) -> None:
         """Send a message for the user to the controller."""
@@ -169,7 +169,7 @@ class RolloutWorker:
         """Request no more trees: this process ends in `within_s` seconds."""
         self._link.send(pack(messages.Leaving(within_s)))
 
-    def _of_tree(self, request: messages.GiveUp | messages.Look) -> None:
+    def _of_tree(self, request: messages.CancelTree | messages.Look) -> None:
         """Handle the request as soon as the tree grows; a new tree starts at once."""
         index = self._indices.get(request.number)
         rollout = None if index is None else self._actor.growing(index)
@@ -273,7 +273,7 @@ async def build(
     assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
-    encode_beside(renderer, stack)
+    encode_in_process(renderer, stack)
     sampling, engine = config.sampling.train, await make_engine(assembly, setup, link)
     stack.push_async_callback(engine.close)
     actor = Actor(

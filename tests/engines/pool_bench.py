@@ -166,7 +166,7 @@ async def leased(
         while True:
             said = read_asked(await theirs.receive())
             assert not isinstance(said, Grow | Drop)
-            engine.hear(said)  # type: ignore[arg-type]
+            engine.handle(said)  # type: ignore[arg-type]
 
     async def hear_worker() -> None:
         while True:
@@ -175,7 +175,7 @@ async def leased(
                 leases.quit(told.number)
             else:
                 assert isinstance(told, Acquire | FirstToken | Release)
-                leases.hear(told)
+                leases.handle(told)
 
     hearing = [asyncio.create_task(one) for one in (hear_controller(), hear_worker())]
     try:

@@ -148,9 +148,9 @@ def test_weights_that_gave_their_memory_back_are_the_same_and_so_are_views_of_th
     weights.load(world.paths[0])
     before = {name: place.clone() for name, place in weights.targets.items()}
     view = weights.layers[0].qkv[3:5]
-    weights.give_back()
+    weights.release_memory()
     assert all(place.untyped_storage().size() == 0 for place in weights.targets.values())
-    weights.take_back()
+    weights.restore_memory()
     assert all(torch.equal(before[name], place) for name, place in weights.targets.items())
     assert torch.equal(view, before["model.layers.0.self_attn.q_proj.weight"][3:5])
     assert (weights.head is weights.embed) == tied

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.engines.remote.endpoint import ChatModel, fenced, read_chat, read_said, shortened
+from agentenv.engines.remote.endpoint import ChatModel, fenced, read_chat, read_reply, shortened
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.server_config import ChatModelConfig
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
@@ -48,10 +48,10 @@ def test_what_is_no_chat_completion_has_one_error(body: bytes) -> None:
 
 
 def test_what_is_said_comes_without_thoughts_and_tells_if_it_was_cut_off() -> None:
-    said = read_said(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
+    said = read_reply(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
     assert (said.raw, said.text) == ("<think>hm</think> Lima ", "Lima")
     assert (said.whole, said.num_tokens) == (False, 930)
-    bare = read_said(json.dumps({"choices": [{"message": {}}]}).encode())
+    bare = read_reply(json.dumps({"choices": [{"message": {}}]}).encode())
     assert (bare.raw, bare.whole, bare.num_tokens) == ("", True, 0)
 
 

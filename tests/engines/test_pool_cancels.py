@@ -114,7 +114,7 @@ def assert_nothing_is_left(b: Bench) -> None:
         assert not member.guests
     assert b.pool.queue.num_waiting == 0
     if isinstance(b.engine, LeasedEngine):
-        assert not b.engine._sought
+        assert not b.engine._waiting
         assert not b.engine._held
     for server in b.servers:
         assert server.num_running == 0
@@ -234,10 +234,10 @@ def test_a_look_that_is_asked_for_while_the_keeper_works_is_taken(folder: Path) 
             assert keeping is not None
             keeping.cancel()
             await asyncio.sleep(1.0)
-            member.looked_for.set()
+            member.check_due.set()
             assert await resting(member, lambda: member.rest(7.0)) == 0.0
             assert await resting(member, lambda: member.rest(7.0)) == 7.0
-            asyncio.get_running_loop().call_later(2.0, member.looked_for.set)
+            asyncio.get_running_loop().call_later(2.0, member.check_due.set)
             assert await resting(member, lambda: member.rest(7.0)) == 2.0
 
     run_virtual(main())

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from agentenv.data_files import generated_rows
 from agentenv.endpoint.openenv import EnvServer
-from agentenv.env import Grade, shared_apart
+from agentenv.env import Grade, isolated_shared
 from agentenv.envs.openenv import OpenEnv
 from agentenv.errors import ConfigError, DataError, EnvError, InfraError, ToolError
 from agentenv.testing import check_tool_env
@@ -64,7 +64,7 @@ EPISODE = [add(1), add(2), Message("assistant", "3")]
 
 @pytest.fixture(autouse=True)
 async def _shared() -> AsyncIterator[None]:
-    async with shared_apart():
+    async with isolated_shared():
         yield
 
 

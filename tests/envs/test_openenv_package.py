@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.data_files import generated_rows
-from agentenv.env import shared_apart
+from agentenv.env import isolated_shared
 from agentenv.envs.openenv import OpenEnv
 from agentenv.errors import DataError
 from agentenv.http import fetch
@@ -28,7 +28,7 @@ PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
 @pytest.fixture(autouse=True)
 async def _shared() -> AsyncIterator[None]:
     assert (PYTHON.parents[1] / ".complete").is_file(), "make it first: sh .ci/openenv"
-    async with shared_apart():
+    async with isolated_shared():
         yield
 
 

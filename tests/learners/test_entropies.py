@@ -17,7 +17,7 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import ActionTokens, EncodedTree, encode
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import Agreement
-from agentenv.learners.partition import forget_entropies, give_back, partition, split_by_tree
+from agentenv.learners.partition import forget_entropies, partition, split_by_tree, write_back
 from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.tree import TrajectoryTree
 from tests.learners.test_trainer_options import trainer
@@ -50,7 +50,7 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
     parts, _ = partition(marked, num_ranks, 10**6)
     assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
     found = [split_by_tree(share, ActionTokens.of(share).behavior) for share in parts]
-    give_back(groups, marked, list(zip(parts, found, strict=True)))
+    write_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
         told = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
@@ -82,7 +82,7 @@ def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> N
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     _, expected, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
-    give_back(groups, encoded, [(encoded, one.entropies[0])])
+    write_back(groups, encoded, [(encoded, one.entropies[0])])
     trees = [tree for tree, _ in groups]
     told = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
     assert sorted(told) == pytest.approx(sorted(expected), rel=1e-6)
@@ -106,7 +106,7 @@ def test_the_learners_logprobs_are_told_too(agreement: Agreement) -> None:
     expected, _, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
     shares = [[(encoded, told[0])] for told in (one.entropies, one.proximal, one.logprobs)]
-    give_back(groups, encoded, *shares)
+    write_back(groups, encoded, *shares)
     scored = [figures for tree, _ in groups for figures in tree.scored]
     told = sorted(value for figures in scored for value in figures.logprobs)
     assert told == pytest.approx(sorted(expected), rel=1e-6)

@@ -123,7 +123,7 @@ def test_memory_is_page_locked_as_long_as_it_is_there(
     memory = HostMemory()
     found = memory.take(4096, torch.device("cuda"))
     assert locked == [found.data_ptr()]
-    memory.put_back(found)
+    memory.release(found)
     assert memory.take(4096, torch.device("cuda")) is found
     assert len(locked) == 1
     del memory, found

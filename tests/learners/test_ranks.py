@@ -109,10 +109,10 @@ async def _an_optimizer_set_aside_keeps_its_state(
     learner: DeepSpeedLearner, sequences: list[EncodedTree], tmp_path: Path
 ) -> None:
     await learner.save(tmp_path / "kept")
-    await learner.set_optimizer_aside(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
+    await learner.save_optimizer(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
     assert (await learner.imitate(sequences))["num_steps"] == 1
     await learner.save(tmp_path / "between")
-    await learner.take_optimizer_back(learner.config)
+    await learner.restore_optimizer(learner.config)
     await learner.save(tmp_path / "taken")
     kept, between, taken = (Checkpoint(tmp_path / n) for n in ("kept", "between", "taken"))
     for name, shape in kept.shapes.items():
@@ -124,7 +124,7 @@ async def _an_optimizer_set_aside_keeps_its_state(
             assert torch.equal(before, after)
             assert not torch.equal(before, other)
     with pytest.raises(LearnerError, match="no optimizer state was saved"):
-        await learner.take_optimizer_back(learner.config)
+        await learner.restore_optimizer(learner.config)
 
 
 async def _one_rank_of_torch_goes_on_from_it_and_back(

@@ -154,7 +154,7 @@ def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptu
         ours.check_fates(trees, Counter({"with equal returns": 24}))
     assert "cold start" not in caplog.text
     (said,) = caplog.messages
-    assert said.endswith("all 24 calls of the tool 'order' failed with one text: HTTP 401")
+    assert said.endswith("all 24 calls of the tool 'order' failed with one error: HTTP 401")
 
 
 @pytest.mark.parametrize(

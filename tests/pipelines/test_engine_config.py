@@ -53,7 +53,7 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
         ),
         (
             {"servers": {"servers_per_gpu": 2, "tensor_parallel_size": 2}},
-            "servers that share a GPU have one each; remove tensor_parallel_size",
+            "a server that shares a GPU cannot use several; remove tensor_parallel_size",
         ),
         ({"pool": {"max_retries": -1}}, "engine.pool.max_retries"),
         ({"entropy_top_k": 1, "max_num_seqs": 4}, "unknown key for engine.name = 'vllm'"),

@@ -56,7 +56,7 @@ def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
     snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     told: list[str] = []
     assert fetch_from_hub("me/tiny", "model", told.append) == snapshot
-    assert told == [f"me/tiny: in the cache of the hub, revision {COMMIT[:12]}"]
+    assert told == [f"me/tiny: found in the hub's cache, revision {COMMIT[:12]}"]
     assert resolver("runs/a")("me/tiny") == snapshot
     assert fetch_from_hub(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
 
@@ -72,7 +72,7 @@ def test_what_is_missing_names_the_command(home: Path) -> None:
     with pytest.raises(DataError) as caught:
         fetch_from_hub("me/other@v2", "model", print)
     told = str(caught.value)
-    assert "me/other at revision v2 is neither a path here nor a model in the cache" in told
+    assert "me/other at revision v2 is neither a path here nor a model in the hub's cache" in told
     assert "`hf download me/other --revision v2` fetches it" in told
     with pytest.raises(DataError, match="hf download me/rows --repo-type dataset"):
         fetch_from_hub("me/rows", "dataset", print)
@@ -110,7 +110,7 @@ def test_a_dry_run_and_a_run_take_ids(
     assert "data: read 24 rows" in capsys.readouterr().out
     assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
     assert (
-        f"model.path: me/tiny: in the cache of the hub, revision {COMMIT[:12]}"
+        f"model.path: me/tiny: found in the hub's cache, revision {COMMIT[:12]}"
         in (tmp_path / "runs" / "hub" / "run.log").read_text()
     )
 
@@ -157,7 +157,7 @@ def test_a_gguf_file_needs_the_package_that_reads_it(
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF, but for the rest")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(DataError, match=r"tiny\.gguf: a GGUF file is read with gguf; pip install"):
+    with pytest.raises(DataError, match=r"tiny\.gguf: reading GGUF needs gguf; pip install"):
         find_on_hub(str(file), "model")
 
 

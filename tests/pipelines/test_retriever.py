@@ -264,7 +264,7 @@ def test_a_port_that_is_taken(corpus: Path, capsys: pytest.CaptureFixture[str]) 
         port = taken.getsockname()[1]
         assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2
     assert capsys.readouterr().err == (
-        f"error: cannot listen on 127.0.0.1:{port}: another process does; choose another port, or "
+        f"error: cannot listen on 127.0.0.1:{port}: the port is in use; choose another port, or "
         "port=0 for any free one\n"
     )
 

@@ -40,7 +40,7 @@ class Inline(Machine):
     def check_outside(self, what: str) -> None:
         raise RuntimeError(f"nothing runs beside a virtual clock, and {what} would")
 
-    async def look_again(self, seconds: float) -> None:
+    async def poll_pause(self, seconds: float) -> None:
         await asyncio.get_running_loop().create_future()
 
 

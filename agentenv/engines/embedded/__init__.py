@@ -22,7 +22,7 @@ class EmbeddedConfig(
     """Settings of the embedded engine."""
 
     max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Requests in parallel; further ones queue in order.", ge=1)
+        int, msgspec.Meta(description="Concurrent requests; further ones queue in order.", ge=1)
     ] = 128
     num_cached_seqs: Annotated[
         int, msgspec.Meta(description="Finished requests kept as prefix cache.", ge=0)

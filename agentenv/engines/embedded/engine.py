@@ -4,8 +4,8 @@ generate() --Request--> queue of commands --> thread: Scheduler.step, step, step
     ^                                            |
     +---- chunks, completions <------------------+   one call_soon_threadsafe a step
 
-The thread carries out commands between the steps of its scheduler, in the order in which they
-came, and sleeps while there is nothing to step.
+The thread executes commands between the steps of its scheduler, in order of arrival, and sleeps
+while there are no requests.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from agentenv.engines.embedded import EmbeddedConfig
 
 CLOSED = "the engine is closed"
-MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
+MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is greedy
 
 logger = logging.getLogger(__name__)
 
 
 class Call:
-    """One call of generate, as the event loop sees it."""
+    """The event loop's state of one call of generate."""
 
     def __init__(
         self, future: asyncio.Future[Completion], on_tokens: Callable[[Chunk], None] | None
@@ -53,7 +53,8 @@ class Call:
         self.wait = Wait()  # until it is admitted, and while the engine sleeps
 
     def report(self, chunk: Chunk) -> None:
-        """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
+        """Pass a chunk to the callback; if that raises, the call fails and the loop logs the
+        error."""
         if self.over or self._on_tokens is None:
             return
         failed = True
@@ -66,7 +67,7 @@ class Call:
 
 
 def settle(future: asyncio.Future[Any], outcome: object) -> None:
-    """Give the future its result or exception unless its caller is gone."""
+    """Set the future's result or exception, unless it is done."""
     if future.done():
         return
     if isinstance(outcome, EngineError):
@@ -113,13 +114,13 @@ class EmbeddedEngine:
         self._num_threads = config.num_threads
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # where the thread reports to
+        self._loop: asyncio.AbstractEventLoop | None = None  # receives the thread's reports
         self._busy_s = 0.0  # CPU seconds of the thread
         self._calls: dict[Request, Call] = {}
         self._changes: set[asyncio.Future[None]] = set()  # loads, falling asleep, waking up
-        self._slept_s = 0.0  # without the sleep that is going on
+        self._slept_s = 0.0  # without the current sleep
         self._asleep_since: float | None = None  # loop time
-        self._reason = ""  # why the engine serves no more
+        self._reason = ""  # the reason of the engine's end
 
     @property
     def policy_version(self) -> int:
@@ -166,7 +167,7 @@ class EmbeddedEngine:
         self._note_awake()
 
     async def sleep(self) -> None:
-        """See SleepingEngine.sleep. What runs has its keys and values computed again later."""
+        """See SleepingEngine.sleep. Keys and values of running requests are recomputed later."""
         await self._change(self._scheduler.sleep)
         for call in self._calls.values():
             call.wait.begin()
@@ -207,7 +208,7 @@ class EmbeddedEngine:
     # on the event loop
 
     def _enter(self) -> asyncio.AbstractEventLoop:
-        """The running loop, with the thread started. EngineDeadError if the engine is gone."""
+        """The running loop; starts the thread. Raises EngineDeadError if the engine has ended."""
         if self._reason:
             raise EngineDeadError(self._reason)
         loop = asyncio.get_running_loop()
@@ -219,7 +220,7 @@ class EmbeddedEngine:
         return loop
 
     async def _change(self, change: Callable[[], None]) -> None:
-        """Let the thread make a change of the scheduler between two steps. Raises EngineError."""
+        """Let the thread change the scheduler between two steps. Raises EngineError."""
         done: asyncio.Future[None] = self._enter().create_future()
 
         def command() -> None:
@@ -241,7 +242,7 @@ class EmbeddedEngine:
         self._slept_s, self._asleep_since = self.outage_s, None
 
     def _deliver(self, events: list[Event]) -> None:
-        """Chunks to their callbacks, outcomes to their futures."""
+        """Deliver chunks to callbacks and outcomes to futures."""
         for request, chunk, outcome in events:
             call = self._calls.get(request)
             if call is None:
@@ -249,14 +250,14 @@ class EmbeddedEngine:
             if chunk is None and outcome is None:
                 call.wait.end()
             if chunk is not None:
-                # A call of its own: one callback that raises must not cost the others theirs.
+                # Separate calls, so that an error of one callback does not affect the others.
                 asyncio.get_running_loop().call_soon(call.report, chunk)
             if outcome is not None:
                 del self._calls[request]
                 settle(call.future, outcome)
 
     def _end(self, reason: str) -> None:
-        """Everyone who waits, and everyone who comes, raises EngineDeadError."""
+        """End the engine: pending and later calls raise EngineDeadError."""
         self._reason = reason
         for call in self._calls.values():
             settle(call.future, EngineDeadError(reason))
@@ -271,15 +272,15 @@ class EmbeddedEngine:
             torch.set_num_threads(self._num_threads)
             with torch.inference_mode():
                 self._serve()
-        except Exception as error:  # whatever it was, no caller may be left waiting
+        except Exception as error:  # after any error, no caller may remain waiting
             reason = f"the engine thread died: {type(error).__name__}: {error}"
             logger.exception("the engine thread died")
         self._reason = self._reason or reason
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so there are no callers
             self._post(self._end, self._reason)
 
     def _serve(self) -> None:
-        """Commands and steps, until the command None."""
+        """Execute commands and steps, until the command None."""
         while True:
             while self._scheduler.idle or not self._commands.empty():
                 command = self._commands.get()
@@ -291,7 +292,7 @@ class EmbeddedEngine:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what the last step produced to the loop, all requests at once."""
+        """Send the events of the last step, for all requests, to the loop."""
         self._busy_s = time.thread_time()
         if self._scheduler.events:
             events, self._scheduler.events = self._scheduler.events, []
@@ -303,7 +304,7 @@ class EmbeddedEngine:
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Raises EngineError if cuda is requested but unavailable."""
+    """The torch device. Raises EngineError if cuda is requested but unavailable."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise EngineError("device cuda was requested, but torch finds no GPU")

@@ -1,26 +1,26 @@
 """The model of the embedded engine: keys and values, and the forward pass over a packed batch.
 
-A slot stands for one token sequence, with a column of keys and values for each computed token.
-The slot of a running request is a row in a block of memory whose rows have one width, so that
-decoding works on views:
+A slot is one token sequence, with a column of keys and values for each computed token. The slot of
+a running request is a row in a block of memory whose rows have equal widths, so that decoding works
+on views:
 
     width 128: | running | running | running | free |        width 256: | running | free |
                  row 0     row 1     row 2
 
-A row that is full moves to the block of twice the width, so a long sequence widens no other row:
-with one width for all, 4,000 tokens among 63 short sequences cost four times the time and eight
-times the memory. Idle slots, the prefix cache, are tensors of their exact length; the least
-recently used one goes first. Columns are shared only under the engine's own version.
+A full row moves to the block of twice the width, so that a long sequence does not widen other rows:
+with one width for all, 4,000 tokens among 63 short sequences would cost four times the time and
+eight times the memory. Idle slots form the prefix cache; they are tensors of exact length, and the
+least recently used one is evicted first. Columns are shared only within one weight version.
 
-All tokens of a step are packed in one list [T], so that the matrix products meet no padding:
+All tokens of a step are packed in one list [T], so that matrix products have no padding:
 
     | rows of width 256 | of width 512 | ... | new tokens of prompt A | of prompt B | ...
 
 Attention runs once per block over a view of its running rows, and once per new prompt.
 
-On a GPU what plans or captures by shape (cuDNN, CUDA graphs) needs shapes that come back. There
-rows, new tokens and columns are rounded up (`finite`): groups and prompts have spare tokens at
-their ends in the packed list, whose keys and values are not stored and which get no logits.
+On a GPU, cuDNN and CUDA graphs need recurring shapes. There rows, new tokens and columns are
+rounded up (`finite`): groups and prompts have padding tokens at their ends in the packed list,
+without stored keys and values and without logits.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Block:
         self._set_kv(torch.zeros(shape, dtype=dtype, device=device))
 
     def add(self, slot: int) -> int:
-        """The row that is the slot's from now on."""
+        """Assign a row to the slot."""
         row = len(self.slots)
         if row == self.kv.shape[2]:
-            # Zeros, not empty: a masked column still meets 0 * value, and 0 * NaN is NaN.
+            # Zeros, not empty: a masked column is still multiplied by 0, and 0 * NaN is NaN.
             added = self.kv.new_zeros(*self.kv.shape[:2], max(1, row), *self.kv.shape[3:])
             self._set_kv(torch.cat([self.kv, added], 2))
         self.slots.append(slot)
@@ -104,13 +104,13 @@ class SlotCache:
         return self._place[slot]
 
     def version(self, slot: int) -> int:
-        """Version of all columns of the slot, or NO_VERSION when the columns cannot be shared."""
+        """Version of all columns of the slot, or NO_VERSION if they cannot be shared."""
         return int(self._version[slot])
 
     def find(self, prompt: IntArray, session: str, version: int) -> tuple[int | None, int]:
-        """The slot sharing the longest prefix with the prompt, and that length (0: None).
+        """The slot with the longest common prefix with the prompt, and its length (0: None).
 
-        Of equally long ones: an idle slot that ends there, then one of the session.
+        Among equally long ones: an idle slot that ends there, then one of the session.
         """
         slots = np.flatnonzero((self._version == version) & (self.lengths > 0))
         common = np.zeros(len(slots), dtype=np.int64)
@@ -138,11 +138,11 @@ class SlotCache:
     def open(
         self, prompt: IntArray, session: str, source: int | None, common: int, room: int
     ) -> tuple[int, int]:
-        """Give a new running request its slot, with the shared columns of `source` in place.
+        """Open a slot for a new running request, with the shared columns of `source`.
 
-        Returns the slot and how many columns the slot already has, at most len(prompt) - 1. `room`
-        columns beyond the prompt are reserved. The slot cannot be shared before `publish`. An idle
-        `source` that the prompt continues whole is used up.
+        Returns the slot and the number of its columns, at most len(prompt) - 1. `room` columns
+        beyond the prompt are reserved. The slot cannot be shared before `publish`. An idle `source`
+        that is a prefix of the prompt is consumed.
         """
         cached = min(common, len(prompt) - 1)
         shared = None if source is None else self._columns(source, cached)
@@ -161,11 +161,11 @@ class SlotCache:
         return slot, cached
 
     def publish(self, slot: int, version: int) -> None:
-        """Let others share the slot's columns, all computed under `version`."""
+        """Allow sharing of the slot's columns, which were all computed under `version`."""
         self._version[slot] = version
 
     def append(self, slots: npt.NDArray[np.int64], token_ids: list[int]) -> None:
-        """Each of the running `slots` gets its next column, of the token given."""
+        """Add the next column, for the given token, to each of the running `slots`."""
         self.tokens[slots, self.lengths[slots]] = token_ids
         self.lengths[slots] += 1
 
@@ -188,7 +188,7 @@ class SlotCache:
         self._remove(block, row)
 
     def forget_all(self) -> None:
-        """Drop all idle slots and bar the running ones from ever being shared."""
+        """Drop all idle slots, and exclude the running ones from sharing."""
         for slot in self.idle:
             self._free_slot(slot)
         self.idle.clear()
@@ -220,15 +220,15 @@ class SlotCache:
         return self.blocks[width]
 
     def _put(self, slot: int, block: Block, columns: Tensor | None) -> None:
-        """Give the slot a row of the block, which begins with `columns`."""
+        """Give the slot a row of the block that begins with `columns`."""
         row = block.add(slot)
         self._place[slot] = block, row
         if columns is not None:
             block.columns(row, columns.shape[3])[:] = columns
 
     def _remove(self, block: Block, row: int) -> None:
-        """Close the gap that a row leaves: the last row of the block moves there. A wide block
-        without rows gives its memory back."""
+        """Free a row by moving the last row of the block there. A wide block without rows frees its
+        memory."""
         last, slot = len(block.slots) - 1, block.slots.pop()
         if row != last:
             length = int(self.lengths[slot])
@@ -248,27 +248,27 @@ COLUMN_STEP = 16  # decode attention reads a multiple of this many columns
 
 
 def rounded_rows(number: int) -> int:
-    """The next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most the next power of two, and so
-    within the rows that a block has memory for."""
+    """Round up to 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most to the next power of two, and so
+    within the memory of a block."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if power >= 32 and number <= power * 3 // 4 else power
 
 
 def rounded_length(number: int) -> int:
-    """The next power of two from 16 on."""
+    """Round up to a power of two, at least 16."""
     return max(16, 1 << (number - 1).bit_length())
 
 
 def avoid_cudnn(device: torch.device) -> None:
-    """Keep cuDNN out of attention on a GPU, in the whole process: torch prefers it there, and it
-    builds a plan, in about a tenth of a second, for each shape that it has not met."""
+    """Disable cuDNN attention on a GPU, in the whole process: torch prefers it, but it takes about
+    a tenth of a second to plan each new shape."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class DecodeGroup:
-    """Rows 0..n-1 of one block, one new token each: packed tokens [start, stop), and spare ones
-    up to `end`."""
+    """Rows 0..n-1 of one block, one new token each: packed tokens [start, stop), and padding up to
+    `end`."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class DecodeGroup:
         self.mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def advance(self) -> None:
-        """Every row goes on to its next column."""
+        """Advance every row to its next column."""
         self.longest += 1
         self._positions += 1
         self.places += 1
@@ -308,8 +308,8 @@ class DecodeGroup:
 
 
 class Prefill:
-    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, stop), and spare
-    ones up to `end`."""
+    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, stop), and padding
+    up to `end`."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class Batch:
             self.sampled = torch.tensor(ends, device=token_ids.device)
 
     def advance(self, token_ids: Tensor) -> None:
-        """Go on with the tokens just sampled; only for a batch without prefills."""
+        """Continue with the tokens just sampled; only for a batch without prefills."""
         if self.sampled is None:
             self.token_ids = token_ids
         else:
@@ -380,7 +380,7 @@ class DecoderModel:
         self._sin = torch.cat([-sin, sin], -1).to(dtype).unsqueeze(1)
 
     def reserve(self, length: int) -> None:
-        """Make sure that positions up to `length` can be rotated."""
+        """Extend the rotary tables to `length` positions."""
         if length > len(self._cos):
             self._extend_rope(max(length, 2 * len(self._cos)))
 

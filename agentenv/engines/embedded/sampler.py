@@ -13,7 +13,7 @@ from agentenv.types import SamplingParams
 class Sampler:
     """The sampling parameters of a batch of rows as tensors.
 
-    `seen` gives a row's tokens so far, of prompt and output; read only where there is a penalty.
+    `seen` has a row's tokens so far, prompt and output; it is used only with a penalty.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Sampler:
 
         logits: float32 [S, vocab_size]; uniforms: float64 [S] in [0, 1), one for each row. The
         token is the inverse of the cumulative distribution at its row's uniform. A greedy row
-        takes the most likely token and reports the distribution at temperature 1. Steps follow
-        one another: a row's token counts as seen in the next call.
+        takes the most likely token and reports the distribution at temperature 1. A row's token
+        counts as seen in the next call.
         """
         if self._seen is not None and self._penalty is not None:
             logits = penalize(logits, self._seen, self._penalty)

@@ -1,8 +1,7 @@
-"""Scheduler of requests: the thread side of the embedded engine, one step at a time.
+"""Scheduler of requests: the part of the embedded engine in its thread.
 
-A step admits waiting requests (each takes over or copies the longest prefix the cache has),
-computes their prompts together with one token of every running request, samples, and lets
-requests that are done go.
+A step admits waiting requests (each reuses or copies the longest cached prefix), computes their
+prompts together with one token of every running request, samples, and releases finished requests.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
-MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
+MIN_WAIT_GAIN = 16  # a prompt waits a step for another one with a common prefix of this length
 ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
 
 
 @dataclass(eq=False)
 class Request:
-    """One call of generate, as the engine thread sees it. `context` is what its slot begins with:
-    the prompt, and the tokens that it had when the engine slept."""
+    """The thread's state of one call of generate. `context` is the initial content of its slot: the
+    prompt, and the tokens from before a sleep of the engine."""
 
     prompt: IntArray
     sampling: SamplingParams
     session: str
     chunk_size: int  # tokens of a Chunk, 0: no streaming
-    order: tuple[int, int] = (0, 0)  # of those that wait the smallest is admitted first
+    order: tuple[int, int] = (0, 0)  # the smallest waiting one is admitted first
     rng: random.Random = field(init=False)
     context: IntArray = field(init=False)
     matcher: StopMatcher | None = None
@@ -69,8 +68,8 @@ class Request:
         start, self.num_reported = self.num_reported, len(self.token_ids)
         return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
 
-    def lie_down(self) -> None:
-        """Give up the slot and begin once more behind the tokens so far."""
+    def requeue(self) -> None:
+        """Release the slot, and restart after the tokens so far."""
         self.slot = -1
         self.context = np.array(self.all_ids(), dtype=np.int32)
 
@@ -79,7 +78,7 @@ class Request:
         return [*self.prompt.tolist(), *self.token_ids]
 
     def enter_version(self, version: int) -> None:
-        """Tokens from here on are chosen by `version`."""
+        """`version` samples the tokens from here on."""
         if self.versions and self.versions[-1][0] == version:
             return
         if self.versions and self.versions[-1][1] == len(self.token_ids):
@@ -110,17 +109,17 @@ class Request:
         )
 
 
-# A request, and its new tokens or what became of it; neither: it was admitted.
+# A request with its new tokens or its outcome; neither: it was admitted.
 Event = tuple[Request, Chunk | None, Completion | EngineError | None]
 
 
 class Step:
-    """The requests of one step and what the model computes for them: a row for each that decodes,
-    block by block, then the new prompts in order. Kept while the same requests go on in the same
-    rows.
+    """The requests of one step and the model's batch for them: a row for each decoding request,
+    block by block, then the new prompts in order. It is reused while the same requests continue in
+    the same rows.
 
     `slots` are those of the decoding rows, `inputs` their tokens, which the next step computes;
-    `num_steps` is how many steps there is room for until a row is full.
+    `num_steps` is the number of steps until a row is full.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Step:
             positions.extend([*places, *[0] * (end - len(positions) - len(places))])
 
         for block in cache.blocks.values():
-            rows = [slot for slot in block.slots if slot not in new]  # the new ones are the last
+            rows = [slot for slot in block.slots if slot not in new]  # the new ones come last
             if rows:
                 lengths = cache.lengths[rows].tolist()
                 group = DecodeGroup(block, len(token_ids), lengths, device, finite_shapes)
@@ -176,7 +175,7 @@ class Step:
         )
 
     def advance(self, sampled: Tensor, token_ids: list[int]) -> None:
-        """Go on with the tokens just sampled, given twice; only without prompts."""
+        """Continue with the tokens just sampled, in both forms; only without prompts."""
         self.batch.advance(sampled)
         self.inputs = token_ids
 
@@ -238,8 +237,8 @@ class Scheduler:
             self.waiting.remove(request)
 
     def load_weights(self, source: Path, policy_version: int) -> None:
-        """Replace the weights in place, awake from now on. Raises EngineError and keeps the old
-        ones if they misfit."""
+        """Replace the weights in place, and wake. If they do not fit, raises EngineError and keeps
+        the old ones."""
         self.wake()
         self._weights.load(source)
         self._cache.forget_all()
@@ -249,30 +248,30 @@ class Scheduler:
         self.counts["weight_updates"] += 1
 
     def sleep(self) -> None:
-        """Free the memory of the cache and, off the CPU, of the weights. What runs goes back to
-        the head of the queue with its tokens."""
+        """Free the memory of the cache and, on a GPU, of the weights. Running requests return to
+        the head of the queue with their tokens."""
         if self.asleep:
             return
         for request in reversed(self.running.values()):
-            request.lie_down()
+            request.requeue()
             self.waiting.appendleft(request)
         self.running.clear()
         self._step = None
         self._cache.clear()
         if self._device.type != "cpu":
-            self._weights.give_back()
+            self._weights.release_memory()
             torch.cuda.empty_cache()
         self.asleep = True
         self.counts["sleeps"] += 1
 
     def wake(self) -> None:
-        """Go on, if it sleeps."""
+        """Resume after a sleep."""
         if self.asleep and self._device.type != "cpu":
-            self._weights.take_back()
+            self._weights.restore_memory()
         self.asleep = False
 
     def step(self) -> None:
-        """Admit, compute one token of every running request, sample, let go of those done."""
+        """Admit, compute one token of every running request, sample, release finished ones."""
         if self._steps_to_grow == 0:
             self._grow_slots()
         fresh = self._admit()
@@ -355,7 +354,7 @@ class Scheduler:
         logprobs: list[float],
         entropies: list[float],
     ) -> None:
-        """Give every row its token; make the events; release the rows that are done."""
+        """Store each row's token, create the events, and release finished rows."""
         self.counts["steps"] += 1
         self.counts["sampled_tokens"] += len(token_ids)
         if not math.isfinite(sum(logprobs)):

@@ -1,7 +1,6 @@
 """Supported models of the embedded engine: sizes from config.json, weights from safetensors.
 
-Weights are replaced in place, all or none of them, so that what holds a view of a parameter keeps
-it across updates.
+Weights are replaced in place, all or none of them, so that views of parameters stay valid.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Architecture(Struct, frozen=True, kw_only=True):
 
 
 def read_architecture(model_path: Path, tokenizer: Any = None) -> Architecture:
-    """Read config.json, and the tokens that end a turn from wherever they are given.
+    """Read config.json, and the end-of-turn tokens from all their sources.
 
-    Raises EngineError naming the key for whatever this engine does not implement.
+    Raises EngineError, naming the key, for unsupported features.
     """
     path = model_path / "config.json"
     config = read_json(path)
@@ -97,7 +96,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 
 
 def _rope_parameters(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_type with what the type needs, from the new or the old spelling."""
+    """rope_theta and rope_type with the type's parameters, in the new or old format."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
@@ -141,7 +140,7 @@ FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 
 class LayerWeights:
-    """One decoder layer; q, k and v are one matrix, gate and up another."""
+    """One decoder layer; q, k and v share one matrix, gate and up another."""
 
     def __init__(self, arch: Architecture, options: dict[str, Any]) -> None:
         d, hidden = arch.head_dim, arch.hidden_size
@@ -158,7 +157,7 @@ class LayerWeights:
         self.down = torch.zeros(hidden, arch.intermediate_size, **options)
 
     def targets(self, arch: Architecture) -> dict[str, Tensor]:
-        """Names as in the file, below model.layers.N -> the place (a view) that takes them."""
+        """Views of the parameters, by their names in the file below model.layers.N."""
         sizes = [n * arch.head_dim for n in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
         gate, up = self.gate_up.chunk(2)
         places = {
@@ -217,16 +216,16 @@ class Weights:
             for name, place in self.targets.items():
                 place.copy_(found[name])
 
-    def give_back(self) -> None:
-        """Free their memory on the device; `take_back` brings them back."""
+    def release_memory(self) -> None:
+        """Free their memory on the device; see `restore_memory`."""
         for storage in self._storages():
             copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
             self._aside.append((storage, copy))
         for storage, _ in self._aside:
             storage.resize_(0)
 
-    def take_back(self) -> None:
-        """Put them where they were: every view of them holds again."""
+    def restore_memory(self) -> None:
+        """Restore them in place, so that their views are valid again."""
         for storage, copy in self._aside:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
@@ -252,8 +251,8 @@ class Weights:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, in main memory: a mapped file would be read later, where a
-    failure kills the process. Raises EngineError."""
+    """The tensors of a file by name, in main memory; a read error of a mapped file would kill the
+    process later. Raises EngineError."""
     try:
         entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     except (SafetensorError, OSError) as error:

@@ -92,8 +92,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
-    can_map: ClassVar[bool] = False  # its servers read the learner's memory, and wait for it
-    client: ClassVar[Callable[..., Server]]  # of one server; options are those of RemoteServer
+    can_map: ClassVar[bool] = False  # its servers can read the learner's memory
+    client: ClassVar[Callable[..., Server]]  # of one server; for options see RemoteServer
 
     def __post_init__(self) -> None:
         given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
@@ -128,7 +128,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
 
     def check_urls(self, key: str = "engine") -> None:
-        """Raises ConfigError for one that is no URL."""
+        """Raises ConfigError for an invalid URL."""
         for url in self.urls:
             base_url(url, f"{key}.urls")
 
@@ -145,14 +145,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         return "adapter" if self.lora == "adapter" else self.weights
 
     @property
-    def tells_entropies(self) -> bool:
+    def reports_entropies(self) -> bool:
         return self.entropies == "all"
 
     @property
     def is_shared(self) -> bool:
-        """Whether rollout workers ask the servers themselves. With the cache kept, and with
-        adapters, the salt or adapter of a request changes with each update, of which workers would
-        hear too late: then their turns go through the controller."""
+        """Whether rollout workers send requests to the servers directly. With the cache kept, and
+        with adapters, the salt or adapter of a request changes with each update, which workers
+        would learn too late: then their turns go through the controller."""
         return self.update_kv == "recompute" and self.lora == "merged"
 
     def check_colocated(self, key: str, how: bool | str = True) -> None:
@@ -180,15 +180,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.urls_file:
             urls = await in_thread(read_urls, Path(self.urls_file))
         found = await asyncio.gather(*(why_unreachable(url, key) for url in urls))
-        if urls and all(found):  # a run begins without some of them
+        if urls and all(found):  # a run can start without some of them
             raise ConfigError(
                 f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running and "
                 "reachable from this machine?"
             )
 
     async def start(self, given: EngineStart) -> EnginePool:
-        """Start the servers, or find those that run, and make a pool over them that serves the
-        model."""
+        """Start the servers, or connect to running ones; returns a pool that serves the model."""
         model = await in_thread(given.model.absolute)  # servers run in another folder
         vocabulary = vocab_size(model)
         make = self.server_maker(vocabulary)
@@ -257,20 +256,20 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 def follow(servers: ServerStarter, pool: EnginePool, make: Callable[[str], Server]) -> None:
-    """Add and take away servers that move to another machine."""
+    """Add and remove servers that move to another machine."""
     servers.follow(
         lambda url: pool.add_server(make(url)), lambda url: pool.remove_server(make(url).name)
     )
 
 
 async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
-    """Add servers that appear in the file, and take away those that vanish from it."""
+    """Add servers that appear in the file, and remove those that disappear from it."""
     known = {make(url).name for url in await in_thread(read_urls, path)}
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
             servers = [make(url) for url in await in_thread(read_urls, path)]
-        except ConfigError as error:  # half written, or wrong: nothing changes
+        except ConfigError as error:  # incomplete or invalid: change nothing
             logger.warning("%s", error)
             continue
         for server in servers:
@@ -284,7 +283,7 @@ async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]
 
 
 def read_urls(path: Path) -> list[str]:
-    """One URL a line; empty lines and # comments are skipped. Raises ConfigError."""
+    """One URL per line; empty lines and # comments are skipped. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

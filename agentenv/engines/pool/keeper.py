@@ -1,9 +1,9 @@
-"""Keeps one server of a pool: polls its load, brings it back, replaces its weights.
+"""The keeper of one server of a pool: polls its load, restores it, replaces its weights.
 
 Target        the weights that every server should have
-Keeper        one server's way into the pool, and back into it
-Broadcast     weights that all servers of the pool receive at once
-hand_over     weights that they read from the learner's memory
+Keeper        brings one server into the pool, and back into it
+Broadcast     sends weights to all servers of the pool at once
+share_weights     lets them read weights from the learner's memory
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 class Target(Struct, frozen=True):
-    """The weights that every server of the pool should have: in a directory, or with a sender, or
-    in memory that the learner shares, which both can also write one."""
+    """The weights that every server of the pool should have: in a directory, at a sender, or in
+    shared memory of the learner; the last two can also write a directory."""
 
     source: Path | None
     policy_version: int
@@ -53,7 +53,7 @@ class Target(Struct, frozen=True):
     shared: SharedSender | None = None
 
     async def directory(self) -> Path:
-        """Raises EngineError if the sender has gone on to other weights."""
+        """The directory. Raises EngineError if the sender has newer weights."""
         if self.source is not None:
             return self.source
         sender = self.sender or self.shared
@@ -62,12 +62,12 @@ class Target(Struct, frozen=True):
 
 
 PROBE_IDS = (1,)
-MAX_PROBE_PAUSE_S = 5.0  # before a full server is asked again
+MAX_PROBE_PAUSE_S = 5.0  # before another probe of a full server
 
 
 async def try_out(server: Server, within_s: float) -> None:
-    """Raises ServerLostError if the server gives no token in time. One that is full is asked again
-    until then: it refuses a request, not the weights."""
+    """Raises ServerLostError if the server returns no token in time. Retries while it is full,
+    which does not depend on its weights."""
     try:
         async with asyncio.timeout(within_s):
             for attempt in count():
@@ -92,39 +92,39 @@ async def try_out(server: Server, within_s: float) -> None:
         raise ServerLostError(
             f"{server.name} returned no token within {within_s:g} s in a probe"
         ) from error
-    except ForeignWeightsError as error:  # another process has taken its place meanwhile
+    except ForeignWeightsError as error:  # another process has replaced it
         raise ServerLostError(str(error)) from error
 
 
-UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
-SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
-NUM_LOADS = 2  # times that an update is offered to a server that refuses it
-AWAY_S = 5.0  # for other processes to end their requests
+UNKNOWN_VERSION = -1  # of a returned server, until it has loaded the current weights
+SETTLE_S = 0.2  # after a loss, until the other connections to a dead process have ended too
+NUM_LOADS = 2  # attempts of an update on a server that refuses it
+AWAY_S = 5.0  # for other processes to abort their requests
 FOREIGN = "it does not have the weights that this run loaded"
 
 
 class Keeper:
-    """Of one server of the pool. Whether a server still has its weights is known by their label,
-    which the server gives back (keeps_label); whether it samples, by a token."""
+    """The keeper of one server of the pool. The label that a server returns shows whether it still
+    has its weights (keeps_label); a sampled token shows that it works."""
 
     def __init__(self, pool: EnginePool, server: PooledServer) -> None:
         self.server, self.client = server, server.client
         self.task: asyncio.Task[None] | None = None
         self._pool, self._config = pool, pool.config
-        self._returning = asyncio.Lock()  # held while the server may come back into the pool
-        self._return: asyncio.Timeout | None = None  # while it is being brought back
-        self._replacing = asyncio.Lock()  # held while its weights are being replaced
+        self._returning = asyncio.Lock()  # held while the server may return to the pool
+        self._return: asyncio.Timeout | None = None  # during its return
+        self._replacing = asyncio.Lock()  # held during the replacement of its weights
         self.client.before_release = self._abort_guests
         self.client.on_named = self._report_version
 
     def start(self) -> None:
-        """Look after the server from now on."""
+        """Start keeping the server."""
         self.task = asyncio.create_task(self._keep())
         self.task.add_done_callback(lambda _: self._pool.kept(self))
 
     async def _keep(self) -> None:
-        """Until the server leaves; then let its requests end. While the pool sleeps its servers are
-        left alone."""
+        """Keep the server until it leaves; then let its requests end. Do nothing while the pool
+        sleeps."""
         server, pool = self.server, self._pool
         failures = 0
         loop = asyncio.get_running_loop()
@@ -159,9 +159,9 @@ class Keeper:
         self._pool.dispatch()  # its limit may have grown
 
     async def _poll(self) -> None:
-        """Ask a server that serves for the label of its weights and for its load, and adapt the
-        limit. Raises ServerLostError if the server does not answer, or has other weights."""
-        if self._replacing.locked():  # paused: requests that wait now say nothing
+        """Request the label of a serving server's weights and its load, and adapt the limit. Raises
+        ServerLostError if the server does not answer, or has other weights."""
+        if self._replacing.locked():  # paused: waiting requests are no congestion
             return
         server, within_s = self.server, self._config.poll_timeout_s
         try:
@@ -180,7 +180,7 @@ class Keeper:
             server.drop(FOREIGN)
 
     async def _abort_guests(self) -> None:
-        """End the requests of other processes, and wait until they have ended."""
+        """Abort the requests of other processes, and wait for their end."""
         guests = set(self.server.guests)
         for guest in guests:
             guest.cancel()
@@ -188,7 +188,7 @@ class Keeper:
             await asyncio.wait(guests, timeout=AWAY_S)
 
     def _report_version(self) -> None:
-        """Its next tokens are of other weights, which workers that ask it must know by then."""
+        """Announce the new version to workers that use it, before its next tokens."""
         if self.server.is_paused:
             for pausable in self.server.running.values():
                 pausable.begin()
@@ -196,7 +196,7 @@ class Keeper:
     # into the pool
 
     async def connect(self, target: Target, *, fresh: bool) -> None:
-        """At the start. `fresh`: it has just been started from the target's directory."""
+        """Connect at the start. `fresh`: it was just started from the target's directory."""
         await self._connect(target.policy_version)
         if fresh:
             await try_out(self.client, self._config.first_token_s)
@@ -204,13 +204,13 @@ class Keeper:
             await self._load(lambda: target)
 
     async def _bring_back(self) -> bool:
-        """Let the server back in, with the current weights."""
+        """Return the server to the pool with the current weights."""
         server, pool = self.server, self._pool
         async with self._returning:
             if pool.is_asleep:
                 return False
             is_new = not server.epoch
-            self._return = asyncio.timeout(None)  # expires if it is to sleep
+            self._return = asyncio.timeout(None)  # expires when the pool sleeps
             try:
                 async with self._return:
                     await self._restore()
@@ -221,7 +221,7 @@ class Keeper:
             except (EngineError, ConfigError) as error:
                 server.report_out(str(error))
                 return False
-            except OSError as error:  # ours: a directory that cannot be read now
+            except OSError as error:  # a directory that this process cannot read
                 server.report_out(f"loading its weights failed: {error}")
                 return False
             finally:
@@ -234,13 +234,13 @@ class Keeper:
             return True
 
     async def _restore(self) -> None:
-        """Find out which weights a server that is out has, and load what it lacks of those that are
-        wanted by then: those of before may be removed. Raises EngineError or ConfigError."""
+        """Determine the weights of a server that is out, and load the current ones if necessary;
+        earlier ones may be removed. Raises EngineError or ConfigError."""
         server, pool = self.server, self._pool
         async with self._replacing:
             pass
         if not await self._is_unchanged():
-            if server.epoch:  # not `drop`, after which the keeper would not rest
+            if server.epoch:  # not `drop`, which would skip the keeper's pause
                 server.report_out(server.reason)
                 server.abort_all()
             if not await self.client.healthy():
@@ -251,7 +251,7 @@ class Keeper:
             await self._load(lambda: pool.target)
 
     async def _is_unchanged(self) -> bool:
-        """Whether it is the process that it was, with the weights that it had."""
+        """Whether it is the same process with the same weights."""
         if not self.server.epoch:
             return False
         await asyncio.sleep(SETTLE_S)
@@ -273,14 +273,14 @@ class Keeper:
     # weights
 
     async def update(self, target: Target) -> EngineError | None:
-        """Load the target's weights. None: the server took them, or it is out. Otherwise the error
-        with which it refused them: it has the old weights, and is out if it slept before."""
+        """Load the target's weights. Returns None if the server accepted them or is out, else the
+        error of its refusal: it has the old weights, and is out if it was asleep."""
         if self.server.serves(target.policy_version):
             return None
         if self.server.is_asleep:
             return await self._wake(target)
         if self.server.state is State.OUT:
-            async with self._replacing:  # a load of older weights ends before they are removed
+            async with self._replacing:  # a load of older weights must end before their removal
                 return None
         refusal: EngineError | None = None
         for attempt in range(NUM_LOADS):
@@ -296,25 +296,25 @@ class Keeper:
         return refusal
 
     async def _load(self, wanted: Callable[[], Target]) -> None:
-        """Load the weights that are wanted when the load begins from a directory. An update that
-        begins meanwhile waits for its end before the weights of before may be removed.
+        """Load the weights that are current at the start of the load, from a directory. A
+        concurrent update waits for the end of the load, before older weights may be removed.
 
-        ServerLostError: the weights of the server are unknown now, and it is out. EngineError: it
-        refused, and has what it had.
+        Raises ServerLostError if the weights of the server are now unknown, and it is out;
+        EngineError if it refused, and has its old weights.
         """
         target = wanted()
         source = await target.directory()
 
         async def load() -> None:
             nonlocal target, source
-            if (now := wanted()) is not target:  # an update has begun meanwhile
+            if (now := wanted()) is not target:  # a new update has begun
                 target, source = now, await now.directory()
             await self.client.load_weights(source, target.policy_version)
 
         await self._replace(load, target.policy_version)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """Take weights that are broadcast meanwhile; errors as of `_load`."""
+        """Receive broadcast weights; errors as in `_load`."""
         await self._replace(
             lambda: self.client.receive(group, manifest, policy_version), policy_version
         )
@@ -322,8 +322,8 @@ class Keeper:
     async def take(
         self, shared: SharedSender, policy_version: int, release: Callable[[], Awaitable[None]]
     ) -> None:
-        """Read weights from the learner's memory, and probe them; a server that sleeps wakes up
-        with them. Errors as of `_load`; `release`: see WeightSync.take."""
+        """Read weights from the learner's memory, and probe them; a sleeping server wakes up with
+        them. Errors as in `_load`; `release`: see WeightSync.take."""
         server = self.server
         sleeps = server.is_asleep
         if sleeps:
@@ -336,7 +336,7 @@ class Keeper:
             server.serve()
 
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
-        """Load these weights and serve them. Raises ServerLostError where that fails."""
+        """Load these weights and serve them. Raises ServerLostError if that fails."""
         server = self.server
         async with self._replacing:
             loop = asyncio.get_running_loop()
@@ -364,15 +364,15 @@ class Keeper:
                     server.state = State.SERVING
                 server.longest_update_s = max(server.longest_update_s, loop.time() - began_s)
                 server.resume()
-            server.limit.restart()  # an engine may preempt what runs to change its weights
+            server.limit.restart()  # an update may preempt running requests
 
     # sleep
 
     async def sleep(self) -> None:
-        """Abort what runs and let the server sleep, also while it is being brought back. A
-        server that is gone holds no memory.
+        """Abort running requests and let the server sleep, also during its return. A lost server
+        needs no memory.
 
-        Raises EngineError for a server that is there and does not sleep.
+        Raises EngineError for a server that answers but does not sleep.
         """
         server = self.server
         if self._return is not None:
@@ -392,8 +392,8 @@ class Keeper:
                 server.suspend(str(error))
 
     async def _wake(self, target: Target) -> EngineError | None:
-        """Wake the server up and load the target's weights, in any case: another process may have
-        taken the place of the one that fell asleep."""
+        """Wake the server up and load the target's weights in any case, since another process may
+        have replaced it during the sleep."""
         self.server.leave("it wakes up")
         try:
             await self.client.wake()
@@ -413,8 +413,8 @@ HANG_UP_S = 30.0  # for servers to end a call after the sender has hung up
 
 
 class Broadcast:
-    """The group of sender and servers, and updates through it. A group lasts until a server comes,
-    goes or fails."""
+    """The group of sender and servers, and updates through it. A group lasts until a server joins,
+    leaves or fails."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -422,8 +422,8 @@ class Broadcast:
         self._joined: list[tuple[Keeper, int]] = []
 
     async def update(self, sender: Sender, version: int, keepers: Sequence[Keeper]) -> None:
-        """Send these weights to the servers that serve and can receive. Afterwards a server has the
-        weights and serves, or is out since its weights are unknown, or has what it had before."""
+        """Send these weights to the serving servers that can receive. Afterwards a server has the
+        weights and serves, or is out because its weights are unknown, or has its old weights."""
         keepers = [k for k in keepers if k.server.serving and "broadcast" in k.server.features]
         if not keepers:
             return
@@ -480,14 +480,14 @@ class Broadcast:
 
 
 class _Readers:
-    """Servers that read the learner's memory; it is released when the last of them has."""
+    """Servers that read the learner's memory, which is released after the last one."""
 
     def __init__(self, shared: SharedSender, number: int) -> None:
         self._shared, self._left = shared, number
         self._released = asyncio.Event()
 
     async def leave(self) -> None:
-        """One has read all, or never will; returns once the memory is released."""
+        """A server has read everything, or has failed; returns once the memory is released."""
         self._left -= 1
         if not self._left:
             try:
@@ -497,10 +497,10 @@ class _Readers:
         await self._released.wait()
 
 
-async def hand_over(shared: SharedSender, version: int, keepers: Sequence[Keeper]) -> None:
-    """Let the servers that can read these weights where the learner has put them. Afterwards a
-    server has the weights and serves, or is out since its weights are unknown, or has what it had
-    before. The memory is released in any case."""
+async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Keeper]) -> None:
+    """Let capable servers read these weights from the learner's memory. Afterwards a server has the
+    weights and serves, or is out because its weights are unknown, or has its old weights. The
+    memory is released in any case."""
     able = [
         keeper
         for keeper in keepers
@@ -542,8 +542,8 @@ async def hand_over(shared: SharedSender, version: int, keepers: Sequence[Keeper
 async def _together(
     sender: Sender, sending: asyncio.Task[None], others: Sequence[asyncio.Task[None]]
 ) -> None:
-    """Wait for all, none longer than it may still succeed. Raises the first failure; the tasks
-    are done then."""
+    """Wait for all while they can still succeed. Raises the first failure, after the end of all
+    tasks."""
     tasks: list[asyncio.Task[None]] = [sending, *others]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -551,20 +551,20 @@ async def _together(
         if not sending.done():
             await sender.abort()
             await asyncio.wait([sending])
-        if _error(sending) is None:  # all was sent: the others are only slow
+        if _error(sending) is None:  # everything was sent: the others are only slow
             await asyncio.wait(others)
         else:
-            await sender.leave()  # receivers that wait see that it has gone
+            await sender.leave()  # waiting receivers detect its end
             await asyncio.wait(others, timeout=HANG_UP_S)
     finally:
-        await uncancelled(_call_off(sender, tasks))
+        await uncancelled(_cancel_all(sender, tasks))
     first = first or next((error for task in tasks if (error := _error(task)) is not None), None)
     if first is not None:
         raise first
 
 
-async def _call_off(sender: Sender, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End all, the first of which sends."""
+async def _cancel_all(sender: Sender, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel all tasks; the first one is the sender's."""
     try:
         if not tasks[0].done():
             await sender.abort()

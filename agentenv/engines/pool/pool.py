@@ -1,15 +1,15 @@
 """Many engine servers as one engine; one server is a pool of one.
 
 Versions: a request that starts after an update never goes to a server with older weights, even if
-no other is left; it waits for one that has caught up, within `max_outage_s`. Otherwise an update
-that a single server missed would break the bound on staleness. Requests that run on a server that
-refused an update go on there, under the versions that they report.
+no other is left; it waits for an updated server, within `max_outage_s`. Otherwise an update that a
+single server missed would violate the bound on staleness. Running requests on a server that refused
+an update continue there, under the versions that they report.
 
-EnginePool     who takes part, who gets a slot, the weights that all should have (here)
-PooledServer   one server: its state, and what outcomes of requests say of it (server.py)
-Turn           one call of generate, by requests to one server after the other (turn.py)
+EnginePool     members, assignment of slots, the target weights (here)
+PooledServer   one server: its state, which follows from outcomes of requests (server.py)
+Turn           one call of generate, by requests to one or more servers in sequence (turn.py)
 
-Beside it: a Keeper for each server (keeper.py), and weights by broadcast (broadcast.py).
+Each server has a Keeper (keeper.py), which also has the transports of weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, hand_over
+from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, share_weights
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
@@ -38,10 +38,10 @@ from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS = 65536  # whose home is remembered
-MAX_WAITING = 0.1  # turns that may wait for a slot before no tree begins, by slots
-MIN_RUNNING = 8  # requests from which on their use of the cache says something
-# By feature: the key that asks for it, and what a server lacks that has not got it.
+MAX_SESSIONS = 65536  # with a remembered home
+MAX_WAITING = 0.1  # waiting turns per slot above which no tree begins
+MIN_RUNNING = 8  # minimum number of requests for an estimate of their cache usage
+# By feature: the key that requires it, and the remedy for a server without it.
 LACKS = {
     "adapters": (
         'engine.lora = "adapter"',
@@ -70,11 +70,11 @@ _Waiter = tuple[tuple[int, int], int, asyncio.Future[PooledServer], str, Collect
 
 class SlotQueue:
     """Turns that wait for a slot on a server: the smallest `order` goes first (Engine.generate),
-    and of equal ones the one that came first.
+    then the earliest.
 
-    A session has a home, since that holds its prefixes; the session goes elsewhere while its home
-    is full or loads weights, and gets another home when the home is gone. Otherwise the least
-    loaded server is taken. A server that failed a turn gets it again only if no other serves.
+    A session has a home server, which caches its prefixes; it uses other servers while its home is
+    full or loads weights, and gets a new home when the home is lost. Otherwise the least loaded
+    server is chosen. A server that failed a turn gets it again only if no other one serves.
     """
 
     def __init__(self, servers: list[PooledServer]) -> None:
@@ -90,7 +90,7 @@ class SlotQueue:
     def seek(
         self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[PooledServer] = ()
     ) -> PooledServer | asyncio.Future[PooledServer]:
-        """A server with room, or what will be one; cancelled, it is not waited for any more."""
+        """A server with room, or a future of one, which may be cancelled."""
         self.dispatch()
         server = None if self._waiting else self._choose(session, avoid)
         if server is not None:
@@ -99,16 +99,16 @@ class SlotQueue:
         slot: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
         self._num_came += 1
         heappush(self._waiting, (order, self._num_came, slot, session, avoid))
-        self.dispatch()  # there may be room for this one and not for those before it
+        self.dispatch()  # there may be room for this turn but not for earlier ones
         return slot
 
     def free(self, server: PooledServer) -> None:
-        """One request less is on the server."""
+        """Return a slot of the server."""
         server.in_flight -= 1
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Serve those who wait as far as there is room. Who avoids the free servers is passed."""
+        """Assign free slots to waiting turns; skips turns that avoid the free servers."""
         passed: list[_Waiter] = []
         while self._waiting:
             _, _, slot, session, avoid = self._waiting[0]
@@ -126,7 +126,7 @@ class SlotQueue:
             heappush(self._waiting, waiter)
 
     def end(self, reason: str) -> None:
-        """All who wait raise EngineDeadError."""
+        """Fail all waiting turns with EngineDeadError."""
         while self._waiting:
             _, _, slot, *_ = self._waiting.pop()
             if not slot.done():
@@ -152,10 +152,10 @@ class SlotQueue:
 
 
 class EnginePool(TurnEngine[PooledServer]):
-    """An Engine over servers. `start` must have returned before it is used.
+    """An Engine over servers. Call `start` before using it.
 
-    `servers` take part, whether they serve now or not; `policy_version` is that of the last update
-    that a server took; `reason` says why the pool serves no more, once it is so.
+    `servers` are the members, whether or not they currently serve; `policy_version` is that of the
+    last update that a server accepted; `reason` is set when the pool has ended.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class EnginePool(TurnEngine[PooledServer]):
         vocab_size: int,
         **options: Any,
     ) -> None:
-        """`adapter`: what the policy is at first, on top of the model of `model_path`; `options`:
-        see TurnEngine."""
+        """`adapter`: the initial policy, on top of the model of `model_path`; `options`: see
+        TurnEngine."""
         super().__init__(model_path, config=config, vocab_size=vocab_size, **options)
         self.servers: list[PooledServer] = []
         self.queue = SlotQueue(self.servers)
@@ -181,10 +181,10 @@ class EnginePool(TurnEngine[PooledServer]):
         self.reason: str | None = None
         self._keepers: dict[PooledServer, Keeper] = {}
         self._broadcast = Broadcast(self.config.broadcast_timeout_s)
-        self._num_servers = 0  # so far, those that have left included
+        self._num_servers = 0  # so far, including removed ones
         self._updating = asyncio.Lock()
-        self._returned = asyncio.Event()  # a server serves again, or none ever will
-        self._outage_began: float | None = None  # time of the loop; None: a server is there
+        self._returned = asyncio.Event()  # a server serves again, or the pool has ended
+        self._outage_began: float | None = None  # loop time; None: a server is available
         self._past_outages_s = 0.0
         self._outage_timer: asyncio.TimerHandle | None = None  # ends the pool after a long outage
         for server in servers:
@@ -193,9 +193,9 @@ class EnginePool(TurnEngine[PooledServer]):
     # who takes part
 
     async def start(self, *, fresh: bool) -> None:
-        """Connect to all servers. `fresh`: they were just started from `model_path`; others are
-        made to load it, where they can. Raises ConfigError if one cannot be used, or none is
-        there; one that is gone while others are there, or full, takes part as soon as it can."""
+        """Connect to all servers. `fresh`: they were just started from `model_path`; otherwise they
+        load it, where they can. Raises ConfigError if a server cannot be used, or none answers.
+        Servers that are lost or full join later."""
         keepers = list(self._keepers.values())
         outcomes = await asyncio.gather(
             *(keeper.connect(self.target, fresh=fresh) for keeper in keepers),
@@ -222,20 +222,20 @@ class EnginePool(TurnEngine[PooledServer]):
         return min((s.max_model_len for s in self.servers if s.max_model_len), default=0)
 
     def require(self, feature: Literal["adapters", "broadcast", "ipc", "sleep"]) -> None:
-        """Raises ConfigError for a server without a feature that the configuration asks for; of
-        one that was never there nothing is known."""
+        """Raises ConfigError for a server without a feature that the configuration requires;
+        servers that never answered are skipped."""
         for server in self.servers:
             if server.epoch and feature not in server.features:
                 key, lack = LACKS[feature]
                 raise ConfigError(f"{key}: {server.name} {lack}")
 
     def add_server(self, client: Server) -> None:
-        """Add a server, which serves once it holds the current weights."""
+        """Add a server, which serves once it has the current weights."""
         self.check_alive()
         self._keepers[self._enlist(client)].start()
 
     def remove_server(self, name: str) -> None:
-        """Take the server of this name out for good; what runs on it ends there."""
+        """Remove a server permanently; its running requests finish."""
         for server in list(self.servers):
             if server.name == name:
                 self.servers.remove(server)
@@ -250,13 +250,13 @@ class EnginePool(TurnEngine[PooledServer]):
         return server
 
     def serve(self, server: PooledServer) -> None:
-        """The server has the current weights, and may be asked."""
+        """Let a server with the current weights serve."""
         server.serve()
         self._returned.set()
         self.watch_outage()
 
     def kept(self, keeper: Keeper) -> None:
-        """The keeper has ended, since its server left, or failed."""
+        """Handle the end of a keeper, because its server left or by a failure."""
         del self._keepers[keeper.server]
         task = keeper.task
         if task is not None and not task.cancelled() and (error := task.exception()) is not None:
@@ -286,7 +286,7 @@ class EnginePool(TurnEngine[PooledServer]):
         return outcome
 
     def settle(self, server: PooledServer, outcome: Outcome, *, is_late: bool = False) -> Outcome:
-        """See PooledServer.settle. Outcomes of requests that ended with the pool say nothing."""
+        """See PooledServer.settle. Outcomes after the end of the pool are ignored."""
         if self.reason is None:
             outcome = server.settle(outcome, is_late=is_late)
             if isinstance(outcome, Lost):
@@ -294,9 +294,8 @@ class EnginePool(TurnEngine[PooledServer]):
         return outcome
 
     def has_room(self, num_live: int) -> bool:
-        """Whether another tree should begin beside so many trajectories that are under way: turns
-        hardly wait for slots, and the caches would hold all trajectories if each were as large as
-        those that are on a server now."""
+        """Whether another tree should begin next to `num_live` trajectories: few turns wait for
+        slots, and the caches have room for all trajectories at the current mean size."""
         serving = [server for server in self.servers if server.serving]
         room = sum(server.limit.value for server in serving)
         if not serving or self.queue.num_waiting > MAX_WAITING * room:
@@ -308,9 +307,8 @@ class EnginePool(TurnEngine[PooledServer]):
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
     ) -> dict[str, Completion]:
-        """One request on every server that serves, by the server's name; what is lost, refused or
-        not there within so many seconds is left out. For measuring: it is not counted and not
-        sent again."""
+        """The completions of one request on every serving server, by the server's name; without
+        those that fail or exceed the time. For measurements: not counted and not retried."""
         self.counts["probes"] += 1
         request = Request(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
         found: dict[str, Completion] = {}
@@ -328,21 +326,21 @@ class EnginePool(TurnEngine[PooledServer]):
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Update every server; see Engine.load_weights.
 
-        It returns when each server has taken the update or is out of the pool, and one has it. A
-        server that comes back loads the update first, so `source` must stay until the next one.
-        Those that sleep wake up. Raises EngineError if none took it and the old weights are served,
-        EngineDeadError if all are gone.
+        It returns when each server has the update or is out of the pool, and at least one has it. A
+        returning server loads the update first, so `source` must exist until the next one. Sleeping
+        servers wake up. Raises EngineError if none accepted it and the old weights are served, and
+        EngineDeadError if all are lost.
         """
         await self._change(Target(source, policy_version))
 
     async def receive_weights(self, sender: Sender, policy_version: int) -> None:
-        """Update every server by broadcast; otherwise like load_weights. A server that cannot, or
-        that failed, gets a directory that `sender` writes."""
+        """Update every server by broadcast; otherwise as load_weights. A server that does not
+        support it, or that failed, gets a directory that `sender` writes."""
         await self._change(Target(None, policy_version, sender))
 
     async def take_weights(self, shared: SharedSender, policy_version: int) -> None:
-        """Update every server from memory that the learner shares, which is released as soon as all
-        have read it; otherwise like receive_weights. Those that sleep wake up."""
+        """Update every server from shared memory of the learner, which is released as soon as all
+        have read it; otherwise as receive_weights. Sleeping servers wake up."""
         await self._change(Target(None, policy_version, shared=shared))
 
     async def _change(self, target: Target) -> None:
@@ -353,7 +351,7 @@ class EnginePool(TurnEngine[PooledServer]):
             if target.sender is not None:
                 await self._broadcast.update(target.sender, target.policy_version, keepers)
             if target.shared is not None:
-                await hand_over(target.shared, target.policy_version, keepers)
+                await share_weights(target.shared, target.policy_version, keepers)
             refused = await self._update_all(keepers)
             if refused and not any(keeper.server.serves(version) for keeper in keepers):
                 self.target = before
@@ -368,9 +366,9 @@ class EnginePool(TurnEngine[PooledServer]):
             self.watch_outage()
 
     async def sleep(self) -> None:
-        """Let all servers give their memory back. What runs, and what comes, waits without using
-        up retries until `wake` or `load_weights`, which wakes them with other weights. Raises
-        EngineError for a server that is there but does not sleep."""
+        """Let all servers free their memory. Requests wait, without using retries, until `wake` or
+        `load_weights`, which wakes them with new weights. Raises EngineError for a server that
+        answers but does not sleep."""
         self.counts["sleeps"] += 1
         async with self._updating:
             self.check_alive()
@@ -384,7 +382,7 @@ class EnginePool(TurnEngine[PooledServer]):
                     raise outcome
 
     async def wake(self) -> None:
-        """Let all servers serve again, with the weights that they had."""
+        """Let all servers serve again with their old weights."""
         async with self._updating:
             self.check_alive()
             if self.is_asleep:
@@ -392,11 +390,11 @@ class EnginePool(TurnEngine[PooledServer]):
                 await self._until_taken()
 
     async def _update_all(self, keepers: list[Keeper]) -> dict[PooledServer, EngineError]:
-        """Why servers refused the target's weights, by server."""
+        """The errors of servers that refused the target's weights, by server."""
         outcomes = await asyncio.gather(*(self._update(keeper) for keeper in keepers))
         self.is_asleep = False
         for keeper in keepers:
-            keeper.server.looked_for.set()
+            keeper.server.check_due.set()
         self.watch_outage()
         found = zip(keepers, outcomes, strict=True)
         return {keeper.server: error for keeper, error in found if error is not None}
@@ -408,7 +406,7 @@ class EnginePool(TurnEngine[PooledServer]):
         return refusal
 
     async def _until_taken(self) -> None:
-        """If all servers are gone: wait for one that has come back with the new weights."""
+        """If all servers are lost, wait until one returns with the new weights."""
         while not any(server.serves(self.target.policy_version) for server in self.servers):
             self.watch_outage()
             self._returned.clear()
@@ -419,14 +417,15 @@ class EnginePool(TurnEngine[PooledServer]):
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which no server was there or all slept; see agentenv/deadline.py."""
+        """Total seconds in which no server was available or all slept; see
+        agentenv/deadline.py."""
         if self._outage_began is None:
             return self._past_outages_s
         return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began
 
     def watch_outage(self) -> None:
-        """The clock of an outage runs while no server is there. The pool ends when the clock has
-        run for max_outage_s in one go, unless the servers sleep."""
+        """Start or stop the clock of an outage, which runs while no server is available. The pool
+        ends after a single outage of max_outage_s, unless the servers sleep."""
         out = self.reason is None and not any(server.is_there for server in self.servers)
         loop = asyncio.get_running_loop()
         if out and self._outage_began is None:
@@ -447,18 +446,18 @@ class EnginePool(TurnEngine[PooledServer]):
         )
 
     def end(self, reason: str) -> None:
-        """No request can succeed any more: all that run, wait or come raise EngineDeadError."""
+        """End the pool: running, waiting and later requests raise EngineDeadError."""
         self.reason = self.reason or reason
         self.watch_outage()
         self._returned.set()
         for server in self.servers:
-            server.is_reported = True  # the reason of the pool is enough
+            server.is_reported = True  # the pool's reason is reported instead
             server.drop(self.reason)
         self.queue.end(self.reason)
 
     async def close(self) -> None:
-        """Abort what runs and drop the connections, however often it is cancelled. Idempotent; the
-        servers go on."""
+        """Abort running requests and drop the connections, even while being cancelled. The servers
+        continue. Idempotent."""
         self.end("the engine pool is closed")
         await uncancelled(self._close())
 
@@ -473,8 +472,8 @@ class EnginePool(TurnEngine[PooledServer]):
         await asyncio.gather(*(server.client.close() for server in servers))
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and figures of each server as server/N/..., N in the order in
-        which they were named."""
+        """Counters since the start, and metrics of each server as server/N/..., with N in the order
+        of their addition."""
         names = (
             "requests sampled_tokens prompt_tokens cached_tokens retries reconnections "
             "continuations sleeps descriptor_waits weight_updates"
@@ -491,7 +490,7 @@ class EnginePool(TurnEngine[PooledServer]):
         return found
 
     def account(self) -> dict[str, Any]:
-        """For the summary of a run: counters, figures of each server in use, and sentences on
+        """The part of a run's summary: counters, metrics of each used server, and descriptions of
         faults.
         """
         lines = problems(self.servers)

@@ -1,8 +1,8 @@
 """A server of a pool: its requests, its concurrency limit, and the outcomes of requests.
 
-Outcome         how the requests of a turn on one server ended, one of six
-Slot            one server as a turn sees it
-PooledServer    the server's state, and what outcomes say of it
+Outcome         the result of a turn's requests on one server, one of six kinds
+Slot            one server from the view of a turn
+PooledServer    the server's state, which follows from the outcomes
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
-    """The turn is whole."""
+    """The turn is complete."""
 
 
 class Aborted(Struct, frozen=True, array_like=True, tag="aborted"):
-    """The request was ended for a change of the server, or by its caller; or, with a `problem`, by
-    the server itself."""
+    """The request was aborted for a change of the server, or by its caller; or, with a `problem`,
+    by the server."""
 
     problem: str = ""
 
 
 class Busy(Struct, frozen=True, array_like=True, tag="busy"):
-    """The server is full, and asks for `retry_after_s` seconds without requests."""
+    """The server is full, and requests a pause of `retry_after_s` seconds."""
 
     problem: str
     retry_after_s: float = 0.0
@@ -52,7 +52,7 @@ class Starved(Struct, frozen=True, array_like=True, tag="starved"):
 
 
 class Reset(Struct, frozen=True, array_like=True, tag="reset"):
-    """A connection broke; the server may be well."""
+    """A connection broke; the server may be healthy."""
 
     problem: str
 
@@ -67,12 +67,12 @@ class Lost(Struct, frozen=True, array_like=True, tag="lost"):
 Outcome = Done | Aborted | Busy | Starved | Reset | Lost
 SILENT, BROKE = "received no tokens", "were interrupted"  # kinds of losses
 
-# Whether a server and a request on it still give tokens.
+# Whether a server and a request on it still return tokens.
 
 WATCH_S = 1.0  # between two checks for silent requests
-# Tokens of an event that no fork rule waits for: those that a server samples of a request
-# meanwhile, within these bounds. As many may be lost with a server, and a request whose events
-# take longer than PoolConfig.silence_s is lost; each event costs both sides some 50 microseconds.
+# Bounds of the tokens per event, if no fork rule waits for them. As many may be lost with a server,
+# and a request whose events take longer than PoolConfig.silence_s is lost; each event costs both
+# sides about 50 microseconds.
 EVENT_S = 2.0
 MIN_EVENT, MAX_EVENT = 16, 64
 ALIVE_S = EVENT_S + WATCH_S  # a server that gave a token within so long is not silent
@@ -118,10 +118,10 @@ class RequestMonitor:
         self._since_s = slot.clock()
         self._has_tokens = False
         self._num_later, self._first_s = 0, 0.0  # tokens after the first event, and its time
-        self._is_due = False  # its rollout has no time left, unless the server is silent
+        self._is_due = False  # its rollout is out of time, unless the server is silent
 
     def beat(self, num_tokens: int) -> None:
-        """An event with so many tokens has come."""
+        """Record an event with so many tokens."""
         self._since_s = self._slot.clock()
         if self._has_tokens:
             self._num_later += num_tokens
@@ -130,30 +130,30 @@ class RequestMonitor:
         self._heartbeat.beat()
         self.work.begin()
 
-    def doubt_s(self) -> float:
-        """Seconds until a rollout that has no time left should check again: where the server is
-        silent, that may be its fault, which is known after `silence_s`."""
+    def deferral_s(self) -> float:
+        """Seconds by which the deadline of a rollout that is out of time is deferred: a silent
+        server may be at fault, which is known after `silence_s`."""
         if self._heartbeat.is_alive:
             return 0.0
         self._is_due = True
         return WATCH_S
 
     def is_lost(self, config: PoolConfig) -> bool:
-        """Whether it is silent for too long."""
+        """Whether it has been silent for too long."""
         silence_s = self._slot.clock() - self._since_s
         is_preempted = self._slot.has_queue and self._heartbeat.is_alive
         began = self._has_tokens and not is_preempted
-        patience_s = config.silence_s if began else config.first_token_s
+        max_silence_s = config.silence_s if began else config.first_token_s
         if self._is_due:
-            patience_s = min(patience_s, config.silence_s)
-        if silence_s <= patience_s:
+            max_silence_s = min(max_silence_s, config.silence_s)
+        if silence_s <= max_silence_s:
             return False
         missing = "no more tokens" if self._has_tokens else "no first token"
         self.problem = f"{missing} of a request within {silence_s:.0f} s"
         return True
 
     def end(self) -> None:
-        """The request is over."""
+        """End the monitoring of the request."""
         self.wait.end()
         took_s = self._since_s - self._first_s
         if self._num_later and took_s > 0:
@@ -161,82 +161,83 @@ class RequestMonitor:
 
 
 class Pausable(Protocol):
-    """A clock that stands still while a server is paused, here or in a rollout worker."""
+    """A clock that stops while a server is paused, here or in a rollout worker."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
 
 class Slot:
-    """A server that a turn may send requests to. `reason` says why it does not serve, `running` are
-    its requests and what to pause with it, `on_trial`: one request until its first token."""
+    """A server to which a turn may send requests. `reason` explains why it does not serve,
+    `running` maps its requests to the clocks to pause with it, `on_trial`: it gets one request
+    until its first token."""
 
     def __init__(self, client: Server) -> None:
         self.client = client
         self.name = client.name
-        self.label = f"the server {client.name}"  # of what a rollout awaits
+        self.label = f"the server {client.name}"  # for the waits of rollouts
         self.reason = ""
         self.running: dict[asyncio.Future[Any], Pausable] = {}
         self.num_requests = self.num_tokens = 0
         self.is_paused = self.on_trial = False
-        self.clock = WorkClock()  # stands still while it is paused
+        self.clock = WorkClock()  # stops while the server is paused
         self.clock.go()
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that choose its next token, as far as is known."""
+        """Version of the weights that sample its next token, as far as known."""
         return self.client.policy_version
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it sleeps, so that its requests were aborted."""
+        """Whether it sleeps; then its requests were aborted."""
         return False
 
     @property
     def has_queue(self) -> bool:
-        """Whether requests wait in the server, as one may again, preempted."""
+        """Whether requests wait in the server, where a preempted one may wait again."""
         return False
 
     def closed(self) -> Outcome | None:
-        """The outcome of a request that cannot be sent any more; None: it can."""
+        """The outcome of a request that can no longer be sent; None if it can."""
         return Aborted() if self.is_asleep else None
 
     def run(self, request: asyncio.Future[Any], pausable: Pausable) -> None:
-        """The server has one more request."""
+        """Add a running request."""
         self.running[request] = pausable
         if self.is_paused:
             pausable.begin()
 
     def receive(self, num_tokens: int) -> None:
-        """A request gave more tokens."""
+        """Record new tokens of a request."""
         self.num_tokens += num_tokens
         if self.on_trial:
             self.pass_trial()
 
     def pass_trial(self) -> None:
-        """It has given a token."""
+        """End the trial after the first token."""
         self.on_trial = False
 
     def answer(self, num_tokens: int, seconds: float) -> None:
-        """A request was answered, so long after it was sent."""
+        """Record an answered request and its duration."""
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Its weights are being replaced from now on."""
+        """Pause the clocks, while its weights are replaced."""
         self.is_paused = True
         self.clock.stop()
         for pausable in self.running.values():
             pausable.begin()
 
     def resume(self) -> None:
-        """They have been."""
+        """Resume the clocks."""
         self.is_paused = False
         self.clock.go()
         for pausable in self.running.values():
             pausable.end()
 
     def abort_all(self) -> None:
-        """End its requests."""
+        """Abort its requests."""
         for request in self.running:
             request.cancel()
 
@@ -244,21 +245,21 @@ class Slot:
 # A server in the controller's process.
 
 FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal
-FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # out of the pool, for a server that fails again
-MAX_REFUSALS = 30  # times in a row that a server without requests may be closed
-MIN_ANSWERS = 8  # after which the speed of a server is known
-LONG_UPDATE_S = 5.0  # a longer change of weights is reported
+FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # outside of the pool, for a server that fails repeatedly
+MAX_REFUSALS = 30  # consecutive rejections of a server without requests
+MIN_ANSWERS = 8  # for an estimate of a server's speed
+LONG_UPDATE_S = 5.0  # a longer update of weights is reported
 SLOW = 0.5  # share of the other servers' speed below which one is reported as slow
 
 
 class State(Enum):
     """State of a server of a pool.
 
-    OUT      nothing: it is not connected, lost a request, refused or has unknown weights; its
-             keeper finds out which, and brings it back with the weights that it lacks
-    SERVING  requests
-    LOADING  no new requests: it served, and its weights are being replaced; running requests wait
-    ASLEEP   nothing until it is woken: it has given its memory back
+    OUT      unused: it is not connected, lost a request, refused an update or has unknown weights;
+             its keeper determines the cause, and returns it with the current weights
+    SERVING  receives requests
+    LOADING  no new requests while its weights are replaced; running requests wait
+    ASLEEP   unused until it is woken: it has freed its memory
 
         OUT <--> SERVING <--> LOADING --> OUT
          ^        |     ^
@@ -272,12 +273,12 @@ class State(Enum):
 
 
 class PooledServer(Slot):
-    """One server of a pool; `number` is its place in the order in which servers were named, and
-    `on_room` is called when it may take more requests.
+    """One server of a pool; `number` counts servers in the order of their addition, and `on_room`
+    is called when it may take more requests.
 
-    A server that loses requests again, with none answered in between, stays out for twice as long
-    each time, however well it says it is, and then gets one request, until a token comes. One that
-    refuses a request because it is full is closed for a moment and gets fewer.
+    A server that loses requests repeatedly, without an answered one in between, stays out for twice
+    as long each time, even if it reports to be healthy, and then gets one request until its first
+    token. One that rejects a request because it is full is closed for a moment and gets fewer.
     """
 
     def __init__(
@@ -290,19 +291,19 @@ class PooledServer(Slot):
         self.load = ServerLoad(0, 0, 0.0, 0)
         self.max_model_len = 0  # tokens, once connected
         self.features: frozenset[str] = frozenset()
-        self.epoch = 0  # connections so far; after each it may be another process
+        self.epoch = 0  # number of connections; after each it may be another process
         self.in_flight = 0
-        self.is_reported = False  # that it is out, and not yet that it is back
-        self.out_until = 0.0  # time of the loop; not brought back before
+        self.is_reported = False  # reported as out, and not yet as returned
+        self.out_until = 0.0  # loop time of its earliest return
         self.counts: Counter[str] = Counter()
         self.losses: Counter[str] = Counter()  # by kind
         self.last_loss: dict[str, str] = {}  # the reason, by kind
         self.longest_update_s = self._busy_s = 0.0
         self.guests: set[asyncio.Future[Any]] = set()  # requests of other processes
-        self.looked_for = asyncio.Event()  # its keeper should look at it
-        self._num_losses = 0  # in a row, without an answered request
-        self._num_refusals = 0  # times in a row that it was closed
-        self._closed_until = 0.0  # time of the loop
+        self.check_due = asyncio.Event()  # its keeper should check it
+        self._num_losses = 0  # consecutive, without an answered request
+        self._num_refusals = 0  # consecutive rejections
+        self._closed_until = 0.0  # loop time
         self._on_room = on_room
 
     @property
@@ -311,7 +312,7 @@ class PooledServer(Slot):
 
     @property
     def is_there(self) -> bool:
-        """Whether it serves, or will again as soon as it has loaded."""
+        """Whether it serves, or will after loading weights."""
         return self.state in (State.SERVING, State.LOADING)
 
     @property
@@ -324,7 +325,7 @@ class PooledServer(Slot):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may be sent to it now, if it serves."""
+        """Whether it may take another request now, if it serves."""
         room = 1 if self.on_trial else self.limit.value
         return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
 
@@ -345,8 +346,9 @@ class PooledServer(Slot):
         self._on_room()
 
     def settle(self, outcome: Outcome, *, is_late: bool = False) -> Outcome:
-        """Judge the server by the outcome of a request; Lost for a server that refuses all of them.
-        `is_late`: its requests were aborted before, and it may be another process by now."""
+        """Update the server's state by the outcome of a request; returns Lost for a server that
+        rejects all requests. `is_late`: its requests were aborted before, and it may be another
+        process now."""
         match outcome:
             case Done():
                 self.counts["turns"] += 1
@@ -355,7 +357,7 @@ class PooledServer(Slot):
                 return self._close(problem, wanted_s)
             case Reset(problem):
                 self._count_loss(BROKE, problem)
-                self.looked_for.set()  # it may be dead, or another process by now
+                self.check_due.set()  # it may be dead, or another process by now
             case Lost(kind, problem):
                 self.counts["lost"] += 1
                 self._count_loss(kind, problem)
@@ -370,7 +372,7 @@ class PooledServer(Slot):
         self.last_loss[kind] = problem
 
     def _fail(self, problem: str) -> None:
-        """A request was lost on a server that was there."""
+        """Handle the loss of a request on an available server."""
         tries, self._num_losses = self._num_losses - 1, self._num_losses + 1
         self.out_until = asyncio.get_running_loop().time()
         if tries < 0:
@@ -379,7 +381,7 @@ class PooledServer(Slot):
         self.suspend(problem)
 
     def _close(self, problem: str, wanted_s: float) -> Outcome:
-        """It is full."""
+        """Close the server for a moment, since it is full."""
         self.counts["refused"] += 1
         self.limit.refuse(self.in_flight)
         loop = asyncio.get_running_loop()
@@ -397,7 +399,7 @@ class PooledServer(Slot):
     # in and out of the pool
 
     def serve(self) -> None:
-        """It may be asked from now on."""
+        """Start serving."""
         self.state, self.reason = State.SERVING, ""
         self.on_trial = self._num_losses > 1
         if not self.on_trial:
@@ -405,22 +407,23 @@ class PooledServer(Slot):
         self._on_room()
 
     def leave(self, reason: str) -> None:
-        """No new requests; the keeper finds out what happened."""
+        """Stop new requests; the keeper determines the cause."""
         self.state, self.reason = State.OUT, reason
-        self.looked_for.set()
+        self.check_due.set()
 
     def suspend(self, reason: str) -> None:
-        """The same, and people are warned."""
+        """As `leave`, with a warning."""
         self.leave(reason)
         self.report_out(reason)
 
     def drop(self, reason: str) -> None:
-        """The server is lost, or its weights are unknown: its requests resume on others."""
+        """Remove a server that is lost, or whose weights are unknown; its requests resume on
+        others."""
         self.suspend(reason)
         self.abort_all()
 
     def report_out(self, reason: str) -> None:
-        """Why it still does not serve; people are warned once, until it does."""
+        """Set the reason why it does not serve; warns once per outage."""
         self.reason = reason
         if not self.is_reported:
             self.is_reported = True
@@ -433,14 +436,14 @@ class PooledServer(Slot):
             logger.warning(text, self.name, self.policy_version, extra=SHOWN)
 
     async def rest(self, seconds: float) -> None:
-        """At most so long; until the keeper is asked to look, or was since its last rest."""
+        """Wait until a check is requested, or was since the last wait; `seconds` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.looked_for.wait()
-        self.looked_for.clear()
+                await self.check_due.wait()
+        self.check_due.clear()
 
     def figures(self) -> dict[str, float]:
-        """For the metrics; running, waiting, kv_usage and preemptions as the server says."""
+        """The metrics; running, waiting, kv_usage and preemptions as the server reports."""
         return {
             "up": float(self.is_there),
             "policy_version": self.policy_version,
@@ -459,13 +462,13 @@ class PooledServer(Slot):
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of one request; None as long as too few were answered."""
+        """Tokens per second of one request; None if too few were answered."""
         if self.counts["answered"] < MIN_ANSWERS or not self._busy_s:
             return None
         return self.counts["answered_tokens"] / self._busy_s
 
     def summary(self) -> dict[str, Any]:
-        """For the summary of a run."""
+        """The part of a run's summary."""
         return {
             "answered": self.counts["answered"],
             "lost": dict(self.losses),
@@ -476,7 +479,7 @@ class PooledServer(Slot):
 
 
 def problems(servers: Sequence[PooledServer]) -> list[str]:
-    """Faults of the servers, a sentence each."""
+    """Faults of the servers, one sentence each."""
     lines = []
     for one in servers:
         for kind, count in one.losses.most_common():
@@ -488,7 +491,7 @@ def problems(servers: Sequence[PooledServer]) -> list[str]:
         others = [each.speed for each in servers if each is not one and each.speed is not None]
         if others and one.speed is not None and one.speed < SLOW * median(others):
             lines.append(
-                f"{one.name} is slow: {one.speed:.0f} tokens a second of a request, the others "
+                f"{one.name} is slow: {one.speed:.0f} tokens per second of a request, the others "
                 f"{median(others):.0f}"
             )
     return lines

@@ -2,9 +2,9 @@
 
 TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
     ^                                                 |
-    +-- Lost: the rest of the turn, from its tokens so far, elsewhere
+    +-- Lost: the rest of the turn, from its tokens so far, on another server
     +-- Reset: the same, once, on the same server
-    +-- Busy, Starved: the same, before all others that wait for a slot
+    +-- Busy, Starved: the same, ahead of all others that wait for a slot
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import doing, doubting, end, uncancelled, waiting
+from agentenv.deadline import deferring, doing, end, uncancelled, waiting
 from agentenv.engine import StopMatcher, StopStrings, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
@@ -39,8 +39,8 @@ from agentenv.engines.pool.server import (
     Starved,
 )
 from agentenv.engines.remote import (
+    AbortedError,
     BrokenConnectionError,
-    BrokenOffError,
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
@@ -53,22 +53,21 @@ from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
-NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
-FIRST = (-1, 0)  # the order of a turn that a full server has refused
+NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
+FIRST = (-1, 0)  # the order of a turn that a full server has rejected
 
 S = TypeVar("S", bound=Slot)
 
 
 class Turn:
-    """Tokens received so far, 20 bytes each, and `completion` once it is whole. A part is the
-    tokens of one request; when it is lost, the next one continues after the tokens of all parts
-    before.
+    """The received tokens, 20 bytes each, and `completion` once it is complete. A part has the
+    tokens of one request; after its loss, the next one continues after the tokens of all earlier
+    parts.
 
-    Stop strings are looked for here in two cases: the server of a continuation does not know the
-    text before its part; and where each stop string has a token, the server is only asked to end at
-    these tokens, which spares it decoding all that it samples. Versions of a part that is lost or
-    cut here are those its server had when the chunks came in: the server itself reports them only
-    with the end of a request.
+    Stop strings are matched here in two cases: the server of a continuation does not know the text
+    before its part; and if each stop string has a token, the server only stops at these tokens,
+    which saves it the decoding. Versions of a lost or truncated part are those of its server at the
+    arrival of the chunks, since the server reports them only at the end of a request.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class Turn:
         num_entropies: int | None = None,
         entropy_kind: EntropyKind = "top_k",
     ) -> None:
-        """`num_entropies`: so many first tokens need entropies, the others have NaN; None: all.
-        `entropy_kind` is that of a turn of which no request came to its end."""
+        """`num_entropies`: the number of first tokens that need entropies, the others have NaN;
+        None: all. `entropy_kind` is that of a turn without a completed request."""
         self.token_ids = array("i")
         self.completion: Completion | None = None
         self.entropy_kind = entropy_kind
-        self.is_stopped = False  # by a stop string that the server does not see
+        self.is_stopped = False  # by a stop string that the server does not match
         self.loop = asyncio.get_running_loop()
-        self._broken_at = -1  # tokens that were there when a connection broke
+        self._broken_at = -1  # number of tokens when a connection broke
         self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
@@ -98,20 +97,20 @@ class Turn:
         self._logprobs, self._entropies = array("d"), array("d")  # nats
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
-        self._base = 0  # tokens of the parts before this one
+        self._base = 0  # tokens of earlier parts
         self._num_entropies = num_entropies
-        self._ends_window = False  # the current part is the one with entropies, and others follow
-        self._num_cached: int | None = None  # prompt tokens of the first part that had its end
-        self._observed: list[VersionSpan] = []  # versions of this part, as far as it is seen
+        self._ends_window = False  # the current part has entropies, and others follow
+        self._num_cached: int | None = None  # prompt tokens of the first completed part
+        self._observed: list[VersionSpan] = []  # versions of this part so far
         self._num_reported = 0
         self._stop: str | None = None
 
     def request(
         self, request_id: str, session: str, interval: int, *, has_free_entropies: bool = False
     ) -> Request:
-        """The request for the rest of the turn, with random numbers of its own. `interval`: tokens
-        of an event that no fork rule waits for, as after a fork window. A server that
-        `has_free_entropies` gets no request of its own for the window."""
+        """The request for the rest of the turn, with its own random numbers. `interval`: tokens per
+        event if no fork rule waits for them, as after a fork window. A server with
+        `has_free_entropies` gets no separate request for the window."""
         whole = self._matcher.whole if self._matcher is not None else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
         sampling, done = self._sampling, len(self.token_ids)
@@ -130,7 +129,7 @@ class Turn:
         return Request(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
     async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
-        """Until the request for the current part has ended, or the turn has."""
+        """Wait until the request for the current part, or the turn, has ended."""
         if self.is_stopped:
             return
         self._ended = self.loop.create_future()
@@ -138,7 +137,7 @@ class Turn:
         await self._ended
 
     def receive(self, chunk: Chunk, version: int) -> None:
-        """Tokens of the current part, sampled by `version` as far as is known."""
+        """Add tokens of the current part, sampled by `version` as far as known."""
         if self.is_stopped:
             return
         start = len(self.token_ids)
@@ -151,8 +150,8 @@ class Turn:
         self._report()
 
     def end_part(self, part: PartEnd | None) -> None:
-        """The current part came to its end, or ended early if there is no `part`; its tokens stay.
-        The turn is whole if that was its end, or if only the end of the answer was lost."""
+        """End the current part, early if there is no `part`; its tokens stay. The turn is complete
+        if this was its end, or if only the end of the answer was lost."""
         length = len(self.token_ids)
         if part is not None:
             self.entropy_kind = part.entropy_kind
@@ -179,13 +178,13 @@ class Turn:
         return None
 
     def breaks_again(self) -> bool:
-        """A connection broke. Whether one did before, and no token came since."""
+        """Record a broken connection; returns whether another one broke since the last token."""
         before, self._broken_at = self._broken_at, len(self.token_ids)
         return before == self._broken_at
 
     def discard(self, error: EngineError) -> None:
-        """Forget the current part, whose weights were not those that this run loaded. Raises
-        `error` if its tokens were reported, so that nothing can take their place."""
+        """Discard the current part, whose weights were not loaded by this run. Raises `error` if
+        its tokens were reported already."""
         if self._num_reported > self._base or self.is_stopped:
             raise error
         for tokens in (self.token_ids, self._logprobs, self._entropies):
@@ -193,7 +192,7 @@ class Turn:
         self._observed = []
 
     def _spans_of(self, part: PartEnd) -> list[VersionSpan]:
-        """The versions of its tokens, by its server."""
+        """The versions of the part's tokens, from its server."""
         base = self._base
         if part.num_tokens != len(self.token_ids) - base:
             raise EngineError(
@@ -203,7 +202,7 @@ class Turn:
         return [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
 
     def _settle(self, spans: list[VersionSpan]) -> None:
-        """The versions of the current part are known."""
+        """Store the versions of the current part."""
         for span in spans:
             extend_spans(self._spans, span)
         self._observed = []
@@ -223,13 +222,13 @@ class Turn:
                 return
 
     def _ends_by_itself(self, length: int) -> bool:
-        """Whether the server also finds the stop string that ends here."""
+        """Whether the server also stops at the stop string that ends here."""
         if self._matcher is not None and self._has_tokens:
             return self.token_ids[length - 1] in self._matcher.whole
         return self._match(length, self._base) is not None
 
     def _match(self, length: int, start: int = 0) -> str | None:
-        """The stop string that the tokens from `start` to `length` end in."""
+        """The stop string at the end of the tokens from `start` to `length`."""
         if self._matcher is None or self.token_ids[length - 1] not in self._matcher.candidates:
             return None
         return self._matcher.match(self.token_ids[start:length].tolist())
@@ -264,9 +263,9 @@ class Turn:
 
 
 class TurnEngine(ABC, Generic[S]):
-    """An Engine's turns on servers, of which `acquire` gives slots: in the controller's process
-    the pool itself, in a rollout worker what the controller grants (agentenv/cluster/engines.py).
-    `counts` are those since the start."""
+    """An Engine that runs turns on servers. `acquire` returns slots: in the controller's process
+    those of the pool, in a rollout worker those that the controller grants
+    (agentenv/cluster/engines.py). `counts` are those since the start."""
 
     def __init__(
         self,
@@ -279,8 +278,8 @@ class TurnEngine(ABC, Generic[S]):
         seed: int | str = 0,
         entropies: Literal["all", "window"] = "all",
     ) -> None:
-        """`name` begins the ids of requests and must be unique among the users of a server. With
-        `entropies` "window" only the tokens of a listener's first chunk have them."""
+        """`name` is the prefix of request ids, and must be unique among the users of a server. With
+        `entropies` "window", only the tokens of a listener's first chunk have them."""
         self.name, self.config = name, config or PoolConfig()
         self.counts: Counter[str] = Counter()
         self._seed, self._eos_ids, self._entropies = seed, frozenset(eos_ids), entropies
@@ -301,7 +300,7 @@ class TurnEngine(ABC, Generic[S]):
 
     @abstractmethod
     def release(self, slot: S, outcome: Outcome) -> Outcome:
-        """The slot is free again. The outcome, or Lost where the server refuses everything."""
+        """Free the slot. Returns the outcome, or Lost if the server rejects everything."""
 
     async def generate(
         self,
@@ -313,7 +312,7 @@ class TurnEngine(ABC, Generic[S]):
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
-        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
+        """Sample one turn; see Engine.generate. No token is lost with a server."""
         self.check_alive()
         if stream_interval < 1:
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
@@ -357,8 +356,8 @@ class TurnEngine(ABC, Generic[S]):
     async def _part(
         self, turn: Turn, session: str, order: tuple[int, int], failed: set[S]
     ) -> Outcome:
-        """Let one server sample. `failed` are servers that are avoided, and is added to. Raises
-        what the server refuses for good."""
+        """Sample on one server. `failed` has servers to avoid, and is extended. Raises permanent
+        errors of the server."""
         self.check_alive()
         with waiting("a slot on a server"):
             slot = await self.acquire(session, order, failed)
@@ -379,7 +378,7 @@ class TurnEngine(ABC, Generic[S]):
         return outcome
 
     async def _request(self, slot: S, turn: Turn, session: str) -> Outcome | None:
-        """One request on one server. None: the turn goes on there, by another one."""
+        """One request on one server. None: the turn continues there with another request."""
         if (closed := slot.closed()) is not None:
             return closed
         heartbeat = self._heartbeats[slot.name]
@@ -400,14 +399,14 @@ class TurnEngine(ABC, Generic[S]):
         if self._watching is None:
             self._watching = turn.loop.call_later(WATCH_S, self._watch)
         try:
-            with doing(slot.label), doubting(monitor.doubt_s):
+            with doing(slot.label), deferring(monitor.deferral_s):
                 await turn.until_ended(task)
         finally:
             try:
                 if not task.done():
                     task.cancel()
                     await uncancelled(asyncio.wait({task}))
-            finally:  # a second cancellation leaves no request on the server's account
+            finally:  # also after a second cancellation
                 del slot.running[task], self._monitors[task]
                 monitor.end()
                 error = None if task.cancelled() else task.exception()
@@ -426,11 +425,12 @@ class TurnEngine(ABC, Generic[S]):
     def _failure(
         self, slot: S, turn: Turn, monitor: RequestMonitor, error: BaseException | None
     ) -> Outcome:
-        """The outcome of a cancelled or failed request. Raises errors that are not the server's."""
+        """The outcome of a cancelled or failed request. Raises errors that are not the server's
+        fault."""
         if slot.is_asleep:
             return Aborted()
         if error is None or isinstance(error, ServerLostError | ForeignWeightsError):
-            monitor.work.give_back()
+            monitor.work.discard()
         match error:
             case None if monitor.problem:
                 return Lost(SILENT, f"{slot.name}: {monitor.problem}")
@@ -440,7 +440,7 @@ class TurnEngine(ABC, Generic[S]):
                 return Busy(str(error), error.retry_after_s)
             case NoDescriptorError():
                 return Starved()
-            case BrokenOffError():
+            case AbortedError():
                 return Aborted()
             case BrokenConnectionError() if not turn.breaks_again():
                 return Reset(str(error))
@@ -456,7 +456,7 @@ class TurnEngine(ABC, Generic[S]):
         turn.receive(chunk, slot.policy_version)
 
     def _watch(self) -> None:
-        """End the requests that are silent for too long; they, and their servers, are lost."""
+        """End requests that are silent for too long; they, and their servers, count as lost."""
         for task, monitor in self._monitors.items():
             if monitor.is_lost(self.config):
                 task.cancel()

@@ -1,8 +1,8 @@
 """Requests to an engine server over HTTP, and their outcomes.
 
-EnginePool (pool/pool.py)    which server, retries, continuation after a loss, concurrency, versions
+EnginePool (pool/pool.py)    choice of servers, retries, continuation after a loss, concurrency
     |
-WeightSync (weight_sync.py)  one URL: one request, one abort, one load of weights; no policy
+WeightSync (weight_sync.py)  one URL: one request, one abort, one load of weights; no retries
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from agentenv.types import SamplingParams, VersionSpan
 
 
 class ServerLostError(EngineError):
-    """The server or the connection to it is gone, or it answered 5xx: the request may be sent
-    again, here or elsewhere. Tokens received until then were all reported to `on_chunk`.
+    """The server or the connection to it is lost, or it answered 5xx: the request may be sent
+    again, to this or another server. All received tokens were reported to `on_chunk`.
 
-    `kind` completes "5 requests ..." where they are counted.
+    `kind` completes "5 requests ..." in messages.
     """
 
     kind = "were lost"
 
 
 class BrokenConnectionError(ServerLostError):
-    """An established connection was lost, before or within an answer. The server may be healthy,
+    """An established connection was lost, before or during an answer. The server may be healthy,
     and may have executed the request.
     """
 
@@ -35,8 +35,8 @@ class BrokenConnectionError(ServerLostError):
 
 
 class BusyError(EngineError):
-    """The server is well and takes no more requests now; nothing of this one was done.
-    `retry_after_s`: for how long it asks to be left alone, 0 where it does not say."""
+    """The server is healthy but full; it did not process the request. `retry_after_s`: the pause
+    that it requests, 0 if unknown."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -44,25 +44,26 @@ class BusyError(EngineError):
 
 
 class NoDescriptorError(EngineError):
-    """This process can open no more connections: no fault of the server, and nothing was sent."""
+    """This process can open no more connections: not the server's fault, and nothing was sent."""
 
 
-class BrokenOffError(EngineError):
-    """The request was ended on purpose, for a change of the server. Tokens received until then
-    were all reported to `on_chunk`; the rest may be asked for at once, and no retry is used up."""
+class AbortedError(EngineError):
+    """The request was aborted on purpose, for a change of the server. All received tokens were
+    reported to `on_chunk`; the rest may be requested at once, and this does not count as a
+    retry."""
 
 
 class ForeignWeightsError(EngineError):
     """Tokens were sampled by weights that this client did not label: another process answers at the
-    URL, or another run changed the weights. None of them may be used."""
+    URL, or another run changed the weights. The tokens must not be used."""
 
     kind = "ran with different weights"
 
 
 class ServerInfo(Struct, frozen=True):
-    """Properties of a server from its probe. `model` is its served name, `max_model_len` tokens of
-    prompt and turn together; `features` are the names of what not every server can do: "adapters"
-    (as directories), "broadcast", "sleep".
+    """Properties of a server from its probe. `model` is its served name, `max_model_len` the
+    context length in tokens; `features` has the optional capabilities: "adapters" (as directories),
+    "broadcast", "sleep".
     """
 
     engine: str
@@ -73,7 +74,7 @@ class ServerInfo(Struct, frozen=True):
 
 
 class ServerLoad(Struct, frozen=True):
-    """Load figures that the engine itself reports; `kv_usage` is a share, 0 to 1.
+    """The load that the engine reports; `kv_usage` is a share, 0 to 1.
 
     `num_preemptions` counts since the server's start.
     """
@@ -85,13 +86,13 @@ class ServerLoad(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One turn to sample. `id` is ours and unique, so that the request can be aborted.
+    """One turn to sample. The client chooses a unique `id`, so that the request can be aborted.
 
-    After the first token, `stream_interval` of them may come together: each event costs both sides
-    time. The turn also ends with one of `stop_token_ids`: those that end a turn of the model, and
-    those that hold a stop string whole, at which an engine can stop without decoding anything.
-    Requests of one `session` share prefixes, so that a router should bring them to the same cache;
-    empty: of none. Without `with_entropies` those are NaN: the log-probs of a token's rivals cost
+    After the first token, events may have `stream_interval` tokens, since each event costs both
+    sides time. The turn also ends with one of `stop_token_ids`: the model's end-of-turn tokens, and
+    tokens that contain a whole stop string, at which an engine can stop without decoding. Requests
+    of one `session` share prefixes, so that a router should send them to the same cache; empty: no
+    session. Without `with_entropies`, entropies are NaN: the log-probs of alternative tokens cost
     both sides time.
     """
 

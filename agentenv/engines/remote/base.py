@@ -44,18 +44,18 @@ from agentenv.types import Chunk, Completion, VersionSpan
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 5.0
-NUM_LOOKS = 4  # questions by which several servers behind one URL show
-LAST_S = 5.0  # for background calls when the client is closed
+NUM_LOOKS = 4  # requests to detect several servers behind one URL
+LAST_S = 5.0  # for background calls when the client closes
 UpdateKV = Literal["recompute", "keep"]
 
 
 def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
     """A lower bound in nats of the entropy of each position, from its largest log-probs.
 
-    -sum p ln p of those given, and -r ln min(q, r) for all that is left, r = 1 - sum p: none of the
-    others is likelier than q, the second smallest p given (the smallest may be of a sampled token
-    that is not among the largest). Exact if a position has the log-probs of the whole vocabulary.
-    Tokens that cannot be sampled may be listed with -inf, or with a very low number in its place.
+    It is -sum p ln p over the given ones, and -r ln min(q, r) for the rest, r = 1 - sum p: no other
+    token is likelier than q, the second smallest given p (the smallest may be that of a sampled
+    token that is not among the largest). Exact if a position has the log-probs of the whole
+    vocabulary. Tokens that cannot be sampled may have -inf or a very low number.
     """
     if not positions:
         return []
@@ -72,7 +72,7 @@ def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
 
 
 class LabeledSpan(Struct, frozen=True):
-    """Tokens from `start` to `end` were sampled by the weights of a label."""
+    """Tokens [start, end) were sampled by the weights with this label."""
 
     version: str
     start: int
@@ -80,8 +80,8 @@ class LabeledSpan(Struct, frozen=True):
 
 
 class Answer(ABC):
-    """The stream of a server for one request, event by event. `name_span` turns the label of
-    weights into their version; see RemoteServer.
+    """The parser of a server's stream for one request. `name_span` converts the label of weights to
+    their version; see RemoteServer.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Answer(ABC):
     ) -> None:
         self._with_entropies = with_entropies
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
-        self._reason: str | None = None  # why the turn ended
+        self._reason: str | None = None  # the finish reason
         self._spans: list[LabeledSpan] = []
         self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
         self._stop: str | None = None
@@ -104,11 +104,11 @@ class Answer(ABC):
 
     @abstractmethod
     def add(self, event: bytes) -> Chunk | None:
-        """The new tokens of an event, if it has any. Raises ServerLostError for an error of the
-        engine, EngineError for a refusal or for tokens without a log-prob."""
+        """The new tokens of an event, if any. Raises ServerLostError for an error of the engine,
+        EngineError for a rejection or for tokens without a log-prob."""
 
     def finish(self) -> PartEnd:
-        """The end. ServerLostError if the stream ended without a finish reason."""
+        """The end of the request. Raises ServerLostError if the stream had no finish reason."""
         if self._reason not in ("stop", "length", "abort"):
             raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
         spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
@@ -123,7 +123,7 @@ class Answer(ABC):
     def _chunk(
         self, token_ids: list[int], logprobs: list[float], entropies: Callable[[], list[float]]
     ) -> Chunk:
-        """The turn goes on by these tokens; `entropies` are computed where they are wanted."""
+        """A chunk of these tokens; `entropies` computes theirs if they are requested."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise EngineError(
                 f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
@@ -136,8 +136,8 @@ class Answer(ABC):
 
 
 class Facts(Struct, frozen=True):
-    """The result of a probe. `layout` is of the directory that the server was started from, None
-    if that cannot be read from here; `num_ranks` are data-parallel."""
+    """The result of a probe. `layout` is that of the server's original model directory, None if
+    this machine cannot read it; `num_ranks` counts data-parallel ranks."""
 
     info: ServerInfo
     vocab_size: int
@@ -149,7 +149,7 @@ F = TypeVar("F", bound=Facts)
 
 
 class Handed(Struct, Generic[F], array_like=True, frozen=True):
-    """See RemoteServer.handed; `nonce` is that with which all labels of the client begin."""
+    """See RemoteServer.handed; `nonce` is the beginning of all labels of the client."""
 
     facts: F
     salt: str
@@ -157,24 +157,24 @@ class Handed(Struct, Generic[F], array_like=True, frozen=True):
 
 
 async def _no_guests() -> None:
-    """No other process has requests on the server."""
+    """The default: no other process uses the server."""
 
 
 class RemoteServer(ABC, Generic[F]):
-    """One engine server. All methods raise ServerLostError when it is gone or broken, and
-    EngineError for what it refuses or what the client refuses on its behalf.
+    """One engine server. All methods raise ServerLostError when it is lost or broken, and
+    EngineError for requests that it, or the client on its behalf, rejects.
 
-    `name` is the URL without credentials, `policy_version` that of the weights that choose its next
-    token, as far as this client set it. `before_release` is awaited before a server goes on whose
-    weights are half loaded: requests that other processes have on it would kill it. `on_named` is
-    called when its weights have got another version, before it goes on.
+    `name` is the URL without credentials, `policy_version` that of the weights that sample its next
+    token, as far as this client set it. `before_release` is awaited before a server with
+    half-loaded weights resumes, since requests of other processes would crash it. `on_named` is
+    called after a change of its version, before it resumes.
 
-    Entropies come from the `entropy_top_k` largest log-probs (-1: all). Without `vocab_size` it is
-    read from the directory that the server was started from. `load_s` is the deadline in seconds of
-    a load, and of a request that waits for one. `update_kv`: see weight_sync.py.
+    Entropies come from the `entropy_top_k` largest log-probs (-1: all). The default of `vocab_size`
+    is read from the server's original model directory. `load_s` is the deadline in seconds of a
+    load, and of a request that waits for one. `update_kv`: see weight_sync.py.
     """
 
-    tried: ClassVar[str]  # what a version begins with that the contract tests ran with
+    tried: ClassVar[str]  # prefix of the versions for which the contract tests ran
     facts: ClassVar[type[Facts]]
 
     def __init__(
@@ -195,18 +195,18 @@ class RemoteServer(ABC, Generic[F]):
         self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
         self._facts: F | None = None
-        self._layout: Layout | None = None  # of the weights that it takes, if known
+        self._layout: Layout | None = None  # of the weights that it accepts, if known
         self.policy_version = 0
         self._label = ""
         self._update_kv = update_kv
         self._run_salt = ""
         self._nonce = secrets.token_hex(8)  # in all labels of this client
         self._num_labels = 0
-        self._doubt = "connect was not called"  # why its weights are unknown; empty: known
+        self._unusable = "connect was not called"  # why its weights are unknown; empty: known
         self._is_asleep = False
-        self._half_loaded = False  # since a load that was not completed: not to be sampled from
+        self._half_loaded = False  # after an incomplete load, when it must not be used
         self._changing = asyncio.Lock()  # held while the weights are changed
-        self._open = asyncio.Event()  # cleared while they are being replaced
+        self._open = asyncio.Event()  # cleared during a replacement of weights
         self._open.set()
         self._ranks = Ranks()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -214,14 +214,13 @@ class RemoteServer(ABC, Generic[F]):
         self.on_named: Callable[[], None] = lambda: None
 
     async def connect(self, policy_version: int) -> ServerInfo:
-        """Probe version, routes, model and limits, and name the weights it has `policy_version`.
+        """Probe version, routes, model and limits, and label its present weights `policy_version`.
 
-        Raises ConfigError if it lacks what the run needs: what is missing, and which version or
-        flag of the engine brings it.
+        Raises ConfigError for a missing requirement, with the necessary version or flag of the
+        engine.
 
-        A server that was left paused goes on. After a load that was not completed it would
-        sample nonsense, or die of a request: it serves nothing before
-        load_weights has succeeded.
+        A server that was left paused resumes. After an incomplete load it would sample nonsense, or
+        crash: it must not serve before load_weights has succeeded.
         """
         async with self._changing:
             facts = self._facts = await self._probe()
@@ -235,32 +234,33 @@ class RemoteServer(ABC, Generic[F]):
             await self._check_alone()
             if not self._half_loaded:
                 await self._try_out()
-                self._doubt = ""
+                self._unusable = ""
             return facts.info
 
     def handed(self) -> bytes:
-        """What a client in another process needs to sample on it; see `take_over`. With the cache
-        kept, salts change with each update, of which other processes learn too late: they must not
-        be given such a server.
+        """The connection data for a client in another process; see `take_over`. With the cache
+        kept, salts change with each update, which other processes learn too late: they must not use
+        such a server.
         """
         facts = replace(self._connected(), layout=None)
         return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
 
     def take_over(self, handed: bytes) -> None:
-        """Sample on a server that the client which gave this keeps: only `generate`, `name` and
-        `close` are used then. After each connection it is given anew.
+        """Use a server that another client manages; only `generate`, `name` and `close` are then
+        allowed. New data is necessary after each connection.
         """
         found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
         self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
-        self._ranks.count, self._doubt = found.facts.num_ranks, ""
+        self._ranks.count, self._unusable = found.facts.num_ranks, ""
 
     @property
     def has_free_entropies(self) -> bool:
-        """Whether exact entropies cost this server nothing, so that a turn is one request."""
+        """Whether exact entropies are free on this server, so that a turn needs only one
+        request."""
         return False
 
     async def healthy(self) -> bool:
-        """Whether it answers now; never raises for a server that is gone."""
+        """Whether it answers now; does not raise for a lost server."""
         try:
             await self._check_health()
         except EngineError:
@@ -271,17 +271,17 @@ class RemoteServer(ABC, Generic[F]):
         await self._http.call("GET", "/health", timeout_s=HEALTH_S)
 
     async def keeps_label(self) -> bool:
-        """Whether the server gives back the label under which this client put its weights in
-        place. False: another process answers at the URL, or another client labeled other weights.
+        """Whether the server returns the label that this client gave its weights. False: another
+        process answers at the URL, or another client changed the weights.
         """
-        if self._doubt:
+        if self._unusable:
             return False
         label = self._label
         found = await self._read_label()
         return label != self._label or found == label
 
     async def close(self) -> None:
-        """Drop the connections, after background calls. Idempotent."""
+        """Drop the connections after the background calls. Idempotent."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in self._tasks:
@@ -299,8 +299,8 @@ class RemoteServer(ABC, Generic[F]):
         answer: Answer,
         on_chunk: Callable[[Chunk], None],
     ) -> None:
-        """Read the whole answer to a request. One that is cancelled or fails is aborted at once: a
-        server would notice a lost connection after seconds."""
+        """Read the whole answer to a request. A cancelled or failed request is aborted at once,
+        since a server would notice a lost connection only after seconds."""
         is_over = False
         try:
             with self._ranks.take(session) as rank:
@@ -318,19 +318,19 @@ class RemoteServer(ABC, Generic[F]):
                 self._spawn(self._abort([request_id]))
 
     def _of_rank(self, rank: int | None) -> dict[str, Any]:
-        """Keys of a request that a rank is to take; most servers read the header alone."""
+        """Keys of a request for a certain rank; most servers use only the header."""
         return {}
 
     async def _known(self) -> F:
-        """Wait while weights are being replaced. ServerLostError if they are unknown then."""
+        """Wait while weights are replaced. Raises ServerLostError if they are unknown then."""
         await self._open.wait()
-        if self._doubt:
+        if self._unusable:
             raise self._lost()
         return self._connected()
 
     @property
     def _salt(self) -> str:
-        """Keeps a request from prefixes of other weights, and of other runs."""
+        """The cache salt, which prevents the use of prefixes of other weights and other runs."""
         return self._label if self._update_kv == "keep" else self._run_salt
 
     def _connected(self) -> F:
@@ -339,11 +339,11 @@ class RemoteServer(ABC, Generic[F]):
         return self._facts
 
     def _lost(self) -> ServerLostError:
-        return ServerLostError(f"{self.name} cannot be used: {self._doubt}")
+        return ServerLostError(f"{self.name} cannot be used: {self._unusable}")
 
     def _span(self, label: str, start: int, end: int) -> VersionSpan:
-        """The version that sampled the tokens from `start` to `end`. ForeignWeightsError if this
-        client gave no weights of the server such a label."""
+        """The version that sampled tokens [start, end). Raises ForeignWeightsError for a label that
+        is not this client's."""
         version, _, nonce = label.rpartition("-")
         if not nonce.startswith(self._nonce):
             raise ForeignWeightsError(
@@ -356,7 +356,7 @@ class RemoteServer(ABC, Generic[F]):
     # Labels, and calls to all servers of the URL.
 
     async def _name(self, policy_version: int) -> None:
-        """Give the weights in place, whatever they are, a label of this version."""
+        """Label the present weights with this version."""
         self._num_labels += 1
         label = f"{policy_version}-{self._nonce}{self._num_labels}"
         await self._write_label(label)
@@ -364,8 +364,8 @@ class RemoteServer(ABC, Generic[F]):
         self.on_named()
 
     async def _check_alone(self) -> None:
-        """Raises ConfigError if several servers answer behind one URL, of which each update would
-        reach one. Each question has a connection of its own, so that it may go elsewhere."""
+        """Raises ConfigError if several servers answer behind one URL, since an update would reach
+        only one. Each request uses a new connection, so that it may reach another server."""
         found = [await self._read_label(fresh=True) for _ in range(NUM_LOOKS)]
         if any(label != self._label for label in found):
             raise ConfigError(
@@ -375,7 +375,7 @@ class RemoteServer(ABC, Generic[F]):
             )
 
     def _warn_untried(self, version: str) -> None:
-        """Its routes are there, what they mean may differ."""
+        """Warn about an untested version: its routes exist, but may behave differently."""
         if not version.startswith(self.tried):
             logger.warning(
                 "%s runs version %s, which is untested (%s is tested, see docs/engines.md); watch "
@@ -388,19 +388,20 @@ class RemoteServer(ABC, Generic[F]):
     async def _post(
         self, path: str, body: Any = None, timeout_s: float | None = None, **params: str
     ) -> None:
-        """RefusedError also for an answer with success: false."""
+        """POST; raises RefusedError also for an answer with success: false."""
         answer = await self._http.call_json("POST", path, body, params=params, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Errors do not matter: the request is gone with its server, or it has just ended."""
+        """Abort requests; ignores errors, since a request may have ended, possibly with its
+        server."""
         for path, body in self._abort_calls(request_ids):
             with suppress(EngineError):
                 await self._post(path, body)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Work that no caller waits for: a cancelled caller must end at once."""
+        """Start background work, so that a cancelled caller can end at once."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -410,20 +411,19 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """Sample one turn by streaming; every token is in exactly one chunk, and kept nowhere else.
-        While weights are being replaced a new request waits.
+        """Sample one turn by streaming; every token is in exactly one chunk. A new request waits
+        while weights are being replaced.
 
         Cancelling the call aborts the request on the server at once.
         """
 
     @abstractmethod
     async def load(self) -> ServerLoad:
-        """Its own load figures."""
+        """The load that it reports."""
 
     @abstractmethod
     async def _probe(self) -> F:
-        """Ask what the server is and can do. Raises ConfigError for what a run cannot do
-        without."""
+        """Determine the server's properties. Raises ConfigError for missing requirements."""
 
     @abstractmethod
     async def _unpause(self) -> None:
@@ -431,7 +431,8 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def _try_out(self) -> None:
-        """Sample, since a probe does not show all. Raises ConfigError as `_probe`."""
+        """Sample for a test, since a probe does not show everything. Raises ConfigError as
+        `_probe`."""
 
     @abstractmethod
     def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -439,11 +440,11 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def _write_label(self, label: str) -> None:
-        """Tokens from now on are labeled so."""
+        """Label the tokens from now on."""
 
     @abstractmethod
     async def _read_label(self, *, fresh: bool = False) -> str:
-        """The label of the weights on one server; `fresh`: asked on a connection of its own."""
+        """The label of the weights on one server; `fresh`: uses a new connection."""
 
 
 async def sampled(
@@ -451,7 +452,7 @@ async def sampled(
     request: Request,
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
 ) -> Completion:
-    """One turn of a server with all its tokens; see RemoteServer.generate."""
+    """One turn of a server, with all its tokens; see RemoteServer.generate."""
     chunks: list[Chunk] = []
 
     def keep(chunk: Chunk) -> None:

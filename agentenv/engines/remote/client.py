@@ -1,14 +1,13 @@
 """HTTP client of one engine server: calls with deadlines, event streams, readable errors.
 
 no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
-connection aborted                  -> BrokenConnectionError: nothing is known of the server
-429, 503 with Retry-After           -> BusyError: the server is well, and full
-every other status but 2xx          -> RefusedError, an EngineError with the server's reason
+connection aborted                  -> BrokenConnectionError: the server's state is unknown
+429, 503 with Retry-After           -> BusyError: the server is healthy, but full
+other statuses except 2xx           -> RefusedError, an EngineError with the server's reason
 
-Only GET is sent twice, when a kept connection turns out to be closed. Where this process has no
-file descriptor left, a call waits for one. A stream raises NoDescriptorError then, and where only
-those are left that are spared for the rest of the process, which has files to open and to save.
-That is no fault of a server.
+Only GET is sent again, if a kept connection was closed. If this process has no file descriptor
+left, a call waits for one. A stream then raises NoDescriptorError, also if only the descriptors are
+left that are reserved for the files of the process. That is not a server's fault.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.http import retry_after_s
 from agentenv.untrusted import decode
 
-# uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
+# uvicorn closes an idle connection after 5 s; a request at that moment would be lost
 KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
-END_S = 0.25  # for the end of an answer that is whole, else its connection is not kept
-MAX_REASON = 500  # characters of a server's own words in our messages
+END_S = 0.25  # for the end of a complete answer; later its connection is not kept
+MAX_REASON = 500  # characters of a server's text in messages
 DONE = b"[DONE]"
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
-SPARED = 64  # file descriptors that no stream takes, of few a sixth: pages, checkpoints, processes
-WARN_S = 60.0  # between two warnings of that
+NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
+SPARED = 64  # reserved file descriptors (at most a sixth): pages, checkpoints, processes
+WARN_S = 60.0  # between warnings about this
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Logprob = Annotated[float, Meta(le=1.0)]  # with some room for rounding
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # which a float holds
+Logprob = Annotated[float, Meta(le=1.0)]  # with tolerance for rounding
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # exact as a float
 
 
 class RefusedError(EngineError):
-    """The server answered and refused; `status` is the HTTP status, `reason` its own words."""
+    """The server rejected the request; `status` is the HTTP status, `reason` the server's text."""
 
     is_final = True
 
@@ -72,7 +71,7 @@ class RefusedError(EngineError):
 
 
 class FailedError(ServerLostError):
-    """The server answered 5xx or 408: it is broken, or it could not do this."""
+    """The server answered 5xx or 408: it is broken, or failed to process the request."""
 
     kind = "failed"
 
@@ -90,7 +89,7 @@ class MalformedReplyError(EngineError):
 
 
 def base_url(url: str, key: str = "engine URL") -> URL:
-    """The URL of a server, parsed. Raises ConfigError, which names the `key` that it is from."""
+    """The parsed URL of a server. Raises ConfigError, naming its `key`."""
     base = URL(url.rstrip("/"))
     if base.scheme not in ("http", "https") or not base.host:
         raise ConfigError(f"{key}: {url!r}: expected http://HOST:PORT or https://HOST")
@@ -98,8 +97,8 @@ def base_url(url: str, key: str = "engine URL") -> URL:
 
 
 async def why_unreachable(url: str, key: str) -> str:
-    """Why nothing can be connected to at this URL of `key`; empty: something can. Raises
-    ConfigError."""
+    """The reason why no connection to this URL of `key` is possible; empty if one is. Raises
+    ConfigError for an invalid URL."""
     base = base_url(url, key)
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -115,11 +114,11 @@ async def why_unreachable(url: str, key: str) -> str:
 class HttpClient:
     """Calls to one base URL. `name` is the URL without credentials.
 
-    Deadlines in seconds: `call_s` of a short call, `wait_s` of a stream without an event and of a
-    call that takes long. Requests wait while weights are loaded, so both are one.
+    Deadlines in seconds: `call_s` of a short call; `wait_s` of a stream without an event, and of a
+    long call (requests wait while weights are loaded).
 
-    `fresh_posts`: each POST but a stream has a connection of its own, so that none finds a kept
-    one closed; for calls that are few and change the server.
+    `fresh_posts`: each POST that is not a stream uses a new connection, so that it cannot fail on a
+    closed one; for the few calls that change the server.
     """
 
     def __init__(
@@ -150,15 +149,16 @@ class HttpClient:
         *,
         fresh: bool = False,
     ) -> bytes:
-        """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: on a
-        connection of its own."""
+        """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: use a new
+        connection."""
         limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
         fresh = fresh or (self._fresh_posts and method == "POST")
         async with self._request(method, path, json, limit, params, fresh=fresh) as response:
             return await response.read()
 
     async def call_json(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
-        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is not JSON."""
+        """As `call`, decoded; None for an empty body. Raises MalformedReplyError for invalid
+        JSON."""
         body = await self.call(method, path, json, **options)
         try:
             return decode(body) if body else None
@@ -171,7 +171,7 @@ class HttpClient:
     async def call_as(
         self, kind: type[T], method: str, path: str, json: Any = None, **options: Any
     ) -> T:
-        """Like `call`, decoded as `kind`. MalformedReplyError if it is something else."""
+        """As `call`, decoded as `kind`. Raises MalformedReplyError for other content."""
         body = await self.call(method, path, json, **options)
         try:
             return decode(body, kind)
@@ -190,8 +190,8 @@ class HttpClient:
         default: T | None = None,
         **options: Any,
     ) -> T:
-        """One key of an answer that is an object; `default` if it is missing or null.
-        MalformedReplyError if it is something else than a `kind`."""
+        """One key of an answer that is an object; `default` if it is missing or null. Raises
+        MalformedReplyError if it is not a `kind`."""
         found = (await self.call_as(dict[str, Any], method, path, **options)).get(key)
         found = default if found is None else found
         if not isinstance(found, kind):
@@ -204,11 +204,11 @@ class HttpClient:
     async def stream(
         self, path: str, json: Any, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST that is answered by server-sent events: the data of each, without the last
+        """A POST with server-sent events as its answer: yields the data of each, without the final
         `[DONE]`. Leaving the context before the end drops the connection.
 
         The iterator raises BrokenConnectionError if the stream ends before `[DONE]`. Raises
-        NoDescriptorError where nothing was sent.
+        NoDescriptorError if nothing was sent.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
         sending = self._request("POST", path, json, limit, headers=headers, streams=True)
@@ -276,7 +276,8 @@ class HttpClient:
     async def _send(
         self, method: str, request: dict[str, Any], *, fresh: bool, streams: bool
     ) -> aiohttp.ClientResponse:
-        """On a kept connection unless `fresh`; a GET on a new one if the kept one was closed."""
+        """Send on a kept connection unless `fresh`; a GET uses a new one if the kept one was
+        closed."""
         while True:
             try:
                 return await self._open(fresh=fresh).request(method, **request)
@@ -290,7 +291,7 @@ class HttpClient:
                         raise NoDescriptorError(f"no file descriptor for {self.name}") from error
                     if fresh:
                         await asyncio.sleep(NO_DESCRIPTOR_S)
-                    fresh = True  # which may have those that are spared
+                    fresh = True  # a new connection may use the reserved descriptors
                 elif fresh or method != "GET":
                     raise
                 else:
@@ -306,7 +307,7 @@ class HttpClient:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
             )
-            # A cookie of a router would take all sessions to one server.
+            # A router's cookie would bind all sessions to one server.
             jar = aiohttp.DummyCookieJar()
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
         return self._session
@@ -333,7 +334,7 @@ class HttpClient:
         raise RefusedError(text, status, reason)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
-        # Not readline: a line with the log-probs of a whole vocabulary exceeds its limit.
+        # Not readline, whose limit is below a line with the log-probs of a whole vocabulary.
         rest = b""
         while piece := await response.content.readany():
             *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
@@ -348,17 +349,17 @@ class HttpClient:
 
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
-    """The end of the body, mostly in a packet of its own: only after it the connection is kept."""
+    """Read the end of the body, usually a separate packet; the connection is kept only after it."""
     if response.content.at_eof():
         return
-    with suppress(aiohttp.ClientError, OSError):  # the answer is whole
+    with suppress(aiohttp.ClientError, OSError):  # the answer is complete
         async with asyncio.timeout(END_S):
             while await response.content.readany():
                 pass
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether a connection that was there has gone, which proxies do to servers that are well."""
+    """Whether an established connection was lost, which proxies also do with healthy servers."""
     if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
         return False
     return isinstance(
@@ -371,8 +372,8 @@ def _is_broken(error: Exception) -> bool:
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One that leaves the descriptors that are spared: the lowest that is free is always given, so
-    those above stay free. Raises OSError."""
+    """A socket, unless it would use a reserved descriptor: the system assigns the lowest free one,
+    so the upper ones stay free. Raises OSError."""
     family, kind, protocol = address[:3]
     opened = socket.socket(family, kind, protocol)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -383,7 +384,7 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _lacks_descriptors() -> bool:
-    """Whether this process can open nothing more."""
+    """Whether this process can open no more files."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -410,14 +411,14 @@ def _shorten(body: bytes) -> str:
 # Location of a session's prefixes: ranks, router headers.
 
 SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
-MAX_SESSIONS = 65536  # whose rank is remembered
-MAX_SESSION_CHARS = 200  # servers and proxies take headers of some kB in all
-PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # what a header can hold, but for %
+MAX_SESSIONS = 65536  # with a remembered rank
+MAX_SESSION_CHARS = 200  # servers and proxies limit headers to a few kB
+PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # valid in a header, except %
 
 
 class Ranks:
-    """Data-parallel ranks behind one URL, each with a prefix cache of its own: a session stays
-    with one, the rank that was least loaded when the session began."""
+    """Data-parallel ranks behind one URL, each with its own prefix cache: a session stays on one
+    rank, the least loaded one at its start."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -426,7 +427,7 @@ class Ranks:
 
     @contextmanager
     def take(self, session: str) -> Iterator[int | None]:
-        """The rank for a request; None where it is the server's to choose."""
+        """The rank for a request; None: the server chooses."""
         if self.count == 1 or not session:
             yield None
             return
@@ -445,9 +446,8 @@ class Ranks:
 
 
 def routing(session: str, rank: int | None) -> dict[str, str]:
-    """Headers by which routers, and a server with ranks, find the prefixes of a session. A session
-    may have any name: one that no header can hold is written as in a URL, of a long one its hash
-    is sent."""
+    """Headers by which routers, and servers with ranks, find the prefixes of a session. A name that
+    is invalid in a header is percent-encoded, and a long one is hashed."""
     name = session
     if not PLAIN.fullmatch(session):
         name = quote(session, errors="surrogatepass")

@@ -1,9 +1,9 @@
 """An OpenAI-compatible endpoint: requests with retries, chat replies, auxiliary models.
 
-408, 429, 5xx, a lost connection, no reply in time, a reply that is none   sent again
-any other status                                                           RefusedError at once
+408, 429, 5xx, a lost connection, no reply in time, a malformed reply   retried
+any other status                                                        RefusedError at once
 
-Whatever an endpoint sends is decoded here; what cannot be decoded is a MalformedReplyError.
+Replies are decoded here; an invalid one is a MalformedReplyError.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from agentenv.server_config import ChatModelConfig, read_key
 from agentenv.untrusted import convert, decode
 
 FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 60.0  # also where a server asks for more
-CONTINUES = ("vllm", "sglang")  # owners of models, by /models, that know our extensions
+MAX_DELAY_S = 60.0  # even if a server requests more
+CONTINUES = ("vllm", "sglang")  # owners of models (/models) that support the extensions used here
 CHAT_PATH = "/chat/completions"
 GAP = "\n...\n"
 
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 class EndpointConfig(Protocol):
-    """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` is that of one
+    """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` applies to one
     request."""
 
     @property
@@ -54,9 +54,10 @@ class EndpointConfig(Protocol):
 
 
 class Endpoint:
-    """`send` asks. `start` finds the model where none is named, and the endpoint's report of it:
-    `owner` is its server, `served_from` its directory or hub name, `max_model_len` in tokens; empty
-    and 0 if it does not say. `table` is the one of the configuration that errors name."""
+    """An endpoint; `send` makes requests. `start` finds the model if none is named, and its
+    reported properties: `owner` is its server, `served_from` its directory or hub name,
+    `max_model_len` in tokens; empty or 0 if not reported. `table` is the configuration table in
+    error messages."""
 
     def __init__(self, config: EndpointConfig, table: str) -> None:
         url = config.url
@@ -72,7 +73,7 @@ class Endpoint:
         self.model = config.model
         self.owner = self.served_from = ""
         self.max_model_len = 0
-        self.api, self.root = (  # `root` has the routes beside the standard
+        self.api, self.root = (  # `root` has the non-standard routes
             HttpClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
             for one in (str(api), str(api).removesuffix("/v1"))
         )
@@ -91,7 +92,7 @@ class Endpoint:
         except RefusedError as error:
             if error.status in (401, 403) or not self.model:
                 raise ConfigError(f"{self._table}: {error}") from error
-            models = {}  # some endpoints list nothing
+            models = {}  # some endpoints do not list models
         except EngineError as error:
             raise ConfigError(
                 f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
@@ -115,15 +116,15 @@ class Endpoint:
 
     @property
     def known(self) -> bool:
-        """Whether the server is one that knows our extensions of the standard."""
+        """Whether the server supports the extensions used here."""
         return self.owner in CONTINUES
 
     async def send(self, path: str, body: Json, read: Callable[[Any], T], key: str) -> T:
-        """POST until `read` makes something of the reply; it raises MalformedReplyError.
-        Paths below the standard's begin with /chat or /completions, others are at the root. The
-        spread of the waits is drawn from `key`.
+        """POST until `read` accepts the reply; it raises MalformedReplyError otherwise. Standard
+        paths begin with /chat or /completions, others are at the root. The jitter of the back-off
+        is drawn from `key`.
 
-        Raises RefusedError, or what the last attempt failed of.
+        Raises RefusedError, or the error of the last attempt.
         """
         problem: EngineError | None = None
         for attempt in range(self.num_retries + 1):
@@ -142,14 +143,14 @@ class Endpoint:
                     return read(await self._client(path).call_json("POST", path, body))
             except RefusedError:
                 raise
-            except EngineError as error:  # lost, 5xx, 429, no JSON, malformed
+            except EngineError as error:  # lost, 5xx, 429, malformed
                 problem = error
         assert problem is not None
         problem.is_final = True
         raise problem
 
     async def close(self) -> None:
-        """Idempotent; what comes later raises EngineDeadError."""
+        """Close the connections; later requests raise EngineDeadError. Idempotent."""
         self._closed = True
         await self.api.close()
         await self.root.close()
@@ -162,9 +163,9 @@ class Endpoint:
             raise EngineDeadError(f"the connection to {self.api.name} is closed")
 
 
-# Replies, as far as we read them.
+# The used parts of replies.
 
-MAX_TOKENS = 1 << 20  # of a turn, by its server's own count
+MAX_TOKENS = 1 << 20  # of a turn, as counted by its server
 
 
 class _Model(Struct):
@@ -179,8 +180,8 @@ class _Models(Struct):
 
 
 class ChatFunction(Struct):
-    """A tool call in the model's words, which are checked at the call.
-    `arguments` are JSON as a text, or as it is."""
+    """A tool call of the model, which is checked when it is executed. `arguments` is a JSON text or
+    a JSON value."""
 
     name: Any = None
     arguments: Any = None
@@ -194,8 +195,8 @@ class ChatCall(Struct):
 
 
 class ChatMessage(Struct):
-    """What the model said; `reasoning_content` and `reasoning` are two names of its thoughts, `raw`
-    is all of it as it was sampled, from `agentenv serve`."""
+    """The model's message; `reasoning_content` and `reasoning` are two names of its thoughts; `raw`
+    is the whole turn as sampled, from `agentenv serve`."""
 
     content: str | None = None
     refusal: str | None = None
@@ -206,7 +207,7 @@ class ChatMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are what ended a turn, if given."""
+    """`stop_reason` (vLLM) and `matched_stop` (SGLang) name the stop string or token, if any."""
 
     message: ChatMessage
     finish_reason: str | None = None
@@ -228,9 +229,9 @@ class ChatReply(Struct):
     usage: ChatUsage | None = None
 
 
-class Said(Struct, frozen=True):
-    """A reply of a model: its text with and without thoughts; `whole` unless it was cut off;
-    `num_tokens` of request and reply together, 0 where the server does not say."""
+class ModelReply(Struct, frozen=True):
+    """A reply of a model: its text with and without thoughts; `whole` unless it was truncated;
+    `num_tokens` of request and reply together, 0 if not reported."""
 
     raw: str
     text: str
@@ -239,7 +240,7 @@ class Said(Struct, frozen=True):
 
 
 def read_chat(reply: Any) -> ChatReply:
-    """A reply, as bytes or decoded, in our types. Raises MalformedReplyError."""
+    """Decode a reply from bytes or plain values. Raises MalformedReplyError."""
     try:
         return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
     except ForeignError as error:
@@ -248,34 +249,36 @@ def read_chat(reply: Any) -> ChatReply:
         raise MalformedReplyError(f"not a chat completion ({error}): {text}") from error
 
 
-def read_said(reply: Any) -> Said:
+def read_reply(reply: Any) -> ModelReply:
     """The model's reply. Raises MalformedReplyError."""
     found = read_chat(reply)
     choice, usage = found.choices[0], found.usage or ChatUsage()
     raw = choice.message.content or ""
     num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-    return Said(raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens)
+    return ModelReply(
+        raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens
+    )
 
 
 def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
-    """Text for a model to read that others wrote, between marks that the text cannot hold: they
-    are drawn from the text, or from `digest_of`, which must determine all of it."""
+    """Untrusted text for a model, between marks that the text cannot contain: they are derived from
+    the text, or from `digest_of`, which must determine the text."""
     digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
     mark = f"{name}-{digest[:16]}"
     return f"[{mark}]\n{text}\n[/{mark}]"
 
 
 def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
-    """Head and tail of a text that is longer than `max_chars`."""
+    """The text, or the head and tail of a text longer than `max_chars`."""
     half = max_chars // 2
     return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
 
 
 class ChatModel:
-    """A model behind an endpoint, asked one question at a time: judge, summarizer, helpers.
+    """An auxiliary model behind an endpoint, for independent questions: judge, summarizer, helpers.
 
-    `table` is the one of the configuration that `config` comes from, `settings` are further keys
-    of each request. `start` of its `endpoint` is needed only where no model is named.
+    `table` is the configuration table of `config`, `settings` are further keys of each request.
+    `start` of its `endpoint` is necessary only if no model is named.
     """
 
     def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
@@ -283,22 +286,22 @@ class ChatModel:
         self.endpoint = Endpoint(config, table)
         self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
 
-    async def ask(self, system: str, user: str) -> Said:
-        """Raises EngineError when the endpoint refuses, or all attempts failed."""
-        return read_said(await self.reply(self.body(system, user)))
+    async def ask(self, system: str, user: str) -> ModelReply:
+        """Ask one question. Raises EngineError if the endpoint rejects it, or all attempts fail."""
+        return read_reply(await self.reply(self.body(system, user)))
 
     def body(self, system: str, user: str) -> Json:
-        """A request with one question, and a system prompt, if there is one."""
+        """A request with one question and an optional system prompt."""
         prompt = [{"role": "system", "content": system}] if system else []
         messages = [*prompt, {"role": "user", "content": user}]
         return {"model": self.endpoint.model, "messages": messages, **self._settings}
 
     async def reply(self, body: Json) -> Json:
-        """The reply to such a request, which `read_said` can read. Raises EngineError."""
+        """The reply to such a request, for `read_reply`. Raises EngineError."""
         return await self.endpoint.send(CHAT_PATH, body, _readable, str(body["messages"]))
 
     def stats(self) -> dict[str, float]:
-        """Requests that were sent, and those of them that were not the first try."""
+        """The number of requests, and of retries among them."""
         counts = self.endpoint.counts
         return {
             f"{self.name}/num_requests": counts["requests"],
@@ -307,5 +310,5 @@ class ChatModel:
 
 
 def _readable(reply: Any) -> Json:
-    read_said(reply)
+    read_reply(reply)
     return dict(reply)

@@ -27,17 +27,17 @@ from agentenv.server_config import VLLM_IPC
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
-VLLM_TRIED = "0.32"  # version of vLLM that this client was tested with
+VLLM_TRIED = "0.32"  # tested version of vLLM
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
-# A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
-# that a worker extension has to pack them again; this is the method by which it is recognized.
+# On the CPU, vLLM 0.32 packs a tied output head and experts only once, so that a worker extension
+# must repack them after updates; this method identifies it.
 REPACK = "reload_and_repack"
 EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 
-# Of our plugin, which servers that a run starts have (vllm_plugin/agentenv_vllm.py):
-ENTROPY = 1 << 32  # added to the rank of a token that holds the bits of an entropy, float32, nats
-STOP_STRINGS = "stop_strings"  # of `extra_args`
+# Constants of the plugin in servers that a run starts (vllm_plugin/agentenv_vllm.py):
+ENTROPY = 1 << 32  # a rank with this bit has the bits of an entropy below it, float32, nats
+STOP_STRINGS = "stop_strings"  # key of `extra_args`
 
 NEWER = f"this requires vLLM {VLLM_TRIED} or newer"
 _DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
@@ -56,7 +56,7 @@ VLLM_NEEDED = {
     "POST /update_weight_version": f"{NEWER}, and {_DEV}",
     "GET /weight_info": f"{NEWER}, and {_DEV}",
 }
-# Backends of weights by broadcast: vLLM's own, and that of the tests for the CPU.
+# Backends for broadcasts of weights: vLLM's own, and the tests' one for the CPU.
 WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
 VLLM_TRANSFER = TransferRoutes(
     join="/init_weight_transfer_engine",
@@ -75,8 +75,8 @@ VLLM_ROUTES = {
 
 
 class VLLMFacts(Facts, frozen=True):
-    """`extension` is of its workers, `transfer` is their backend of weights by broadcast; `plugin`:
-    it has ours."""
+    """`extension` is its worker extension, `transfer` its backend for broadcasts; `plugin`: it has
+    the plugin."""
 
     transfer: str
     extension: str
@@ -102,7 +102,7 @@ class _ModelSettings(Struct):
 
 
 class _Settings(Struct):
-    """The used part of vLLM's start arguments."""
+    """The used part of vLLM's start-up arguments."""
 
     device_config: dict[str, Any]
     model_config: _ModelSettings
@@ -116,7 +116,7 @@ class _ServerInfo(Struct):
 
 
 async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
-    """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
+    """Probe the server. Raises ConfigError for missing features, ServerLostError if it is lost."""
     routes = await http.routes()
     for route, cure in VLLM_NEEDED.items():
         if route not in routes:
@@ -124,7 +124,7 @@ async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: in
     try:
         version = await http.read(str, "GET", "/version", "version")
         model = (await http.call_as(Models, "GET", "/v1/models")).data[0]
-        # The first answer takes seconds: vLLM looks at the packages of its whole environment.
+        # The first answer takes seconds: vLLM lists the packages of its whole environment.
         params = {"config_format": "json"}
         settings = await http.call_as(
             _ServerInfo, "GET", "/server_info", params=params, timeout_s=120
@@ -150,7 +150,7 @@ async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: in
         "broadcast": transfer in WIRES,
         "ipc": transfer == VLLM_IPC,
         "adapters": True,
-        # On the CPU no memory is given back, but a server takes part in every other way.
+        # On the CPU no memory is freed, but the server supports the protocol.
         "sleep": cpu or info.model_config.enable_sleep_mode,
     }
     features = {name for name, wanted in VLLM_ROUTES.items() if able[name] and routes >= wanted}
@@ -166,7 +166,7 @@ async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: in
 
 
 def _num_ranks(settings: dict[str, Any]) -> int:
-    """Data-parallel engines among which the server chooses; those of other hosts it cannot name."""
+    """Data-parallel engines among which the server chooses; it cannot name those of other hosts."""
     several, elsewhere = settings.get("data_parallel_size"), ("external", "hybrid")
     if any(settings.get(f"data_parallel_{kind}_lb") for kind in elsewhere):
         return 1
@@ -189,7 +189,7 @@ def _check_logprobs(name: str, settings: _ModelSettings, entropy_top_k: int) -> 
 
 
 def _check_packed(name: str, version: str, layout: Layout) -> None:
-    """Weights of which the CPU's kernels keep a packed copy."""
+    """Reject models whose weights the CPU kernels keep as a stale packed copy."""
     for is_there, model, what, other in (
         (layout.tied, "tied embeddings", "output head", "an untied model"),
         (layout.has_experts, "experts", "experts", "a model without"),
@@ -205,7 +205,7 @@ def _check_packed(name: str, version: str, layout: Layout) -> None:
 def check_trial(
     name: str, end: PartEnd, chunks: Sequence[Chunk], policy_version: int, *, counts_cached: bool
 ) -> None:
-    """Raises ConfigError unless the answer to TRIAL has what every answer must have."""
+    """Raises ConfigError if the answer to TRIAL lacks required fields."""
     logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
     if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
         raise ConfigError(
@@ -252,13 +252,13 @@ SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty
 MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longest prompt
 PROBE_TEMPERATURE = 2.0
 PROBE_TOP_K = 4
-MAX_RATIO = 0.75  # of the distances; 0.5 is right, 1 is not
-LEAST_GAP = 0.02  # nats; below it rounding hides the difference
+MAX_RATIO = 0.75  # of the distances; 0.5 is correct, 1 is wrong
+LEAST_GAP = 0.02  # nats; rounding hides smaller differences
 
 
 class SGLangFacts(Facts, frozen=True):
-    """Limits of a server: tokens of a prompt, the largest top_k for which it returns log-probs
-    after truncation, and whether it uses seeds."""
+    """Limits of a server: prompt tokens, the largest top_k with log-probs after truncation, and
+    whether it uses seeds."""
 
     max_prompt: int
     max_top_k: int
@@ -266,7 +266,7 @@ class SGLangFacts(Facts, frozen=True):
 
 
 class ServerArgs(Struct, frozen=True):
-    """The part of /server_info that is read."""
+    """The used part of /server_info."""
 
     version: str
     max_req_input_len: int
@@ -285,8 +285,8 @@ class ServerArgs(Struct, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """The part of /model_info that is read. `model_path` follows updates, whose directories are
-    often gone; `tokenizer_path` does not."""
+    """The used part of /model_info. `model_path` follows updates, whose directories may have been
+    removed; `tokenizer_path` does not."""
 
     served_model_name: str
     model_path: str
@@ -297,9 +297,9 @@ class ModelInfo(Struct, frozen=True):
 async def probe_sglang(
     http: HttpClient, vocab_size: int | None, layout: Layout | None
 ) -> SGLangFacts:
-    """Reads routes, version, settings and limits; `layout`: of its model, if it is known already.
+    """Read routes, version, settings and limits; `layout` is its model's, if known.
 
-    Raises ConfigError for what the run cannot do without.
+    Raises ConfigError for missing requirements.
     """
     routes = await http.routes()
     if missing := [route for route in SGLANG_NEEDED if route not in routes]:
@@ -317,7 +317,7 @@ async def probe_sglang(
     layout = layout or await in_thread(find_layout, folders)
     features = {"broadcast"} if routes >= SGLANG_TRANSFER.posts else set()
     if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
-        features.add("sleep")  # without the flag these routes end the server
+        features.add("sleep")  # without the flag, these routes crash the server
     max_len = args.max_req_input_len + MODEL_SLACK
     return SGLangFacts(
         ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
@@ -331,7 +331,7 @@ async def probe_sglang(
 
 
 async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
-    """Unknown fields of a request would be ignored in silence."""
+    """Raises ConfigError for unsupported request fields, which would be ignored silently."""
     schema = await http.call_json("GET", "/openapi.json")
     try:
         known = schema["components"]["schemas"]["GenerateReqInput"]["properties"].keys()
@@ -346,7 +346,7 @@ async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
 
 
 def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
-    """Raises ConfigError for a server that would change what is sampled."""
+    """Raises ConfigError for a server that would change the sampling."""
     if not model.is_generation:
         raise ConfigError(f"{name} serves an embedding model, which cannot sample")
     if args.skip_tokenizer_init:
@@ -383,7 +383,7 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
 async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     """Raises ConfigError unless log-probs are those after temperature.
 
-    Temperature 2 halves the distance between two of them, against greedy sampling, which
+    Temperature 2 halves the distance between two of them, compared to greedy sampling, which
     reports the distribution at temperature 1.
     """
     plain = await _ask(http, 0.0, vocab_size)
@@ -437,7 +437,7 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
 
 
 def check_settings(name: str, *, speculative: Any, flag: str, quantization: str | None) -> None:
-    """Raises ConfigError for what changes the samples of a server."""
+    """Raises ConfigError for settings that change a server's samples."""
     if speculative:
         raise ConfigError(
             f"{name} uses speculative decoding (several tokens per step); stop strings and "
@@ -465,7 +465,7 @@ def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) 
 
 def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:
     """Values of Prometheus text by name; a line is NAME{LABELS} VALUE. Raises EngineError for a
-    value that is no finite number."""
+    value that is not a finite number."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for line in body.decode(errors="replace").splitlines():
         name = line.partition("{")[0].partition(" ")[0]

@@ -1,7 +1,7 @@
-"""A request in vLLM's format, and its stream, parsed into chunks and an outcome.
+"""A request in vLLM's format, and the parser of its stream into chunks and an outcome.
 
-A server with the plugin returns exact entropies in the ranks of its tokens. From any other server
-the client requests the top log-probs of a token where entropies are needed.
+A server with the plugin returns exact entropies in the ranks of tokens. From other servers the
+client requests the top log-probs of tokens that need entropies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentenv.errors import EngineError, ForeignError
 from agentenv.types import Chunk
 from agentenv.untrusted import decode
 
-NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
+NO_LOGPROB = -9999.0  # vLLM's value for minus infinity, NaN, and unknown
 P = TypeVar("P", bound="_Position")
 
 
@@ -94,8 +94,8 @@ def request_body(
     *,
     plugin: bool = False,
 ) -> dict[str, Any]:
-    """The JSON that is posted; no default is left to the server, which may read them from the
-    model. `plugin`: the server has ours."""
+    """The JSON body; all parameters are set, since the server may take defaults from the model.
+    `plugin`: the server has the plugin."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -111,7 +111,7 @@ def request_body(
     if sampling.seed is not None:
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
     if sampling.stop and not plugin:
-        # A stop string may hold special tokens, and it is looked for in the decoded text.
+        # A stop string may contain special tokens, and is matched in the decoded text.
         params |= {
             "stop": sampling.stop,
             "include_stop_str_in_output": True,
@@ -119,13 +119,13 @@ def request_body(
             "spaces_between_special_tokens": False,
         }
     else:
-        # Otherwise the API server decodes each token and its `logprobs` largest rivals.
+        # Otherwise the API server decodes each token and its `logprobs` top alternatives.
         params["detokenize"] = False
         if sampling.stop:
             params["extra_args"] = {STOP_STRINGS: sampling.stop}
     if request.stop_token_ids:
-        # The engine stops at these by itself. Without our plugin stop strings are found by the API
-        # server, and until its abort arrives the engine samples on for nothing.
+        # The engine itself stops at these. Without the plugin, the API server matches stop strings,
+        # and the engine samples useless tokens until its abort arrives.
         params["stop_token_ids"] = request.stop_token_ids
     return {
         "request_id": request_id,
@@ -139,11 +139,11 @@ def request_body(
 
 
 class NoPluginError(ServerLostError):
-    """The ranks of a server's tokens are ranks."""
+    """The ranks of a server's tokens are ordinary ranks."""
 
 
 class VLLMAnswer(Answer):
-    """Each event holds the tokens since the last one. `plugin`: ranks of tokens hold entropies."""
+    """Each event has the tokens since the last one. `plugin`: token ranks contain entropies."""
 
     has_cached_tokens = False
 

@@ -2,20 +2,20 @@
 
 load_weights, receive (a broadcast):
     check --> pause --> change --> drop old prefixes --> name --> resume
-    requests that come meanwhile wait in `generate`, so that each starts on the new weights
+    new requests wait meanwhile in `generate`, so that each starts on the new weights
 
-Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
-the label of each token, returns it on request, and a process that has taken its place does
-not know it. Labels of one client begin their nonces alike, so that a rollout worker, which samples
-on the server in another process, knows them too.
+Each update gives the weights a label of policy version and nonce ("17-ab12..."). The server returns
+it with tokens and on request; another process at the same URL does not know it. The nonces of one
+client have a common beginning, so that rollout workers, which use the server from other processes,
+recognize them too.
 
-No request meets keys and values of other weights, in one of two ways (`update_kv`):
+No request uses keys and values of other weights, in one of two ways (`update_kv`):
 
-recompute  the pause drops the whole cache, and running requests are computed again on the new
-           weights; the salt of the prefix cache is one for all versions: prefixes are shared
-keep       running requests keep theirs, which are of the old weights; so the label is the
-           salt, and requests without a token are sent again under the new one. The version alone
-           would not do, since a run that is resumed gives its number to other weights
+recompute  the pause drops the whole cache, and running requests are recomputed with the new
+           weights; all versions have one salt of the prefix cache, so that prefixes are shared
+keep       running requests keep their cache of the old weights; so the label is the salt, and
+           requests without a token are sent again with the new one. The version is not enough,
+           since a resumed run reuses its number for other weights
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SLACK_S = 15.0  # an HTTP call outlives its collective call by this
 
 
 class TransferRoutes(Struct, frozen=True):
-    """Paths by which an engine takes weights from a broadcast; `empty` is the body of a call
-    without parameters."""
+    """Paths of an engine's broadcast protocol; `empty` is the body of a call without
+    parameters."""
 
     join: str
     start: str
@@ -74,7 +74,7 @@ class WeightSync(RemoteServer[F]):
     """A server whose weights can be replaced; by broadcast with the feature "broadcast" only."""
 
     transfer: ClassVar[TransferRoutes]
-    pause_wait_s = 0.0  # the last pause, from asking for it until all had answered
+    pause_wait_s = 0.0  # duration of the last pause request, until all engines answered
 
     @property
     def wire(self) -> Wire:
@@ -83,9 +83,9 @@ class WeightSync(RemoteServer[F]):
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Pause keeping requests, load a Hugging Face directory, name the version, resume.
 
-        No later request meets a prefix cache of another version. EngineError: refused, the old
-        weights are served under the old version. ServerLostError: its weights are unknown,
-        it must not be used before another load has succeeded.
+        No later request uses a prefix cache of another version. Raises EngineError if it refused:
+        the old weights are served under the old version. Raises ServerLostError if its weights are
+        unknown: it must not be used before another load has succeeded.
 
         The server must see `source` under the same path.
         """
@@ -98,19 +98,19 @@ class WeightSync(RemoteServer[F]):
             self._layout = self._layout or layout
 
     async def sleep(self) -> None:
-        """Give its memory back: no cache, and no weights, since each way to wake it up brings
-        some. Nothing may be running on it, and nothing may be asked of it but `wake`, `take`,
-        `healthy` and `close`. Feature "sleep" only.
+        """Free its memory: the cache, and the weights, since each way to wake it up loads some. No
+        request may be running, and only `wake`, `take`, `healthy` and `close` are allowed
+        afterwards. Feature "sleep" only.
         """
         async with self._changing:
             if self._tasks:  # of a load that was aborted: they resume it
                 await asyncio.wait(self._tasks)
-            self._doubt, self._is_asleep = "it sleeps", True
+            self._unusable, self._is_asleep = "it sleeps", True
             await self._fall_asleep()
 
     async def wake(self) -> None:
-        """Take the memory again, with an empty cache. The process may be another one than the one
-        that fell asleep, so that weights have to be loaded before it is used.
+        """Allocate the memory again, with an empty cache. The process may have been replaced, so
+        that weights must be loaded before its use.
         """
         async with self._changing:
             await self._wake()
@@ -123,43 +123,43 @@ class WeightSync(RemoteServer[F]):
         policy_version: int,
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """Read new weights from memory that the learner shares with the server of this number (see
-        SharedWeights.exports_of); see `load_weights` for errors. A server that sleeps wakes up with
-        them, and takes the memory of its cache after `release`, which it calls when it has read
-        all; one that is awake resumes at once. Feature "ipc" only."""
+        """Read new weights from the learner's shared memory, as the server of this number (see
+        SharedWeights.exports_of); see `load_weights` for errors. A sleeping server wakes up with
+        them, and allocates its cache after `release`, which it calls after reading; one that is
+        awake resumes at once. Feature "ipc" only."""
         async with self._changing:
             check_manifest(weights.manifest, self._layout)
             await self._replace(partial(self._take, weights, number, release), policy_version)
             self._is_asleep = False
 
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
-        """Pause, let `change` put other weights in place, drop old prefixes, name the weights,
-        resume. A RefusedError of `change` says that nothing was touched; after any other failure
-        the weights are unknown."""
-        before, self._doubt = self._doubt, "its weights are being replaced"
+        """Pause, replace the weights by `change`, drop old prefixes, label the weights, resume.
+        After a RefusedError of `change` the weights are unchanged; after any other failure they are
+        unknown."""
+        before, self._unusable = self._unusable, "its weights are being replaced"
         self._open.clear()
         refused = False
         try:
             loop = asyncio.get_running_loop()
             asked_s = loop.time()
-            if not self._is_asleep:  # which is paused
+            if not self._is_asleep:  # otherwise it is paused
                 await self._pause()
             self.pause_wait_s = loop.time() - asked_s
             try:
                 await change()
             except RefusedError:
                 await self._resume()
-                refused, self._doubt = True, before
+                refused, self._unusable = True, before
                 raise
             await self._drop_prefixes()
             await self._name(policy_version)
             await self._resume()
-            self._doubt, self._half_loaded = "", False
-        except BaseException as error:  # a cancellation too
+            self._unusable, self._half_loaded = "", False
+        except BaseException as error:  # including cancellations
             if refused:
                 raise
             reason = str(error) or type(error).__name__
-            self._doubt = f"a load of weights was not completed ({reason})"
+            self._unusable = f"a load of weights was not completed ({reason})"
             self._half_loaded = True
             if not isinstance(error, EngineError):
                 raise
@@ -170,24 +170,24 @@ class WeightSync(RemoteServer[F]):
     # broadcasts
 
     async def join(self, group: Group, first_rank: int) -> None:
-        """Returns when all ranks of the group have joined. Its workers serve nothing until
-        then.
+        """Join a group; returns when all its ranks have joined. The server's workers are blocked
+        until then.
         """
         body = self._join_body(group, first_rank)
         await self._post(self.transfer.join, body, group.timeout_s + SLACK_S)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """Take new weights while the sender sends; see `load_weights`.
+        """Receive new weights while the sender sends; see `load_weights`.
 
-        ServerLostError: it may have some of them, and must load all from a directory before it
-        serves again.
+        Raises ServerLostError if it may have received some of them: it must load all from a
+        directory before it serves again.
         """
         async with self._changing:
             check_manifest(manifest, self._layout)
             await self._replace(partial(self._receive, group, manifest), policy_version)
 
     async def leave(self, group: Group) -> None:
-        """End its part of the group; a server that is gone or busy has none."""
+        """Leave the group; a lost or busy server is skipped."""
         with suppress(EngineError):
             await self._post(self.transfer.leave, self._leave_body(group), SLACK_S)
 
@@ -211,7 +211,7 @@ class WeightSync(RemoteServer[F]):
 
     @abstractmethod
     async def _pause(self) -> None:
-        """Nothing is sampled from here on; requests keep their tokens."""
+        """Stop sampling; requests keep their tokens."""
 
     @abstractmethod
     async def _reload(self, directory: Path) -> None:
@@ -219,8 +219,8 @@ class WeightSync(RemoteServer[F]):
 
     @abstractmethod
     async def _drop_prefixes(self) -> None:
-        """Free what no running request holds. With `update_kv` "recompute", after a pause, that
-        is everything, else ServerLostError."""
+        """Free the cache that running requests do not use. With `update_kv` "recompute", after a
+        pause, that must be all of it; otherwise raises ServerLostError."""
 
     @abstractmethod
     async def _resume(self) -> None: ...
@@ -238,7 +238,8 @@ class WeightSync(RemoteServer[F]):
 
     @abstractmethod
     async def num_ranks(self) -> int:
-        """Ranks that the server takes in a broadcast; EngineError if it cannot take part."""
+        """Number of the server's ranks in a broadcast. Raises EngineError if it cannot
+        participate."""
 
     @abstractmethod
     def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]: ...

@@ -1,12 +1,12 @@
 """Weights for engines: metadata of a transfer, and a check that weights fit the served model.
 
     learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
-                                   |  group of world_size   bucket is one tensor of bytes, in which
-    server 1  --join, receive------+  ranks                 weights stand one after the other
+                                   |  group of world_size   bucket is one tensor of bytes, which
+    server 1  --join, receive------+  ranks                 concatenates weights
     server 2  --join, receive------+
 
 The controller (pool/keeper.py) only announces the manifest to both sides; no weight passes
-through it. On the learner's own GPUs servers read the weights where a rank has put a copy:
+through it. On the learner's GPUs, servers read the weights from a rank's copy:
 
     ranks --publish--> SharedWeights --> controller --> servers map the memory, and load
     ranks <------------------------ release ------------+
@@ -26,17 +26,17 @@ from agentenv.untrusted import decode
 
 
 class TransferError(EngineError):
-    """The sender's side of a broadcast failed or was called off; the learner itself goes on."""
+    """The sender's side of a broadcast failed or was cancelled; the learner continues."""
 
 
-# Formation of a group: "torch", a torch.distributed group over a store, as SGLang makes its own;
-# "nccl", a bare NCCL communicator from a unique id, as vLLM makes its own.
+# Formation of a group: "torch", a torch.distributed group over a store, as in SGLang; "nccl", a
+# bare NCCL communicator from a unique id, as in vLLM.
 Wire = Literal["torch", "nccl"]
 
 
 class Address(Struct, frozen=True):
-    """Rendezvous of the sender: a store's host and port and the torch backend that the
-    group will have, or NCCL's unique id (128 bytes as base64)."""
+    """The sender's rendezvous: a store's host and port with the group's torch backend, or NCCL's
+    unique id (128 bytes as base64)."""
 
     host: str = ""
     port: int = 0
@@ -45,8 +45,8 @@ class Address(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """The members. The sender has rank 0. `name` is never used twice; `timeout_s` is the
-    deadline of joining, and of one bucket."""
+    """The members. The sender has rank 0. `name` is unique; `timeout_s` is the deadline of joining,
+    and of one bucket."""
 
     name: str
     address: Address
@@ -56,8 +56,7 @@ class Group(Struct, frozen=True):
 
 class Bucket(Struct, frozen=True):
     """Tensors that are broadcast as one, in this order: names as in a Hugging Face directory,
-    dtypes as torch names them (float32), shapes. All have one dtype, so that each begins where
-    its numbers may stand."""
+    torch's dtype names (float32), shapes. All have one dtype, so that each is aligned."""
 
     names: list[str]
     dtypes: list[str]
@@ -65,17 +64,17 @@ class Bucket(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All that one update sends, in this order."""
+    """The buckets of one update, in order."""
 
     buckets: list[Bucket]
 
 
 class SharedWeights(Struct, frozen=True):
     """A copy of the weights in memory that ranks share with the servers of their machine. Tensors
-    begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` says how the
-    copy on a device is opened, by the device's name (vllm_plugin/agentenv_weights.py): once for
-    each server that shares the device, since an export may be opened once. `has_room`: the device
-    has memory for servers that wake up with the weights while the learner is still awake."""
+    begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` has the handles
+    of the copy by device name (vllm_plugin/agentenv_weights.py): one for each server that shares
+    the device, since an export may be opened once. `has_room`: the device has memory for servers
+    that wake up with the weights while the learner is still awake."""
 
     names: list[str]
     dtypes: list[str]
@@ -86,7 +85,7 @@ class SharedWeights(Struct, frozen=True):
     has_room: bool = True
 
     def exports_of(self, number: int) -> dict[str, list[str | int]]:
-        """For the server of this number, which has the place number % exports on its devices."""
+        """The handles for the server of this number, with index number % exports on its devices."""
         return {name: found[number % len(found)] for name, found in self.memory.items()}
 
     @property
@@ -96,39 +95,40 @@ class SharedWeights(Struct, frozen=True):
 
 class SharedSender(Protocol):
     """The trainer's side of weights in shared memory; both methods work while it sleeps.
-    `num_failures` counts updates in a row that a server did not get from there."""
+    `num_failures` counts consecutive updates that a server did not receive from there."""
 
     weights: SharedWeights
     num_failures: int
 
     async def release(self) -> None:
-        """Nothing reads the memory any more. Idempotent; LearnerError if the learner is gone."""
+        """Release the memory after the last read. Idempotent. Raises LearnerError if the learner
+        is lost."""
         ...
 
     async def write(self) -> Path:
-        """The same weights as a Hugging Face directory, written once. EngineError if they cannot
-        be."""
+        """The same weights as a Hugging Face directory, written once. Raises EngineError if that
+        fails."""
         ...
 
 
 class Sender(Protocol):
-    """The trainer's side. All methods but `abort` raise TransferError where the transfer fails,
-    and LearnerError where the learner does; what they run is ended early by `abort`."""
+    """The trainer's side. All methods except `abort` raise TransferError if the transfer fails, and
+    LearnerError if the learner fails; `abort` ends them early."""
 
     async def manifest(self) -> Manifest:
         """Metadata of the next `send`."""
         ...
 
     async def open(self, kind: Wire) -> Address:
-        """Open a store or id by which ranks find each other; leaves the group that there was."""
+        """Open a store or create an id for the rendezvous; leaves the previous group."""
         ...
 
     async def join(self, group: Group) -> None:
-        """Returns when all ranks have joined."""
+        """Join; returns when all ranks have joined."""
         ...
 
     async def send(self) -> None:
-        """Broadcast the weights of the version that was published last."""
+        """Broadcast the weights of the latest published version."""
         ...
 
     async def leave(self) -> None:
@@ -136,23 +136,23 @@ class Sender(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Break off what runs, so that no receiver goes on waiting. Returns at once."""
+        """Abort the running operation, so that no receiver keeps waiting. Returns at once."""
         ...
 
     async def write(self) -> Path:
-        """The same weights as a Hugging Face directory, written once. EngineError when the
-        learner has gone on to other weights meanwhile."""
+        """The same weights as a Hugging Face directory, written once. Raises EngineError if the
+        learner has newer weights."""
         ...
 
 
-# Whether a Hugging Face directory fits the model that a server runs, before the server sees it.
+# The check that a Hugging Face directory fits a server's model, before the server loads it.
 #
-# A server that starts to load a directory that does not fit may be left with half of it, so names,
-# shapes and sizes are read here first, from the headers of the safetensors files alone.
+# A failed load of a misfitting directory may leave half of it in the server, so names, shapes and
+# sizes are compared first, from the headers of the safetensors files.
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 HEAD = "lm_head.weight"
-# Keys that no shape shows, and that a server does not read again when it loads weights.
+# Keys that shapes do not reveal, and that a server does not read again when it loads weights.
 SAME = (
     "architectures",
     "model_type",
@@ -181,18 +181,18 @@ class Layout(Struct, frozen=True):
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers choose among experts."""
+        """Whether it is a mixture-of-experts model."""
         return any(".experts." in name for name in self.shapes)
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embeddings, None if config.json does not say."""
+        """Rows of the embeddings; None if config.json does not state them."""
         size = self.config.get("text_config", self.config).get("vocab_size")
         return size if isinstance(size, int) else None
 
 
 def read_layout(directory: Path) -> Layout:
-    """Read the headers. Raises EngineError if a file is missing, cut off or not safetensors."""
+    """Read the headers. Raises EngineError if a file is missing, truncated or not safetensors."""
     if not directory.is_dir():
         raise EngineError(f"weights in {directory}: no such directory")
     table = _read_index(directory)
@@ -208,15 +208,15 @@ def read_layout(directory: Path) -> Layout:
 
 
 def find_layout(folders: Iterable[Path]) -> Layout | None:
-    """Of the first directory that is on this machine and holds a model."""
+    """The layout of the first folder on this machine that has a model."""
     for folder in folders:
-        with suppress(EngineError):  # a name on a hub, another machine, or another format
+        with suppress(EngineError):  # a hub id, a path of another machine, or another format
             return read_layout(folder)
     return None
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model. Raises EngineError for an index that cannot be read."""
+    """The safetensors files of a model. Raises EngineError for an unreadable index."""
     names = sorted(set(_read_index(directory).values()))
     return [directory / name for name in names or [SINGLE]]
 
@@ -234,7 +234,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 def check_manifest(manifest: Manifest, served: Layout | None) -> None:
     """Raises EngineError unless the broadcast has the served parameters, as check_layout; some
-    engines pass over what they do not know."""
+    engines ignore unknown ones."""
     if served is None:
         return
     shapes = {
@@ -271,7 +271,7 @@ def check_layout(directory: Path, found: Layout, served: Layout) -> None:
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name. Raises EngineError for a file that is cut off or not safetensors."""
+    """Shapes by name. Raises EngineError for a file that is truncated or not safetensors."""
     from safetensors import SafetensorError, safe_open  # of the extra train
 
     try:
@@ -292,20 +292,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-# LoRA adapters as peft writes them, checked before a server sees them.
+# Checks of LoRA adapters in peft's format, before a server loads them.
 
 ADAPTER_FILES, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter, not a whole model."""
+    """Whether a directory has an adapter instead of a whole model."""
     return (directory / ADAPTER_FILES).is_file()
 
 
 def check_adapter(directory: Path, served: Layout | None) -> None:
-    """Raises EngineError unless each of its matrices belongs to a weight of the served model;
-    engines pass over what they do not know. A: [r, in], B: [out, r], the weight [out, in]."""
+    """Raises EngineError unless each matrix of the adapter belongs to a weight of the served model;
+    engines ignore unknown ones. A: [r, in], B: [out, r], the weight [out, in]."""
     shapes = read_header(directory / WEIGHTS)
     layers = {name.removesuffix(A).removesuffix(B) for name in shapes}
     if not layers:

@@ -1,14 +1,15 @@
-"""The plugin that computes in vLLM's engine instead of its API server, which has one core.
+"""A vLLM plugin that moves work from the API server, which has one core, to the engine.
 
-A general plugin: vLLM calls `register` in each of its processes where this folder is on PYTHONPATH.
-Then the rank of a sampled token holds the entropy of the distribution that it was sampled from
-(`rank_of`), which costs no byte more, and a request ends at the stop strings that its sampling
-parameters name in `extra_args["stop_strings"]`, without `stop` and with `detokenize: false`.
+It is a general plugin: vLLM calls `register` in each process that has this folder on PYTHONPATH.
+Then the rank of a sampled token contains the entropy of its sampling distribution (`rank_of`),
+which needs no extra bytes, and a request ends at the stop strings in
+`extra_args["stop_strings"]` of its sampling parameters, without `stop` and with
+`detokenize: false`.
 
-It also names the backend by which weights come from the learner's memory (agentenv_weights.py),
-and lets a worker wait for the learner before it looks at the memory of a GPU that both share.
+It also registers the backend that reads weights from the learner's memory (agentenv_weights.py),
+and lets a worker wait for the learner before it measures the memory of a shared GPU.
 
-Needs vLLM alone: agentenv is not installed beside it.
+It needs only vLLM: agentenv is not installed in that environment.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ENTROPY = 1 << 32  # of a rank: the bits of the entropy follow, a float32 in nats
-MARK = "with_stop_strings_of_agentenv"  # of a module whose functions are replaced
-STOP_STRINGS = "stop_strings"  # of SamplingParams.extra_args
-PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
-MARGIN = 8  # tokens decoded beyond the longest stop string, since a cut may spoil the first ones
-CHUNK = 1 << 24  # logits that are worked on at once, so that no copy of a whole batch is made
+ENTROPY = 1 << 32  # a rank with this bit has the bits of an entropy below it, float32, nats
+MARK = "with_stop_strings_of_agentenv"  # marks a module whose functions are replaced
+STOP_STRINGS = "stop_strings"  # key of SamplingParams.extra_args
+PARTIAL = "\ufffd"  # the decoding of an incomplete character
+MARGIN = 8  # extra tokens to decode before the longest stop string: the first may be incomplete
+CHUNK = 1 << 24  # logits processed at once, to avoid a copy of a whole batch
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, once or more often. All or nothing: a version that
-    lacks one of the functions serves as it is, and its clients see that by their first request."""
+    """Called by vLLM in each of its processes, possibly repeatedly. It replaces all functions or
+    none: an unsupported version serves unchanged, which clients detect by their first request."""
     _skip_environment()
     _take_shared_weights()
     _wait_for_learner()
@@ -64,19 +65,19 @@ def register() -> None:
 
 def _skip_environment() -> None:
     """Let the first `/server_info` answer at once, without "system_env", for which vLLM runs pip
-    and a dozen programs. Its router, which takes the function from here, is imported later."""
+    and a dozen programs. vLLM's router imports the replaced function later."""
     with contextlib.suppress(ImportError):
         collect: Any = importlib.import_module("vllm.collect_env")
         collect.get_env_info = lambda: SimpleNamespace(_asdict=dict)
 
 
 IPC = "agentenv_ipc"  # of --weight-transfer-config
-GATE = "AGENTENV_LEARNER_READY"  # variable: a file that is there once the learner is
+GATE = "AGENTENV_LEARNER_READY"  # environment variable with a file that appears with the learner
 GATE_POLL_S = 0.02
 
 
 def _take_shared_weights() -> None:
-    """Name the backend; its module is imported when a server is started with it."""
+    """Register the backend; its module is imported when a server uses it."""
     with contextlib.suppress(ImportError, AttributeError):
         factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
         engines = factory.WeightTransferEngineFactory
@@ -85,8 +86,8 @@ def _take_shared_weights() -> None:
 
 
 def _wait_for_learner() -> None:
-    """Let workers come up while the learner does, as far as their imports. vLLM measures the free
-    memory of its GPU from then on, and fails if another process gives some back."""
+    """Let workers import their modules during the start of the learner, and then wait for it.
+    Afterwards vLLM measures the free memory of its GPU, and fails if another process frees some."""
     gate = os.environ.get(GATE)
     if not gate:
         return
@@ -114,7 +115,7 @@ def _wait_for_learner() -> None:
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's first model runner: `logprobs` are those of the whole vocabulary."""
+    """For vLLM's first model runner: `logprobs` covers the whole vocabulary."""
 
     @wraps(gather)
     def gather_logprobs(logprobs: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
@@ -126,7 +127,7 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scoring(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Its second one: `logits` are those that the token was sampled by."""
+    """For its second one: `logits` are those of sampling."""
 
     @wraps(score)
     def compute_topk_scores(logits: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
@@ -146,16 +147,16 @@ def ranks_of(rows: torch.Tensor, *, is_normalized: bool) -> torch.Tensor:
         logprobs = rows[start : start + size].float()
         if not is_normalized:
             logprobs = logprobs.log_softmax(-1)
-        # of a token that cannot be sampled -inf times 0 is nan
+        # for a token that cannot be sampled, -inf times 0 is nan
         parts = torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0)
         entropies[start : start + size] = -parts.sum(-1)
-    # of one token the sum may be -0.0, whose bits are not those of 0.0
+    # for a single token the sum may be -0.0, whose bits differ from those of 0.0
     return entropies.clamp_(min=0.0).abs_().view(torch.int32).to(torch.int64) + ENTROPY
 
 
 # stop strings
 
-_vocabulary: _Vocabulary | None = None  # of the model that this engine serves
+_vocabulary: _Vocabulary | None = None  # of the served model
 
 
 def _knowing_the_model(init: Callable[..., None]) -> Callable[..., None]:
@@ -185,8 +186,8 @@ def _stopping(check: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
 
 
 class _Vocabulary:
-    """The text of each token, read when the first stop string is looked for, and the tokens with
-    which stop strings can end."""
+    """The text of each token, read with the first stop string, and the tokens that can end a stop
+    string."""
 
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
@@ -195,8 +196,8 @@ class _Vocabulary:
         self._ends: dict[tuple[str, ...], frozenset[int]] = {}
 
     def match(self, token_ids: Any, stops: tuple[str, ...]) -> str | None:
-        """The stop string that the last token completes, the one that begins first; None if there
-        is none. All but a few tokens are decided by a look at one set."""
+        """The stop string that the last token completes, the one that begins first; None if none.
+        Most tokens need only a lookup in one set."""
         ends = self._ends.get(stops)
         if ends is None:
             ends = self._ends[stops] = self._ends_of(stops)
@@ -205,7 +206,7 @@ class _Vocabulary:
         window = max(len(stop.encode()) for stop in stops) + MARGIN
         start = max(0, len(token_ids) - window)
         text = self._decode(token_ids[start:])
-        while start and text.startswith(PARTIAL):  # the cut went through a character
+        while start and text.startswith(PARTIAL):  # the cut split a character
             start -= 1
             text = self._decode(token_ids[start:])
         found = [(text.find(stop), stop) for stop in stops if stop in text]

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-# vLLM, whose types it builds on, is in another environment.
-"""vLLM's end of weights in memory that the learner shares (agentenv/learners/shared.py).
+# Its base types are vLLM's, which is in another environment.
+"""vLLM's end of weights in shared memory of the learner (agentenv/learners/shared.py).
 
-The backend "agentenv_ipc" of --weight-transfer-config, which `agentenv_vllm.register` names. The
-learner's ranks and vLLM's workers are processes of one user on one machine: a worker maps the copy
-that a rank has put on the worker's own GPU (CUDA IPC; without GPUs, in main memory), and vLLM loads
-the tensors from there. What opens the memory comes as JSON, so that nothing is unpickled.
+The backend "agentenv_ipc" of --weight-transfer-config, which `agentenv_vllm.register` registers.
+The learner's ranks and vLLM's workers are processes of one user on one machine: a worker maps the
+copy of a rank on the worker's GPU (CUDA IPC; without GPUs, in main memory), and vLLM loads the
+tensors from it. The memory handles are JSON, so that nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-try:  # of the CPU's build alone: what it keeps packed
+try:  # only in the CPU build, for its packed weights
     from agentenv_vllm_broadcast import repack_experts, repack_tied_head
 except ImportError:
     repack_experts = repack_tied_head = None
@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.agentenv")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """There is nobody to meet."""
+    """Empty: there is no rendezvous."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads from memory of another process. Nothing is touched unless the memory can be opened."""
+    """Loads from memory of another process. Changes nothing if the memory cannot be opened."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -88,7 +88,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if repack_tied_head is not None:
             repack_tied_head(self.model)
-        if self.device.type == "cuda":  # the learner takes its memory back
+        if self.device.type == "cuda":  # the learner frees its memory
             torch.cuda.synchronize(self.device)
         self._memory = None
         logger.info("weights in place in %.4f s", time.perf_counter() - began)
@@ -98,8 +98,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def open_memory(memory: dict[str, list[Any]], num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes] on this worker's device, of another process. ValueError if no rank shares
-    any there; RuntimeError or OSError if it cannot be opened."""
+    """uint8 [num_bytes] of another process on this worker's device. Raises ValueError if no rank
+    shares memory there; RuntimeError or OSError if it cannot be opened."""
     if device.type != "cuda":
         key, opens = "cpu", open_file
     else:
@@ -113,7 +113,7 @@ def open_memory(memory: dict[str, list[Any]], num_bytes: int, device: torch.devi
 
 
 def open_file(handle: list[Any], num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A file descriptor of another process: its id and its number."""
+    """Memory from a file descriptor of another process; `handle` is (pid, descriptor)."""
     path = f"/proc/{handle[0]}/fd/{handle[1]}"
     if os.stat(path).st_size < num_bytes:
         raise ValueError(f"{path} has fewer than {num_bytes} bytes")
@@ -121,8 +121,9 @@ def open_file(handle: list[Any], num_bytes: int, device: torch.device) -> torch.
 
 
 def open_cuda(handle: list[Any], num_bytes: int, device: torch.device) -> torch.Tensor:
-    """CUDA IPC; `handle` is what torch's `reduce_tensor` says of a flat tensor of bytes, each
-    handle in base64. Each export may be opened once: closing it counts for its owner."""
+    """Memory by CUDA IPC; `handle` is the result of torch's `reduce_tensor` for a flat tensor of
+    bytes, with handles in base64. Each export may be opened once, since closing it is counted by
+    its owner."""
     storage, size, offset, counter, counter_offset, event, needs_event = handle
     return rebuild_cuda_tensor(
         *(torch.Tensor, torch.Size([num_bytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8),
@@ -132,7 +133,7 @@ def open_cuda(handle: list[Any], num_bytes: int, device: torch.device) -> torch.
 
 
 def part(memory: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
-    """A tensor that lies in the memory."""
+    """A tensor in the memory."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     number = 1
     for size in shape:
