@@ -74,7 +74,7 @@ PARTS = {
         [*PYTEST, "tests/study.py"],
     ),
 }
-NUM_LINES = 10  # of a part's output
+NUM_LINES = 11  # of a part's output
 
 
 def main() -> int:
@@ -133,9 +133,8 @@ def write(name: str, section: str) -> None:
 INTRODUCTION = """\
 # What `make long` printed last
 
-`make long` runs what takes longer than `make test` may, and writes this page. A `+` behind a commit
-says that files were changed since. Figures of benches are of the machine of that run: read their
-ratios.
+`make long` writes this page. A `+` after a commit marks uncommitted changes. Figures of benches
+depend on the machine; ratios do not.
 """
 
 
