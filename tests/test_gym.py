@@ -184,7 +184,7 @@ def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) ->
     if mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, "NextStep"):
         gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode).close()
         return
-    with pytest.raises(ConfigError, match=r"autoreset_mode is AutoresetMode\.NEXT_STEP"):
+    with pytest.raises(ConfigError, match=r"autoreset_mode must be AutoresetMode\.NEXT_STEP"):
         gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode)
 
 

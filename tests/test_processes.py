@@ -48,7 +48,7 @@ async def test_it_has_the_variables_of_its_spec_and_of_this_process_less_some(
 
 @pytest.mark.parametrize(
     ("number", "how"),
-    [(signal.SIGKILL, "was killed by SIGKILL (the system does that"), (signal.SIGSEGV, "SIGSEGV")],
+    [(signal.SIGKILL, "was killed by SIGKILL (the system does this"), (signal.SIGSEGV, "SIGSEGV")],
 )
 async def test_a_signal_that_killed_it_is_named(
     tmp_path: Path, number: signal.Signals, how: str

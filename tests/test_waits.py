@@ -115,7 +115,7 @@ ALLOWED = {
     "pipelines/sets/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
-    "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,
+    "pipelines/rl/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
     "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,

@@ -382,7 +382,7 @@ class EnvSetup(Struct, array_like=True, frozen=True):
 read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
 
 
-def settings_of(setup: EnvSetup) -> EnvSettings:
+def env_settings(setup: EnvSetup) -> EnvSettings:
     """The configuration in a setup. Raises ConfigError."""
     return build_config(EnvSettings, setup.settings, "the host")
 

@@ -12,7 +12,7 @@ from agentenv.cluster.envs import EnvServer
 from agentenv.config import Say, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
-from agentenv.pipelines.setup.environments import EnvMaker, read_env_setup, settings_of
+from agentenv.pipelines.setup.environments import EnvMaker, env_settings, read_env_setup
 from agentenv.pipelines.workers import main
 
 
@@ -21,7 +21,7 @@ async def build(
 ) -> EnvServer:
     """The server of this process's environments."""
     setup = read_env_setup(frame)
-    settings = settings_of(setup)
+    settings = env_settings(setup)
     stack.push_async_callback(close_shared)
     make = EnvMaker.of(settings, resolver(Path(setup.folder)))
     return EnvServer(make, link, settings.limits.env_timeout_s)

@@ -209,7 +209,7 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
         train("nowhere.toml")
     with pytest.raises(ConfigError, match="expected a run, a checkpoint"):
         evaluate(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="no tool"):
+    with pytest.raises(ConfigError, match="is not a tool"):
         train(warehouse, env=[print and ROWS[0]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="tokenizer"):
         evaluate(warehouse.parent / "model", tokenizer=object(), env=Warehouse, data=ROWS)

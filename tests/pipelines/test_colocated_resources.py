@@ -180,7 +180,7 @@ async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
         "engine": {"name": "vllm", "lora": "adapter"},
     }
     assembly = Assembly(build_config(TrainConfig, raw, "test"), Path(), AsyncExitStack(), print)
-    with pytest.raises(ConfigError, match=r"needs \[learner\.lora\]"):
+    with pytest.raises(ConfigError, match=r"requires \[learner\.lora\]"):
         await refuse(assembly, "configuration")
     raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
     assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8

@@ -604,7 +604,7 @@ def test_a_tool_that_stops_working_trains_nothing_and_the_run_goes_on_once_it_is
     if status == 401:
         assert "the tool 'stock': GET host: HTTP 401 Unauthorized: request 4" in line
     else:
-        assert re.search(r"all \d+ calls of the tool 'stock' failed with one text: requ", line)
+        assert re.search(r"all \d+ calls of the tool 'stock' failed with one error: requ", line)
         assert "continue with --resume" in line
     step, _ = last_checkpoint(run)
     assert step < NUM_STEPS

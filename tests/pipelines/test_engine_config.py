@@ -49,7 +49,7 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
         ({"servers": {"num_server": 2}}, "did you mean engine.servers.num_servers"),
         (
             {"servers": {"servers_per_gpu": 3, "gpu_memory_share": 0.4}},
-            r"3 servers on a GPU .* more than all of it; lower it to 0.3 or less",
+            r"3 servers on a GPU .* exceed its memory; lower the share to 0.3 or less",
         ),
         (
             {"servers": {"servers_per_gpu": 2, "tensor_parallel_size": 2}},

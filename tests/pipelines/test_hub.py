@@ -73,7 +73,7 @@ def test_what_is_missing_names_the_command(home: Path) -> None:
         fetch_from_hub("me/other@v2", "model", print)
     told = str(caught.value)
     assert "me/other at revision v2 is neither a path here nor a model in the hub's cache" in told
-    assert "`hf download me/other --revision v2` fetches it" in told
+    assert "`hf download me/other --revision v2` downloads it" in told
     with pytest.raises(DataError, match="hf download me/rows --repo-type dataset"):
         fetch_from_hub("me/rows", "dataset", print)
 

@@ -242,7 +242,7 @@ def test_metrics_come_back_when_the_receiver_does(
         """Handed over, and tried."""
         monitors.log({"step": step, "reward/mean": 0.5})
         done = threading.Event()
-        monitors._hand("OpenTelemetry", done.set)
+        monitors._enqueue("OpenTelemetry", done.set)
         assert done.wait(60)
 
     row(1)

@@ -159,14 +159,14 @@ def test_each_remedy_belongs_to_its_path(tmp_path: Path) -> None:
     weights = told("size=64k", "agentenv-weights-x/model.partial", "run.dir")
     assert weights == (
         "no space left on the device; free some space and repeat the command, with --resume if the "
-        "run had begun, or choose another location with "
+        "run had started, or choose another location with "
         "resources.weights_dir=DIR"
     )
     others = f"head -c 1000000 /dev/zero > {place}/theirs; "
     mine = told("size=1m", "run/metrics.jsonl", "run.dir", others)
     assert mine == (
         "no space left on the device; free some space and repeat the command, with --resume if the "
-        "run had begun, or choose another location with "
+        "run had started, or choose another location with "
         "run.dir=DIR"
     )
     error = PermissionError(13, "Permission denied", str(SHARED_MEMORY / "agentenv-weights-x"))
