@@ -50,6 +50,10 @@ WORDS = {  # the word, and the field's
     r"of (its|their|his) own kind": "separate",
     r"what (it|they) (is|are) (told|asked|given)": "its input",
     r"\w+ is no (JSON|TOML|UTF-8|object|file|number|text)": "is not a",
+    r"look_again|shared_apart|told_apart|encode_beside|made beside": "poll, isolated, in parallel",
+    r"lie_down|give_back|heed|doubting|tell_outage": "requeue, return, retrieve, defer, report",
+    r"(is|are) not all here|answered with where": "is incomplete; the error says where",
+    r"at half a \w+ a second": "units: GB/s",
     r"\w*(behaviour|colour|favour|neighbour|honour|labelled|labelling)\w*": "American spelling",
     r"\w*(normali|seriali|initiali|recogni|summari|capitali|optimi)s(e|ed|es|er|ing|ation)s?": (
         "American spelling"
