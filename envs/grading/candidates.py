@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from msgspec import Struct
 
@@ -20,6 +21,7 @@ from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
     ASIDES,
     BETWEEN,
+    EDGE,
     Part,
     amount_of,
     is_compound,
@@ -33,8 +35,8 @@ from agentenv.envs.grading.parts import (
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
 from agentenv.envs.grading.rivals import NUMBERS
-from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
-from agentenv.envs.grading.text import Tables, clean
+from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
+from agentenv.envs.grading.text import Tables, clauses, clean, lines, sentences
 from agentenv.envs.grading.words import is_wordy, tokens
 
 _TABLES = Tables("candidates")
@@ -49,8 +51,13 @@ class Rivals(Struct, frozen=True):
 
 
 _HAN_HEDGE = _TABLES.pattern("han_hedge")
+_ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
+_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
+_TRUTHS = re.compile(
+    r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$)|\s+(?:is\b|\w+:))", re.I
+)
 # before a bracket that is not closed: set(['A', 'B'])
 _INSIDE = re.compile(r"^.*(?<!\})[(\[{]['\"]?(?=[^()\[\]{}]*$)", re.DOTALL)
 _DOUBT = _TABLES.pattern("doubt", re.I)
@@ -74,6 +81,8 @@ class Gold(Mentions):
         if len(parts) < 2:
             return False
         if is_hedged(text) or _HAN_HEDGE.search(text):
+            return False
+        if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
@@ -153,6 +162,15 @@ class Gold(Mentions):
 
     # What a part that is not the gold says.
 
+    def _leaves_between(self, text: str) -> bool:
+        """Whether a text that is no range leaves open which of two it is: between A and B."""
+        if self.kind in ("span", "list", "choice", "truth", "math") or self.meets(text):
+            return False
+        if self.kind == "number":
+            rest, num_found = _NUMBERS_BETWEEN.subn("", text)
+            return num_found > 0 and not re.search(r"\d", rest)
+        return _ONE_OF_TWO.fullmatch(text) is not None and not has_verb(text)
+
     def rivals(self, text: str) -> Rivals:
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
@@ -168,13 +186,18 @@ class Gold(Mentions):
         unexplained = self.unexplained(text, parts)
         if unexplained:
             return Rivals(tuple(unexplained))
+        if self.kind == "truth" and self._says_both(text):
+            return Rivals((text,))
+        announced = text if self._leaves_between(text) else self._announced(text)
+        if announced:
+            return Rivals((announced,))
         if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
             return Rivals()
         if self.kind == "math":
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found: list[str] = []
+        found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
@@ -214,9 +237,38 @@ class Gold(Mentions):
         is_own = any(one.meets(part.text) for one in self.elements)
         return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
 
+    def _announced(self, text: str) -> str:
+        """The words that announce a second answer, which the gold does not have itself."""
+        is_own = self.kind == "truth" or announcement(self.text)
+        return "" if is_own else announcement(text)
+
     def _reads_whole(self, text: str) -> bool:
         bare = clean(text)
         return self.kind == "number" and bool(NUMBERS.fullmatch(bare)) and quantity(bare) is None
+
+    def _says_both(self, text: str) -> bool:
+        """Whether clauses end in yes and in no, or in true and in false."""
+        said = {truth(word) for word in _TRUTHS.findall(text)}
+        return len(said) > 1
+
+    def _of_twins(self, text: str) -> Iterator[str]:
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
+        pieces = [
+            piece.strip(EDGE)
+            for line in lines(text)
+            for sentence in sentences(line)
+            for piece in clauses(sentence)
+        ]
+        for one, other in combinations([one.split() for one in pieces if one][:20], 2):
+            yield from self._twin(one, other)
+
+    def _twin(self, one: list[str], other: list[str]) -> Iterator[str]:
+        start = _num_shared(one, other)
+        end = _num_shared(one[start:][::-1], other[start:][::-1])
+        if start + end >= 2 and any(has_verb(" ".join(side)) for side in (one, other)):
+            for side in (" ".join(side[start : len(side) - end]) for side in (one, other)):
+                if side and not self.meets(side) and self.is_rival(Part(side)):
+                    yield side
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Letters of other options, or another text at the same letter."""
@@ -257,6 +309,13 @@ class Gold(Mentions):
         return Rivals(tuple(names), tuple(dict.fromkeys(unsure)))
 
 
+def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((place for place, (a, b) in pairs if a.lower() != b.lower()), shorter)
+
+
 def _text_of(part: Part) -> str:
     return part.text
 
@@ -281,6 +340,11 @@ def _differs(part: Part, after: Part | None) -> bool:
         return False
     value, amount = value_of(part.text), amount_of(clean(after.text))
     return value is not None and amount is not None and amount.value not in (value, 100 * value)
+
+
+def _tells_a_number(part: Part) -> bool:
+    """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
+    return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 
 
 def _adds_up(found: Sequence[str], amount: Quantity) -> bool:

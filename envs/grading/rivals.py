@@ -63,13 +63,13 @@ class Rivalry(Whole):
             return True
         match self.kind:
             case "number":
-                return self._other_amount(part, bare, beside)
+                return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
             case "date" | "time" | "span":
-                return self._other_time(part, bare)
+                return self._other_time(part, bare) or self._of_another_kind(part, bare)
             case "special":
-                return bool(special(bare))
+                return bool(special(bare)) or self._of_another_kind(part, bare)
             case "truth" | "math":
-                return False
+                return self._of_another_kind(part, bare)
             case "list":
                 if any(one.meets(part.text) for one in self.elements):
                     return False
@@ -156,6 +156,27 @@ class Rivalry(Whole):
             )
             said = match[1] == "yes" if match is not None else None
         return said is not None and said is not truth(self.text)
+
+    def _of_another_kind(self, part: Part, bare: str) -> bool:
+        """A bare name or number that stands alone as if it were the answer."""
+        kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
+        if (
+            part.joint in kept
+            or part.led
+            or (not part.starts and (part.is_first or not is_named(bare)))
+        ):
+            return False
+        if self.kind in ("truth", "special") and quantity(bare) is not None:
+            return True
+        if truth(bare) is not None:
+            return self.kind != "truth"
+        if self._describes(part, bare):
+            return False
+        return is_named(bare) or (
+            self.kind != "truth"
+            and is_wordy(bare)
+            and 1 < len(bare.split()) <= 2 * MAX_PHRASE_WORDS
+        )
 
     def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
         assert self.amount is not None

@@ -47,6 +47,15 @@ _TOLD = re.compile(
 _SENTENCE_END = _SENTENCE_TABLES.pattern("sentence_end")
 
 
+_ANNOUNCED = _SENTENCE_TABLES.pattern("announced", re.IGNORECASE)
+
+
+def announcement(text: str) -> str:
+    """The words that announce a second answer; "" if there are none."""
+    match = _ANNOUNCED.search(text)
+    return match[0] if match is not None else ""
+
+
 def is_hedged(text: str) -> bool:
     """Whether the text denies, doubts or leaves open."""
     return _NEGATION.search(text) is not None
