@@ -89,14 +89,15 @@ class Mentions(Rivalry):
         if self.kind == "truth":
             said = {truth(word) for word in _TRUTH.findall(text)}
             return [text] if said - {None, truth(self.text)} else []
-        if self.kind not in ("number", "date", "time") and not self.is_named:
+        is_name = self.kind == "words" and self.is_named
+        if not is_name and self.kind not in ("number", "date", "time"):
             return []
         met = [part.text for part in parts if part.meets]
         bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
         hidden = masked(text, (*self.forms, *bare)) if len(met) < len(parts) else ""
         same = [amount for amount in (self.amount, *map(amount_of, map(clean, met))) if amount]
         others, found, start, last = [], [], 0, ""
-        for one in _mentions(hidden, self.kind == "words"):
+        for one in _mentions(hidden, is_name):
             end = self._end_of_same(one, same)
             start = max(start, end)
             if len(one.before) < start:
