@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def test_it_says_its_address_and_what_to_type_next(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append(line.rstrip())
+            if not re.search(r"\d+ s so far", line):  # on a slow machine
+                lines.append(line.rstrip())
             if "data.train" in line:
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 0
