@@ -252,7 +252,7 @@ def _is_capital(token: str, _: str) -> bool:
 
 
 def _is_numeric(token: str, before: str) -> bool:
-    """Whether a token is a number, a month, or half of a day behind its hour."""
+    """Whether a token is a number, a month, or the am or pm that follows an hour."""
     word = token.strip(EDGE).lstrip("-+$\u20ac\u00a3\\")
     if word.lower() in ("am", "pm", "one"):
         return bool(before) and word.lower() != "one"

@@ -95,7 +95,7 @@ def _effective(values: Floats, weight: Floats, samples: Floats, p: Floats) -> Fl
 
 
 def independent_samples(name: str, counts: Floats) -> Floats:
-    """Number of independent samples behind a question's value: n / k for pass@k and maj@k of n
+    """Number of independent samples per question: n / k for pass@k and maj@k of n
     samples."""
     _, _, k = name.partition("@")
     return np.maximum(1.0, counts / int(k or 1))
