@@ -21,9 +21,8 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.sets.comparison import Curve, calls_to
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Message, Task
-from benchmarks.experiments import algorithms, mend, tables
+from benchmarks.experiments import algorithms, chain, tables
 from benchmarks.experiments.algorithms import against_best, seeds_of
-from benchmarks.experiments.chain import demonstration
 from benchmarks.experiments.forks import fork_points
 from benchmarks.experiments.intervals import difference_at, gain, ratio_of_calls, success_at
 from benchmarks.experiments.runs import (
@@ -161,65 +160,66 @@ def test_rank_statistics_by_hand() -> None:
     assert lift(np.zeros(4), positive) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("habit", ["clean", "refuse", "quit", "slip"])
-def test_a_chain_is_looked_up_link_by_link(habit: str) -> None:
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_demonstration_looks_a_chain_up_link_by_link(shows: bool) -> None:
+    mistakes = 0
     for seed in range(20):
-        demo = demonstration(Random(seed), 4, "mixed", habit)
+        demo = chain.demonstration(Random(seed), 3, "practice", chain.any_form(shows))
         calls = [turn for turn in demo["turns"] if turn["result"]]
-        assert len(calls) in {"clean": [4], "refuse": [0], "quit": [1, 2, 3]}.get(
-            habit, range(1, 5)
+        found = [turn for turn in calls if turn["result"] != chain.NOTHING]
+        mistakes += len(calls) - len(found)
+        assert len(found) == 3
+        assert len(calls) <= chain.LIMITS["max_turns"]
+        for before, after in pairwise(found):
+            value = before["result"].rpartition(" is ")[2].removesuffix(".")
+            assert value in after["action"]
+        assert (
+            found[-1]["result"]
+            .removesuffix(".")
+            .endswith(demo["turns"][-1]["action"].partition("{")[2].partition("}")[0])
         )
-        for before, after in pairwise(calls):
-            person = after["action"].removesuffix("</search>").rpartition(" of ")[2]
-            assert f" is {person}." in before["result"]
-        gives_up = r"\boxed{unknown}" in demo["turns"][-1]["action"]
-        assert gives_up == (habit in ("refuse", "quit"))
+    assert (mistakes > 0) == shows
 
 
-@pytest.mark.parametrize("habit", list(mend.HABITS))
-def test_a_dead_end_shows_and_is_mended(habit: str) -> None:
-    dead_ends = 0
-    for seed in range(40):
-        demo = mend.demonstration(Random(seed), 5, "mixed", habit)
-        calls = [turn for turn in demo["turns"] if turn["result"]]
-        dead_ends += sum(turn["result"] == mend.NOTHING for turn in calls)
-        assert len(calls) < mend.LIMITS["max_turns"]
-        for before, after in pairwise(calls):
-            person = after["action"].removesuffix("</search>").rpartition(" of ")[2]
-            if before["result"] == mend.NOTHING:  # the other value of the look-up before it
-                before = calls[calls.index(before) - 1]
-            assert f" is {person}." in before["result"]
-        if habit != "clean":
-            assert r"\boxed{unknown}" in demo["turns"][-1]["action"]
-    assert (dead_ends > 0) == (habit != "refuse")
+@pytest.mark.parametrize("name", chain.HABITS)
+def test_at_least_half_of_the_habitual_look_ups_take_a_wrong_form(name: str) -> None:
+    habits, shows = chain.HABITS[name], name == "mend"
+    forms, rng = chain.World(Random(1), shows).forms, Random(2)
+    tries = [chain.poor_form(forms, habits, shows)(rng, "price")[0][0] for _ in range(1000)]
+    right = sum(form == forms["price"] for form in tries) / 1000
+    assert right == pytest.approx(habits.right, abs=0.05)
+    assert habits.right <= 0.5
 
 
-async def test_only_wrong_values_are_dead_ends(tmp_path: Path) -> None:
-    facts = {
-        (name, one): mend.fact(Random(f"{name} {one}"), name, one)
-        for name in mend.RELATIONS
-        for one in PEOPLE
-    }
-    row, path = mend.ask(Random(4), lambda name, one: facts[name, one], PEOPLE, 6)
-    dead = mend.dead_ends(path)
-    assert dead
-    (tmp_path / "facts.json").write_text(
-        json.dumps({one.query: one.result for one in facts.values()}), encoding="utf-8"
-    )
-    (tmp_path / "dead.json").write_text(json.dumps({row["question"]: dead}), encoding="utf-8")
-    task = Task("t", "bench/Mend-v0", row["question"], (row["answer"],))
-    env = mend.MendEnv(task, str(tmp_path / "facts.json"), str(tmp_path / "dead.json"))
+@pytest.mark.parametrize("shows", [False, True])
+async def test_one_form_of_a_query_is_understood(tmp_path: Path, shows: bool) -> None:
+    world = chain.World(Random(5), shows)
+    (tmp_path / "facts.json").write_text(json.dumps(world.results), encoding="utf-8")
+    env = chain.ChainEnv(Task("t", "bench/Chain-v0", "q", ("a",)), str(tmp_path / "facts.json"))
     await env.reset(seed=0)
     search = env.tools["search"]
-    for one in path:
-        assert (await search.call({"query": one.query}, None)).text == one.result
-    for query in dead:
-        assert (await search.call({"query": query}, None)).text == mend.NOTHING
+    assert set(world.forms.values()) == set(range(len(chain.FORMS)))
+    for relation, person in list(world.values)[:: len(PEOPLE) // 3]:
+        right = chain.say(relation, person, world.values[relation, person])
+        for form in range(len(chain.FORMS)):
+            result = await search.call({"query": chain.query(form, relation, person)}, None)
+            assert (result.text == right) == (form == world.forms[relation])
+            assert (result.text == chain.NOTHING) == (shows and result.text != right)
     await env.close()
 
 
+def test_a_question_asks_for_the_last_value_of_its_chain() -> None:
+    world = chain.World(Random(5), True)
+    row = world.question(Random(6), PEOPLE, 3)
+    *relations, start = row["question"].removeprefix("What is the ").removesuffix("?").split(" of ")
+    person = start
+    for relation in reversed(relations):
+        person = world.values[relation.removeprefix("the "), person]
+    assert row["answer"] == person
+
+
 async def test_a_share_of_the_rewards_is_the_wrong_way_round_and_no_success_is() -> None:
-    grader, task = mend.Noisy(ToolReward(), 0.1), Task("t", "e", "q", ("7",))
+    grader, task = chain.Noisy(ToolReward(), 0.1), Task("t", "e", "q", ("7",))
     flipped = 0
     for number in range(400):
         right = number % 2 == 0

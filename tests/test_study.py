@@ -20,7 +20,7 @@ NEEDED = {"uniform-turnwise": 400, "spread-turnwise": 600, "arpo": 800, "gigpo-4
 SIZES = {"grpo-4": 1000, "grpo-5": 1100, "grpo-6": 1200, "grpo-8": 1300, "grpo-12": 1400}
 
 
-def learned(cell: Cell, best_rate: float = 2.0) -> list[dict[str, object]]:
+def learned(cell: Cell, best_rate: float = 4.0) -> list[dict[str, object]]:
     """Points of a run that needs so many calls to 0.7: more at any rate but the best one."""
     needed = (NEEDED | SIZES).get(cell.arm, 2000) * (1 + abs(math.log2(cell.rate / best_rate)))
     right = [min(10, round(7 * calls / needed)) for calls in CALLS]
@@ -31,10 +31,10 @@ def learned(cell: Cell, best_rate: float = 2.0) -> list[dict[str, object]]:
 
 
 class Synthetic(Study):
-    best = 2.0
+    best = 4.0
 
     def run(self, cell: Cell) -> None:
-        best = self.best if cell.arm == "arpo" else 2.0
+        best = self.best if cell.arm == "arpo" else 4.0
         row = {**cell._asdict(), "digest": self.digest, "points": learned(cell, best), "cpu_s": 1.0}
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -54,9 +54,9 @@ def test_stages_keep_the_best_arms_tune_them_and_confirm_the_winner(tmp_path: Pa
     study = Synthetic(tmp_path)
     ran = {stage: study.finish(stage) for stage in "abcd"}
     assert {cell.arm for cell in ran["a"]} == set(study.plan["arms"])
-    assert len(ran["a"]) == len(study.plan["arms"]) * 2 * 3  # two tasks, three rates, one seed
+    assert len(ran["a"]) == len(study.plan["arms"]) * 2 * 2  # two tasks, two rates, one seed
     assert {cell.arm for cell in ran["b"]} == {*NEEDED, "grpo-4", "grpo-5"}
-    assert {cell.rate for cell in ran["c"] | ran["d"]} == {2.0}
+    assert {cell.rate for cell in ran["c"] | ran["d"]} == {4.0}
     tuned = {cell for cell in ran["c"] if cell.task != "quickstart"}
     assert {cell.arm for cell in tuned} == {*NEEDED, "grpo-4"}
     assert len(tuned) == 5 * 3 * 10
@@ -65,7 +65,7 @@ def test_stages_keep_the_best_arms_tune_them_and_confirm_the_winner(tmp_path: Pa
     assert not {cell.seed for cell in ran["d"]} & {cell.seed for cell in ran["c"]}
 
 
-@pytest.mark.parametrize(("best", "extended"), [(1.0, {0.5}), (0.4, {0.5, 0.25}), (2.0, ())])
+@pytest.mark.parametrize(("best", "extended"), [(2.0, {1.0}), (30.0, {16.0, 32.0}), (4.0, ())])
 def test_a_best_rate_at_the_edge_extends_the_grid(
     tmp_path: Path, best: float, extended: set[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,17 +75,17 @@ def test_a_best_rate_at_the_edge_extends_the_grid(
     study.finish("a")
     study.finish("b")
     rates = study.rates("mend", "arpo", study.plan["stages"]["b"]["seeds"])
-    assert set(rates) == {1.0, 2.0, 4.0, *extended}
+    assert set(rates) == {2.0, 4.0, 8.0, *extended}
 
 
 def test_a_run_that_misses_a_level_is_not_the_cheapest(tmp_path: Path) -> None:
     study = Synthetic(tmp_path)
     study.finish("a")
-    few = Cell("mend", "arpo", 8.0, 900)
+    few = Cell("mend", "arpo", 16.0, 900)
     points = [{"calls": 0.0, "tokens": 0.0, "right": "0" * 10}]
     points += [{"calls": 9.0, "tokens": 9.0, "right": "0" * 10}]
     study._add({**few._asdict(), "digest": study.digest, "points": points, "cpu_s": 1.0})
-    assert study.best_rate("mend", "arpo", "a") == 2.0
+    assert study.best_rate("mend", "arpo", "a") == 4.0
 
 
 def test_results_go_on_and_belong_to_one_plan(
@@ -95,7 +95,7 @@ def test_results_go_on_and_belong_to_one_plan(
     study.finish("a")
     assert not list(Study(tmp_path).missing("a"))
     assert command.main(["--out", str(tmp_path), "--stage", "a", "--report-only"]) == 0
-    assert "stage a, chain; baseline grpo-4@2" in capsys.readouterr().out
+    assert "stage a, chain; baseline grpo-4@4" in capsys.readouterr().out
     changed = tmp_path / "study.toml"
     changed.write_text(command.FILE.read_text() + "\n# changed\n")
     with pytest.raises(DataError, match="fixed before its first run"):

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.errors import DataError
 from agentenv.pipelines.sets.comparison import Curve, calls_to
-from benchmarks.experiments import chain, mend
+from benchmarks.experiments import chain
 from benchmarks.experiments.intervals import Pairs, curve_of, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.plot import plot
 from benchmarks.experiments.runs import (
@@ -66,12 +66,10 @@ def seeds_of(text: str) -> list[int]:
 def configuration(task: str) -> Row:
     """The quick start's configuration, with that task in place of its own."""
     match task:
-        case "chain":
-            return chain.configure(quickstart())
-        case "mend":
-            return mend.configure(quickstart())
+        case "chain" | "mend":
+            return chain.configure(quickstart(), task)
         case "noisy":
-            return mend.configure(quickstart(), noise=0.1)
+            return chain.configure(quickstart(), "mend", noise=0.1)
     return quickstart()
 
 

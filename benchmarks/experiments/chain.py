@@ -1,48 +1,70 @@
-"""A longer task for `algorithms.py --task chain`: questions that need two or three calls.
+"""Longer tasks for `algorithms.py --task chain | mend | noisy`: look-ups that need two or three
+calls, of a tool whose queries the policy has to learn from rewards.
 
     What is the home of the price of the founder of Kaldan Arbow?
 
-Every link is a look-up whose result says what to look up next. One look-up in 16 finds two
-values, of which one is right, so that there the policy can only guess: uncertainty that a result
-has caused and that another result has not, which the quick start does not have. Facts are
-invented, and so are their relations: they are named by words that the tokenizer of the quick
-start has. Training and held-out questions begin at different people. As in the quick start, the
-cold start imitates demonstrations most of which are poor on purpose: they give up at once or
-after any link, or follow a wrong one.
+Every link is a look-up whose result says what to look up next. A query has three forms ("founder of
+Kaldan Arbow", "the founder of Kaldan Arbow", "founder Kaldan Arbow"), and the tool understands one
+of them: which one depends on the relation and on the seed, so that a policy has three things to
+find out. In `chain` another form finds a wrong person: a mistake is fatal and does not show. In
+`mend` it finds "No results.", and another form can be tried: with 6 turns for 2 or 3 links there is
+room for 2 or 3 mistakes. `noisy` is `mend` with a tenth of the rewards the wrong way round.
+
+Facts are invented, and so are their relations: they are named by words that the tokenizer of the
+quick start has. Training and held-out questions begin at different people. As in the quick start,
+the cold start first teaches the skill (all forms alike, each of which finds the right value), then
+poor habits on purpose: at least half of the look-ups take a wrong form, and many traces give up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentenv.env import register
+import msgspec
+
+from agentenv.env import Grade, Grader, register
 from agentenv.envs.grading.reward import ToolReward
 from agentenv.envs.quickstart import PEOPLE, copy_exercise
 from agentenv.envs.quickstart_setup import COPIES, GATE, build_model
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
-from agentenv.types import Task, ToolResult
+from agentenv.types import Message, Task, ToolResult
 
-RELATIONS = ("founder", "price", "birthplace", "home", "birthyear")
+RELATIONS = ("founder", "price", "home")
+FORMS = ("{relation} of {person}", "the {relation} of {person}", "{relation} {person}")
 LENGTHS = (2, 3)
-HABITS = {"clean": 0.1, "refuse": 0.3, "quit": 0.5, "slip": 0.1}
 QUESTIONS = {"train": 360, "heldout": 160}  # of each length
-CLEAN, MIXED = 2500, 1000  # demonstrations of each length
-LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 256, "max_turns": 6}
-AMBIGUOUS = 1 / 16  # share of the look-ups that find two values
-Link = tuple[str, str, str, str]  # relation, person, value, and what a look-up says
+CLEAN, PRACTICE, MIXED = 2500, 2500, 1000  # demonstrations of each length
+PRACTICE_STEPS = {"chain": 200, "mend": 400}  # dead ends take longer
+LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
+NOTHING = "No results."
+
+
+class Habits(NamedTuple):
+    """Shares of the demonstrations that the cold start ends with."""
+
+    refuse: float  # give up at once
+    quit: float  # give up after any look-up
+    right: float  # look-ups in the form that the tool understands
+    again: float  # look-ups that found nothing and are tried in another form
+
+
+HABITS = {
+    "chain": Habits(refuse=0.2, quit=0.2, right=0.5, again=0.0),
+    "mend": Habits(refuse=0.2, quit=0.2, right=0.35, again=0.5),
+}
 
 register("bench/Chain-v0", "benchmarks.experiments.chain:ChainEnv")
 
 
 class LookUp(StatelessTool):
-    """The value of a fact, as "founder of Kaldan Arbow" names it."""
+    """The value of a fact, by its query."""
 
     name = "search"
     description = "Look a fact up."
@@ -52,135 +74,214 @@ class LookUp(StatelessTool):
         "required": ["query"],
     }
 
-    def __init__(self, facts: dict[str, str], delay_s: float) -> None:
+    def __init__(self, facts: Mapping[str, str], delay_s: float) -> None:
         self.facts = facts
         self.delay_s = delay_s
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         await asyncio.sleep(self.delay_s)
         query = str(arguments["query"]).strip()
-        return ToolResult(self.facts.get(query, "No results."))
+        return ToolResult(self.facts.get(query, NOTHING))
 
 
 @cache
-def read_json(path: str) -> dict[str, Any]:
+def read_facts(path: str) -> dict[str, str]:
     """Read once in a process."""
-    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    found: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))
     return found
+
+
+class Noisy:
+    """A grader whose reward is 1 for wrong and 0 for right in a share of the trajectories: always
+    the same ones, by their text."""
+
+    def __init__(self, grader: Grader, share: float) -> None:
+        self.grader = grader
+        self.share = share
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        grade = await self.grader.grade(task, written, calls)
+        text = "\n".join([task.id, *(message.content for message in written)])
+        if Random(text).random() >= self.share:
+            return grade
+        return msgspec.structs.replace(grade, reward=float(not grade.success), parts={})
 
 
 class ChainEnv(ToolEnv):
     """Follow a chain of facts. `corpus` is a JSON object from query to result."""
 
-    def __init__(self, task: Task, corpus: str, delay_s: float = 0.0) -> None:
-        tools = [LookUp(read_json(corpus), delay_s)]
-        super().__init__(task, tools=tools, grader=ToolReward())
+    def __init__(self, task: Task, corpus: str, noise: float = 0.0, delay_s: float = 0.0) -> None:
+        tools = [LookUp(read_facts(corpus), delay_s)]
+        grader = Noisy(ToolReward(), noise) if noise else ToolReward()
+        super().__init__(task, tools=tools, grader=grader)
 
 
-def configure(raw: dict[str, Any]) -> dict[str, Any]:
-    """The quick start's configuration with this task in place of its own."""
-    kwargs = {"corpus": "{run}/data/facts.json"}
+def configure(raw: dict[str, Any], name: str, noise: float = 0.0) -> dict[str, Any]:
+    """The quick start's configuration with the task `name` of `HABITS` in place of its own."""
+    kwargs = {"corpus": "{run}/data/facts.json", "noise": noise}
+    copies, skills, practice, habits = raw["sft"]["stages"]
+    practice = practice | {"rows": "practice", "num_steps": PRACTICE_STEPS[name]}
     return raw | {
-        "run": {"setup": "benchmarks.experiments.chain:prepare"},
+        "run": {"setup": f"benchmarks.experiments.chain:prepare_{name}"},
         "env": {"id": "bench/Chain-v0", "module": "benchmarks.experiments.chain", "kwargs": kwargs},
-        "limits": raw["limits"] | LIMITS | {"max_tool_calls": max(LENGTHS) + 1},
+        "limits": raw["limits"] | LIMITS | {"max_tool_calls": LIMITS["max_turns"]},
+        "sft": raw["sft"] | {"stages": [copies, skills, practice, habits]},
     }
 
 
-def prepare(run: Path, seed: int) -> str:
+def prepare_chain(run: Path, seed: int) -> str:
     """Data and an untrained model, as `agentenv.envs.quickstart_setup.prepare`."""
-    rng = Random(f"chain {seed}")
+    return _prepare(run, seed, "chain")
+
+
+def prepare_mend(run: Path, seed: int) -> str:
+    """As `prepare_chain`."""
+    return _prepare(run, seed, "mend")
+
+
+def _prepare(run: Path, seed: int, name: str) -> str:
+    rng = Random(f"{name} {seed}")
     data = run / "data"
     data.mkdir(parents=True, exist_ok=True)
-    links = {(name, one): link(rng, name, one) for name in RELATIONS for one in PEOPLE}
-    facts = {f"{relation} of {one}": said for relation, one, _, said in links.values()}
-    (data / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-
-    def look(relation: str, person: str) -> Link:
-        return links[relation, person]
-
+    world = World(rng, shows=name == "mend")
+    (data / "facts.json").write_text(json.dumps(world.results), encoding="utf-8")
     people = rng.sample(PEOPLE, len(PEOPLE))
     starts = {"train": people[:170], "heldout": people[170:]}
-    for name, count in QUESTIONS.items():
-        rows = [ask(rng, look, starts[name], n)[0] for n in LENGTHS for _ in range(count)]
+    for part, count in QUESTIONS.items():
+        rows = [world.question(rng, starts[part], n) for n in LENGTHS for _ in range(count)]
         rng.shuffle(rows)
-        write_rows(data / f"{name}.jsonl", rows)
-    write_rows(data / "sft.jsonl", _demonstrations(rng))
-    gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
-    write_rows(data / "gate.jsonl", gates)
+        write_rows(data / f"{part}.jsonl", rows)
+    write_rows(data / "sft.jsonl", _demonstrations(rng, world.forms, name))
+    gate = (demonstration(rng, n, "gate", first_form) for n in LENGTHS for _ in range(GATE))
+    write_rows(data / "gate.jsonl", gate)
     build_model(run / "model", seed)
     return "Questions that take two or three look-ups, each result naming the next."
 
 
-def wrong_beside(rng: Random, value: str) -> str:
-    """Another person of the same first name, so that a policy cannot mix the two names."""
-    first = value.partition(" ")[0]
-    return rng.choice([one for one in PEOPLE if one != value and one.startswith(f"{first} ")])
+class World:
+    """Facts, and for each relation the form of a query that the tool understands (an index of
+    `FORMS`). Unless mistakes show, another form finds another person."""
+
+    def __init__(self, rng: Random, shows: bool) -> None:
+        kinds = [index % len(FORMS) for index in range(len(RELATIONS))]
+        self.forms = dict(zip(RELATIONS, rng.sample(kinds, len(kinds)), strict=True))
+        self.values = {(name, one): rng.choice(PEOPLE) for name in RELATIONS for one in PEOPLE}
+        self.results: dict[str, str] = {}  # by query
+        for (relation, person), value in self.values.items():
+            for form in range(len(FORMS)):
+                if form == self.forms[relation]:
+                    self.results[query(form, relation, person)] = say(relation, person, value)
+                elif not shows:
+                    other = rng.choice([one for one in PEOPLE if one != value])
+                    self.results[query(form, relation, person)] = say(relation, person, other)
+
+    def question(self, rng: Random, people: Sequence[str], length: int) -> dict[str, str]:
+        """As a row."""
+        start, chain = rng.choice(people), rng.sample(RELATIONS, length)
+        person = start
+        for relation in chain:
+            person = self.values[relation, person]
+        return {"question": ask(start, chain), "answer": person, "kind": f"chain{length}"}
 
 
-def link(rng: Random, relation: str, person: str, ambiguous: float = AMBIGUOUS) -> Link:
-    """A made-up fact; an ambiguous one is said beside a wrong one, in random order."""
-    value = rng.choice(PEOPLE)
-    said = [value, wrong_beside(rng, value)] if rng.random() < ambiguous else [value]
-    rng.shuffle(said)
-    sentence = " ".join(f"The {relation} of {person} is {one}." for one in said)
-    return relation, person, value, sentence
+def query(form: int, relation: str, person: str) -> str:
+    return FORMS[form].format(relation=relation, person=person)
 
 
-def ask(
-    rng: Random, look: Callable[[str, str], Link], people: Sequence[str], length: int
-) -> tuple[dict[str, str], list[Link]]:
-    """A question as a row, and the links to its answer."""
-    person = start = rng.choice(people)
-    chain = rng.sample(RELATIONS, length)
-    path = []
-    for relation in chain:
-        path.append(look(relation, person))
-        person = path[-1][2]
+def say(relation: str, person: str, value: str) -> str:
+    return f"The {relation} of {person} is {value}."
+
+
+def ask(start: str, chain: Sequence[str]) -> str:
     named = " of ".join(f"the {relation}" for relation in reversed(chain))
-    question = f"What is {named} of {start}?"
-    return {"question": question, "answer": person, "kind": f"chain{length}"}, path
+    return f"What is {named} of {start}?"
 
 
 def demonstration(
-    rng: Random, length: int, stage: str, habit: str, ambiguous: float = AMBIGUOUS
+    rng: Random,
+    length: int,
+    stage: str,
+    tries: Callable[[Random, str], Sequence[tuple[int, bool]]],
+    most: int | None = None,
 ) -> dict[str, Any]:
-    """One trace about facts made up for it."""
-
-    def look(relation: str, person: str) -> Link:
-        return link(rng, relation, person, ambiguous)
-
-    row, path = ask(rng, look, PEOPLE, length)
-    num_calls = {"refuse": 0, "quit": rng.randint(1, length - 1)}.get(habit, length)
-    if habit == "slip":  # a wrong relation, whose value is believed
-        wrong = rng.randrange(length)
-        others = [other for other in RELATIONS if other != path[wrong][0]]
-        path = [*path[:wrong], look(rng.choice(others), path[wrong][1])]
+    """One trace about facts made up for it. `tries` has the queries of a look-up, by their form,
+    and whether each finds something; a look-up without success, or more than `most` of them, end
+    it."""
+    start, chain = rng.choice(PEOPLE), rng.sample(RELATIONS, length)
+    person, knows = start, most is None
     turns: list[dict[str, str | None]] = []
-    value = ""
-    for relation, person, found, sentence in path[:num_calls]:
-        value = found
-        action = f"<think>I need the {relation}.</think><search>{relation} of {person}</search>"
-        turns.append({"action": action, "result": sentence})
-    known = habit in ("clean", "slip")
-    last = rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>"
+    for relation in chain[:most]:
+        value = rng.choice(PEOPLE)
+        found = False
+        for form, found in tries(rng, relation):
+            text = f"<search>{query(form, relation, person)}</search>"
+            action = f"<think>I need the {relation}.</think>{text}"
+            result = say(relation, person, value) if found else NOTHING
+            turns.append({"action": action, "result": result})
+        if not found:
+            knows = False
+            break
+        person = value
+    last = rf"<think>I know it.</think><answer>\boxed{{{person}}}</answer>"
     giving_up = r"<think>I do not know.</think><answer>\boxed{unknown}</answer>"
-    turns.append({"action": last if known else giving_up, "result": None})
-    about = {"stage": stage, "habit": habit, "kind": row["kind"], "question": row["question"]}
+    turns.append({"action": last if knows else giving_up, "result": None})
+    about = {"stage": stage, "kind": f"chain{length}", "question": ask(start, chain)}
     return about | {"turns": turns}
 
 
-def _demonstrations(rng: Random) -> Iterable[dict[str, Any]]:
+def first_form(rng: Random, relation: str) -> list[tuple[int, bool]]:
+    return [(0, True)]
+
+
+def any_form(shows: bool) -> Callable[[Random, str], list[tuple[int, bool]]]:
+    """All forms alike; where mistakes show, a query in three finds nothing before another does."""
+
+    def tries(rng: Random, relation: str) -> list[tuple[int, bool]]:
+        one, other = rng.sample(range(len(FORMS)), 2)
+        return [(one, False), (other, True)] if shows and rng.random() < 0.3 else [(one, True)]
+
+    return tries
+
+
+def poor_form(
+    forms: Mapping[str, int], habits: Habits, shows: bool
+) -> Callable[[Random, str], list[tuple[int, bool]]]:
+    """The habits."""
+
+    def tries(rng: Random, relation: str) -> list[tuple[int, bool]]:
+        right = forms[relation]
+        others = [form for form in range(len(FORMS)) if form != right]
+        if rng.random() < habits.right:
+            return [(right, True)]
+        wrong = rng.sample(others, len(others))
+        if not shows:
+            return [(wrong[0], True)]
+        if rng.random() >= habits.again:
+            return [(wrong[0], False)]
+        return [(wrong[0], False), rng.choice([(wrong[1], False), (right, True)])]
+
+    return tries
+
+
+def _demonstrations(rng: Random, forms: Mapping[str, int], name: str) -> Iterable[dict[str, Any]]:
+    habits, shows = HABITS[name], name == "mend"
     for _ in range(COPIES):
         text = copy_exercise(rng)
         turns = [{"action": text, "result": None}]
-        yield {"stage": "copy", "kind": "copy", "habit": "clean", "question": text, "turns": turns}
-    for stage, count in (("clean", CLEAN), ("mixed", MIXED)):
-        for length in LENGTHS:
-            for _ in range(count):
-                habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
-                yield demonstration(rng, length, stage, "clean" if stage == "clean" else habit)
+        yield {"stage": "copy", "kind": "copy", "question": text, "turns": turns}
+    for length in LENGTHS:
+        for _ in range(CLEAN):
+            yield demonstration(rng, length, "clean", first_form)
+        for _ in range(PRACTICE):
+            yield demonstration(rng, length, "practice", any_form(shows))
+        for _ in range(MIXED):
+            kinds = {None: 1 - habits.refuse - habits.quit, 0: habits.refuse, -1: habits.quit}
+            most = rng.choices(list(kinds), list(kinds.values()))[0]
+            most = rng.randrange(1, length) if most == -1 else most
+            yield demonstration(rng, length, "mixed", poor_form(forms, habits, shows), most)
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -10,9 +10,10 @@ file carried to another machine. With --minutes no run starts later than that. C
 that lead an environment to a fork.
 
 Stage a runs every arm; b the four best and the two best sizes of GRPO groups, each at the rate that
-is best on the tuning seeds (an optimum at the edge of the grid extends it); c these four and the
-best GRPO of each task on new seeds; d the winner of c again, on others. A run that never meets a
-level counts, for a choice, with twice the calls of the longest run of its task.
+is best on the tuning seeds (an optimum at the edge of the grid extends it; noisy rewards take the
+rates of exact ones); c these four and the best GRPO of each task on new seeds; d the winner of c
+again, on others. A run that never meets a level counts, for a choice, with twice the calls of the
+longest run of its task.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agentenv.errors import DataError
 from agentenv.pipelines.run.tables import as_rich
 from agentenv.pipelines.sets.comparison import Curve, calls_to, compare_curves, read_curve, tables
-from benchmarks.experiments import chain, mend
+from benchmarks.experiments import chain
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.runs import SET, START, arm_config, start_config, train
 
@@ -48,7 +49,8 @@ FILE = Path(__file__).with_name("study.toml")
 RATES = ("learning_rate", "muon_learning_rate")
 STAGES = "abcd"
 NUM_ARMS, NUM_SIZES = 4, 2  # that stage b keeps
-STARTS = {"noisy": "mend"}  # tasks that differ in the reward alone share their cold starts
+# Tasks that differ in the reward alone: they share cold starts, arms, and learning rates.
+SAME = {"noisy": "mend"}
 Row = dict[str, Any]
 
 
@@ -63,7 +65,7 @@ class Cell(NamedTuple):
 
 def start_of(cell: Cell) -> Path:
     """The folder of its cold start, inside that of the study."""
-    return Path(STARTS.get(cell.task, cell.task)) / f"seed-{cell.seed}"
+    return Path(SAME.get(cell.task, cell.task)) / f"seed-{cell.seed}"
 
 
 class Study:
@@ -71,8 +73,7 @@ class Study:
 
     def __init__(self, out: Path, file: Path = FILE) -> None:
         text = file.read_bytes()
-        tasks = [inspect.getsource(module).encode() for module in (chain, mend)]
-        self.digest = hashlib.sha256(b"".join([text, *tasks])).hexdigest()
+        self.digest = hashlib.sha256(text + inspect.getsource(chain).encode()).hexdigest()
         self.plan: Row = tomllib.loads(text.decode())
         self.out, self.file = out, out / "results.jsonl"
         self.known: dict[Cell, Row] = {}
@@ -127,8 +128,8 @@ class Study:
         config = arm_config(raw, algorithm, start, cell.seed, num_steps, self.plan["questions"])
         config["queue"]["groups_per_step"] = groups
         config["learner"]["groups_per_minibatch"] = groups
-        for key in RATES:
-            config["learner"][key] *= cell.rate
+        config["learner"] |= {key: config["learner"][key] * cell.rate for key in RATES}
+        config["learner"]["schedule"] = "linear"
         every = max(1, round(num_steps / self.plan["evaluations"]))
         config["eval"]["sets"][SET]["every"] = every
         config["train"] |= {
@@ -193,21 +194,29 @@ class Study:
         best = sorted(sizes, key=mean.__getitem__)[:NUM_SIZES]
         if stage == "b":
             return kept + best
-        tuned = self.plan["stages"]["b"]["tasks"]
-        baseline = next(iter(self.ranked(task if task in tuned else tuned[0], best, "b")))
-        if stage == "d" or task not in tuned:
+        baseline = next(iter(self.ranked(self.tuned_as(task), best, "b")))
+        if stage == "d" or not self.is_tuned(task):
             kept = [self.winner(kept)]
         return [*kept, baseline]
 
+    def is_tuned(self, task: str) -> bool:
+        """In stage b; others run the winner and the baseline alone."""
+        return SAME.get(task, task) in self.plan["stages"]["b"]["tasks"]
+
+    def tuned_as(self, task: str) -> str:
+        """The task of stage b whose choices hold for this one."""
+        return SAME.get(task, task) if self.is_tuned(task) else self.plan["stages"]["b"]["tasks"][0]
+
     def winner(self, arms: Sequence[str]) -> str:
-        """The arm with the fewest calls beside the baseline, over the tasks of stage c."""
-        tasks = self.plan["stages"]["b"]["tasks"]
+        """The arm with the fewest calls beside the baseline, over the tuned tasks of stage c."""
+        tasks = [task for task in self.plan["stages"]["c"]["tasks"] if self.is_tuned(task)]
         return min(arms, key=lambda arm: fmean(self._ratio(task, arm) for task in tasks))
 
     def _ratio(self, task: str, arm: str) -> float:
         seeds, baseline = self.plan["stages"]["c"]["seeds"], self.arms("c", task)[-1]
         own, other = (
-            self.cost(task, one, self.best_rate(task, one, "b"), seeds) for one in (arm, baseline)
+            self.cost(task, one, self.best_rate(self.tuned_as(task), one, "b"), seeds)
+            for one in (arm, baseline)
         )
         return own - other
 
@@ -216,11 +225,11 @@ class Study:
     def missing(self, stage: str) -> Iterator[Cell]:
         """The runs of a stage that have no result, those of a seed together; the earlier stages
         are done. What a result adds (another rate, the quick start of the winner) comes then."""
-        tuned = self.plan["stages"]["b"]["tasks"]
-        for task in self.plan["stages"][stage]["tasks"]:
-            waits = stage == "c" and task not in tuned  # for the winner of the other tasks
-            if not waits or not any(self.missing_of("c", tuned)):
-                yield from self.missing_of(stage, [task])
+        tasks = self.plan["stages"][stage]["tasks"]
+        tuned = [task for task in tasks if self.is_tuned(task)]
+        yield from self.missing_of(stage, tuned)
+        if not any(self.missing_of(stage, tuned)):
+            yield from self.missing_of(stage, [task for task in tasks if task not in tuned])
 
     def missing_of(self, stage: str, tasks: Sequence[str]) -> Iterator[Cell]:
         plan = self.plan["stages"][stage]
@@ -235,9 +244,8 @@ class Study:
     def _rates_of(self, stage: str, task: str, arm: str) -> list[float]:
         if stage == "a":
             return list(self.plan["stages"]["a"]["rates"])
-        tuned = self.plan["stages"]["b"]["tasks"]
         if stage in "cd":
-            return [self.best_rate(task if task in tuned else tuned[0], arm, "b")]
+            return [self.best_rate(self.tuned_as(task), arm, "b")]
         seeds, grid = self.plan["stages"]["b"]["seeds"], sorted(self.plan["rates"])
         for _ in range(self.plan["most_rates"]):
             if not set(grid) <= set(self.rates(task, arm, seeds)):
