@@ -135,6 +135,7 @@ class Study:
         config["train"] |= {
             "num_steps": math.ceil(num_steps / every) * every,
             "stop_at": self.plan["stop_at"],
+            "max_untrained_steps": num_steps + every,  # a policy that collapses is a result too
         }
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
 
