@@ -334,7 +334,7 @@ class PromptFitter:
 
     def __post_init__(self) -> None:
         self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
-        self._num_started = 0  # environments that start processes of their own
+        self._num_started = 0  # environments that start processes
         self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
 
     async def fit(self, tasks: Sequence[Task]) -> list[Task]:

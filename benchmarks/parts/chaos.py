@@ -512,7 +512,7 @@ def run(
         write_workspace(folder, size, servers.ports)
         calm = run_calm(Run(folder, "calm"), size)
         num_steps = calm.witness.step
-        report(f"calm: {num_steps} steps, {calm.goodput():.2f} trees a second")
+        report(f"calm: {num_steps} steps, {calm.goodput():.2f} trees per second")
         servers.storm()
         found = []
         for number in range(1, num_storms + 1):
