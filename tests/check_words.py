@@ -59,7 +59,8 @@ WORDS = {  # the word, and the field's
         "American spelling"
     ),
     r"Say|\w+\.say|[Ff]or want of|[Bb]y lot|must not go on": "report, log; without; at random",
-    r"licen[c]e|centred|travelled|judgement|misspelt|artefacts?|utilis\w+|standardis\w+": "American spelling",
+    r"licen[c]e|centred|travelled|judgement|misspelt|artefacts?": "American spelling",
+    r"utilis\w+|_?standardis\w+": "American spelling",
 }
 # Names in quotes are keys of files; these are keys and metrics with a British name.
 KEYS = r"behaviour_ratio|normalise|licence"
