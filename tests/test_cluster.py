@@ -451,7 +451,7 @@ def test_counters_of_the_workers_are_added_to_those_of_the_controller() -> None:
 
 def test_what_a_worker_says_is_told_with_its_name() -> None:
     async def work(cluster: Cluster) -> list[str]:
-        cluster.served["b"].say("2 rollouts wait for the tool 'search'")
+        cluster.served["b"].notify("2 rollouts wait for the tool 'search'")
         await asyncio.sleep(1.0)
         return cluster.told
 

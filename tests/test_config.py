@@ -155,7 +155,7 @@ ENGINE = 'path = "x"\n[engine]\nname = "fast"\nspeed = 7\n'
 def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(ENGINE, encoding="utf-8")
     told: list[str] = []
-    config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
+    config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], report=told.append)
     assert config.engine == Slow()
     assert told == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
@@ -186,7 +186,7 @@ def test_keys_are_left_out_for_a_class_of_the_users_own_too(
     told: list[str] = []
     override = "algorithm.name=of_a_user:Median"
     file = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-    config = load_config(TrainConfig, file, [override], say=told.append)
+    config = load_config(TrainConfig, file, [override], report=told.append)
     assert type(config.algorithm).__name__ == "Median"
     named = override.replace("=", " = ")
     assert told == [f"{named} does not have these keys, ignored: entropy_window = 4"]

@@ -158,7 +158,7 @@ def test_bad_rows_are_left_out_and_listed_on_demand(tmp_path: Path) -> None:
     path.write_text('{"question": "a", "answer": "1"}\n{\n\n{"answer": "b"}\n')
     said: list[str] = []
     skip = RowsConfig(skip_bad_rows=True)
-    assert questions(path, config=skip, say=said.append) == ["a"]
+    assert questions(path, config=skip, report=said.append) == ["a"]
     (text,) = said
     assert "2 invalid rows are skipped, 1 are used" in text
     assert f"{path}, row 2: not valid JSON" in text
@@ -175,7 +175,7 @@ def test_bad_rows_do_not_count_as_samples(tmp_path: Path) -> None:
     path.write_text('{}\n{"question": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n')
     skip = RowsConfig(skip_bad_rows=True)
     for max_samples, expected in ((0, ["a", "b"]), (1, ["a"])):
-        found = questions(path, config=skip, max_samples=max_samples, say=lambda _: None)
+        found = questions(path, config=skip, max_samples=max_samples, report=lambda _: None)
         assert found == expected
 
 

@@ -205,7 +205,7 @@ def test_how_a_table_without_types_holds_answers(
     with path.open("w", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",")
         writer.writerows([["question", "answer"], ["q", field]])
-    (task,) = load_tasks(path, "env", say=lambda text: None)
+    (task,) = load_tasks(path, "env", report=lambda text: None)
     assert task.answers == answers
 
 
@@ -215,7 +215,7 @@ def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> Non
     rows = [{"question": "q", "answer": answer} for answer in ("7", solution, "y" * 300, "[1]")]
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", say=said.append)
+    load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", report=said.append)
     assert len(said) == 2
     for text, name in zip(said, ("a.jsonl", "b.jsonl"), strict=True):
         assert f"{name}: 2 gold answers look like whole solutions" in text
@@ -224,7 +224,7 @@ def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> Non
     (tmp_path / "c.jsonl").write_text(
         "".join(json.dumps({"question": "q", "answer": one}) + "\n" for one in quiet)
     )
-    load_tasks(tmp_path / "c.jsonl", "env", say=said.append)
+    load_tasks(tmp_path / "c.jsonl", "env", report=said.append)
     assert len(said) == 2
 
 
@@ -233,7 +233,7 @@ def test_an_object_without_a_known_answer_is_one_in_a_column_of_verls(tmp_path: 
     truth = {"statements": [1, 2], "solution_text": "A is a knight"}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "q", "reward_model": {"ground_truth": truth}}))
-    (task,) = load_tasks(path, "env", say=said.append)
+    (task,) = load_tasks(path, "env", report=said.append)
     assert json.loads(task.answers[0]) == truth
     assert task.metadata["ground_truth"] == truth
     assert "only a custom grader" in said[0]

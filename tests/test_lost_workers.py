@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agentenv.cluster.engines import _Held
-from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
+from agentenv.cluster.messages import Alive, Ended, Figures, Notice, pack
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
@@ -118,7 +118,7 @@ async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
             while True:
                 await asyncio.wait_for(link.receive(), 5)
         for number in range(3):
-            link.send(pack(Say(f"frame {number}")))
+            link.send(pack(Notice(f"frame {number}")))
             await asyncio.sleep(0.03)
         link.close()
         for _ in range(100):

@@ -125,7 +125,7 @@ WALK = {"hop": "multi-source", "lang": "en", "difficulty_level": "hard", "golden
 def test_a_row_in_the_published_schema(
     tmp_path: Path, name: str, row: Row, task_id: str, answers: tuple[str, ...], fields: Row
 ) -> None:
-    (task,) = load(tmp_path, name, row, say=lambda _: None)
+    (task,) = load(tmp_path, name, row, report=lambda _: None)
     assert (task.id, task.question, task.answers) == (task_id, "q", answers)
     assert task.kind == benchmark(name).kind
     assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
@@ -144,7 +144,7 @@ def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
     said: list[str] = []
     row = {"question": "q", "answer": "a", "level": 1, "category": "c", column: ""}
     rows = [row, {**row, column: "cell.xlsx"}, {**row, column: None}, {**row, column: "data:x"}]
-    tasks = load(tmp_path, name, *rows, say=said.append)
+    tasks = load(tmp_path, name, *rows, report=said.append)
     assert [task.id for task in tasks] == ["rows-1", "rows-3"]
     assert said == [
         f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
@@ -153,7 +153,7 @@ def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
 
 def test_levels_that_are_not_there_are_said(tmp_path: Path) -> None:
     said: list[str] = []
-    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, say=said.append)
+    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, report=said.append)
     assert said == ["gaia: no row has Level; scores by that column are omitted"]
 
 

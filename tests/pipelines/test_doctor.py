@@ -57,7 +57,7 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
     path = Path(__file__).parents[2] / "configs" / "eval_reasoning.toml"
 
     async def look() -> list[CheckResult]:
-        found = examine(path, [], is_offline=True, is_quick=True, say=print)
+        found = examine(path, [], is_offline=True, is_quick=True, report=print)
         return [one async for one in found if one.name == "configuration"]
 
     (result,) = asyncio.run(look())
@@ -149,7 +149,7 @@ def examined(
     without_machine(monkeypatch)
 
     async def look() -> dict[str, CheckResult]:
-        found = examine(path, overrides, is_offline=True, is_quick=quick, say=lambda text: None)
+        found = examine(path, overrides, is_offline=True, is_quick=quick, report=lambda text: None)
         return {one.name: one async for one in found}
 
     return asyncio.run(look())

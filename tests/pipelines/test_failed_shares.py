@@ -183,7 +183,7 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     lines = written.getvalue().splitlines()
     assert len(lines) == 40 // PLAIN_S
     assert lines[0] == "evaluation: 80 of 320, success 0.500; 10 s so far, about 30 s left"
-    view.say("another line")
+    view.log("another line")
     view.advance(320)
     assert written.getvalue().splitlines()[-1] == "another line", "nothing so soon after it"
     view.end()

@@ -71,7 +71,7 @@ def test_warnings_of_other_packages_are_on_no_terminal(
             logger.warning("Setting accelerator to CPU.")
             warnings.warn("something is deprecated", FutureWarning, stacklevel=1)
         logger.error("broken")
-        view.say("ours")
+        view.log("ours")
         return 0
 
     try:
@@ -113,7 +113,7 @@ time.sleep(0.4)
 view.figures([("learner", "x" * 100), ("now", "y")])
 time.sleep(0.4)
 view.end()
-view.say("done")
+view.log("done")
 view.close()
 """
 

@@ -40,7 +40,7 @@ class Warned(View):
     def warn(self, text: str) -> None:
         self.warned.append(text)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
 

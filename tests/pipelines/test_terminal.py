@@ -24,7 +24,7 @@ def work():
     if len(sys.argv) > 1:
         view.log_to(Path(sys.argv[1]))
     for number in range(3):
-        view.say(f"line {number}")
+        view.log(f"line {number}")
         view.warn(f"warning {number}")
 
 sys.exit(exit_code_of(work, view, writing="it"))
@@ -65,7 +65,7 @@ def test_what_is_said_follows_the_streams_of_the_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     view = View()
-    view.say("to the first")
+    view.log("to the first")
     assert capsys.readouterr().out == "to the first\n"
     view.warn("to the second")
     assert capsys.readouterr().err == "warning: to the second\n"
@@ -108,7 +108,7 @@ def work():
     view.log_to(Path(sys.argv[1]))
     began = time.monotonic()
     for number in range(int(sys.argv[2])):
-        view.say(f"line {number} " + 90 * ".")
+        view.log(f"line {number} " + 90 * ".")
     sys.stderr.write(f"said in {time.monotonic() - began:.3f} s\\n")
 
 sys.exit(exit_code_of(work, view, writing="it"))
@@ -137,7 +137,7 @@ def test_the_last_lines_are_in_the_log(tmp_path: Path) -> None:
     view = View()
     view.log_to(tmp_path / "run.log")
     for number in range(2000):
-        view.say(f"line {number}")
+        view.log(f"line {number}")
     view.warn_at_once("the end")
     lines = (tmp_path / "run.log").read_text().splitlines()
     assert len(lines) == 2001
@@ -152,7 +152,7 @@ def test_lines_that_a_full_disk_does_not_take_are_counted(
     (tmp_path / "run.log").symlink_to("/dev/full")
     view = View()
     view.log_to(tmp_path / "run.log")
-    view.say("one")
-    view.say("two")
+    view.log("one")
+    view.log("two")
     view.close()
     assert "2 lines are missing in" in capsys.readouterr().err
