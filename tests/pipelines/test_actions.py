@@ -43,7 +43,7 @@ async def test_an_action_that_fails(error: Exception, told: type[Exception], end
         await placed
 
 
-async def test_an_action_waits_for_the_end_of_a_step_and_for_no_other_client() -> None:
+async def test_an_action_waits_for_the_end_of_a_step_and_survives_its_client() -> None:
     actions, done = PendingActions(), []
 
     async def work() -> int:

@@ -67,7 +67,7 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
 
 
 @pytest.mark.slow
-async def test_sets_of_the_users_files_are_asked_judged_and_scored_by_their_groups(
+async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(
     tmp_path: Path,
 ) -> None:
     async with judge_server() as judge:

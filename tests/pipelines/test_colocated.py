@@ -119,7 +119,7 @@ class Idle:
         return None
 
 
-async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
+async def test_the_device_has_one_owner_at_a_time_and_switches_only_on_demand() -> None:
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
     shared = Colocation(engine, learner, Idle(), Handover())  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_an_engine_reads_weights_while_the_learner_falls_asleep_if_both_have_room(
+async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     has_room: bool,
 ) -> None:
     """The copy is released once the learner sleeps, so that a cache never takes its memory."""

@@ -108,13 +108,13 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_no_configuration_is_forgotten_here() -> None:
+def test_every_shipped_configuration_has_a_test() -> None:
     found = {path.stem for path in CONFIGS.glob("*.toml")}
     assert found == {*COMMANDS, *EVALUATIONS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_is_planned_for_eight_gpus_and_fits(
+def test_a_dry_run_of_a_configuration_fits_eight_gpus(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ def test_it_is_planned_for_eight_gpus_and_fits(
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
-def test_an_evaluation_is_planned_for_eight_gpus(
+def test_a_dry_run_of_an_evaluation_uses_eight_gpus(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,9 @@ def test_an_evaluation_is_planned_for_eight_gpus(
 
 
 @pytest.mark.parametrize("name", PUBLISHED_RL)
-def test_published_ones_use_eight_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_configurations_use_eight_gpus(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train.main([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "7"]) == 2
     assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7 are free" in capsys.readouterr().err
 

@@ -104,9 +104,7 @@ def conserved(rows: Sequence[dict[str, Any]]) -> None:
         assert row["trees/offered"] == sum(row[name] for name in parts)
 
 
-def test_every_command_on_a_run_that_goes_on(
-    slow: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(slow, "controlled") as (run, process):
         asked = Asked(run, capsys)
         status = asked("status")
@@ -170,7 +168,7 @@ def test_every_command_on_a_run_that_goes_on(
         assert "contains values that were set at run time; they are ignored" in log
 
 
-def test_trees_in_workers_are_reached_but_for_their_texts(
+def test_trees_in_workers_are_reachable_except_for_their_texts(
     slow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processes = ("cluster.kind=processes", "cluster.workers=1", "eval.sets={}")
@@ -208,12 +206,12 @@ def test_trees_in_workers_are_reached_but_for_their_texts(
 
 
 @pytest.mark.parametrize("line", ["R --json why", "R why --json", "--json R", "R --json"])
-def test_json_may_stand_anywhere(line: str) -> None:
+def test_the_json_option_may_have_any_position(line: str) -> None:
     assert ctl.make_parser().parse_args(line.split()).json
     assert not ctl.make_parser().parse_args(["R", "why"]).json
 
 
-def test_a_command_before_the_run_is_put_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_before_the_run_argument_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ctl.main(["status", "runs/mine"])
     assert "the run comes first: agentenv ctl RUN status" in capsys.readouterr().err

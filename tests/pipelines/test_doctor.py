@@ -53,7 +53,7 @@ def looked_at(of: Any, *names: str) -> list[CheckResult]:
     return asyncio.run(look())
 
 
-def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> None:
+def test_the_doctor_refuses_an_evaluation_and_names_the_command_that_checks_it() -> None:
     path = Path(__file__).parents[2] / "configs" / "eval_reasoning.toml"
 
     async def look() -> list[CheckResult]:
@@ -69,7 +69,7 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
 LIGHT = ("versions", "free memory", "free disk", "descriptors")
 
 
-def test_this_machine_is_in_order(tmp_path: Path) -> None:
+def test_this_machine_passes_every_check(tmp_path: Path) -> None:
     results = looked_at(tmp_path, *LIGHT)
     assert [one.name for one in results] == list(LIGHT)
     assert failed(results) == []
@@ -96,7 +96,7 @@ class _Disk(NamedTuple):
         (machine, "allowed_files", lambda: 100, "descriptors", "ulimit"),
     ],
 )  # fmt: skip
-def test_a_fault_of_the_machine_is_that_of_its_check(
+def test_a_fault_of_the_machine_fails_exactly_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
@@ -163,7 +163,7 @@ EXTRA = (
 
 
 @pytest.mark.slow
-def test_of_a_good_configuration_every_check_passes_or_says_why_it_is_skipped(
+def test_for_a_good_configuration_each_check_passes_or_is_skipped_with_a_reason(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examined(monkeypatch, warehouse)
@@ -193,7 +193,7 @@ async def _no_machine(*_: object) -> str:
         ("limits.max_prompt_tokens=4", "prompts", ""),
     ],
 )
-def test_a_fault_of_the_configuration_is_that_of_its_check(
+def test_a_fault_of_the_configuration_fails_exactly_its_check(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, fault: str, expected: str, remedy: str
 ) -> None:
     found = examined(monkeypatch, warehouse, fault)
@@ -222,7 +222,7 @@ def _deaf(self: object, completion: Completion, *_: object) -> Message:
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
     ],
 )  # fmt: skip
-def test_a_fault_of_a_part_is_that_of_its_check(
+def test_a_fault_of_a_part_fails_exactly_its_check(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
@@ -257,7 +257,7 @@ class Grades:
         (lambda gold, said: gold == said.strip(" ."), ""),
     ],
 )
-def test_a_grader_that_tells_right_from_wrong_badly_is_found(
+def test_a_grader_that_confuses_right_and_wrong_answers_is_found(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, right: Any, problem: str
 ) -> None:
     import my_env  # type: ignore[import-not-found]
@@ -268,7 +268,7 @@ def test_a_grader_that_tells_right_from_wrong_badly_is_found(
     assert problem in found["grader sanity"].message
 
 
-def test_an_answer_is_respelled_as_people_write_it() -> None:
+def test_an_answer_is_reformatted_in_common_spellings() -> None:
     assert respelled("Lima") == ["  Lima ", "Lima.", "LIMA"]
     assert respelled("42") == ["  42 ", "42."]
     assert respelled(r"\frac{1}{2}") == ["  \\frac{1}{2} ", "\\frac{1}{2}."]
@@ -284,7 +284,7 @@ def test_an_answer_is_respelled_as_people_write_it() -> None:
         (WebConfig(provider="searxng", url="http://127.0.0.1:9"), "search failed"),
     ],
 )
-def test_a_search_service_without_key_or_answer_is_told(
+def test_a_search_service_without_a_key_or_a_reply_is_reported(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, backend: WebConfig, problem: str
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
@@ -310,7 +310,7 @@ def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_with_learner_and_engine_the_gap_is_measured_and_judged(
+def test_with_learner_and_engine_the_logprob_gap_is_measured_and_checked(
     embedded: dict[str, CheckResult],
 ) -> None:
     assert failed(list(embedded.values())) == ["log-prob parity"]
@@ -321,7 +321,7 @@ def test_with_learner_and_engine_the_gap_is_measured_and_judged(
 # The command.
 
 
-def test_results_are_told_as_json_and_by_the_exit_code(
+def test_results_are_reported_as_json_and_by_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def wrong(of: object) -> str:
@@ -342,7 +342,7 @@ def test_results_are_told_as_json_and_by_the_exit_code(
     assert doctor.main([]) == 0
 
 
-def test_keys_without_a_configuration_and_files_that_are_not_there_are_told(
+def test_keys_without_a_configuration_and_missing_files_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_machine(monkeypatch)
@@ -353,7 +353,7 @@ def test_keys_without_a_configuration_and_files_that_are_not_there_are_told(
 
 
 @pytest.mark.parametrize("types", [("integer", "integer"), ("string", "array"), ("object",)])
-def test_a_call_whose_arguments_are_an_object_comes_back(types: tuple[str, ...]) -> None:
+def test_a_call_with_an_object_as_arguments_survives_the_round_trip(types: tuple[str, ...]) -> None:
     properties = {f"p{number}": {"type": kind} for number, kind in enumerate(types)}
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     schema = {"name": "mul", "description": "Multiply.", "parameters": parameters}

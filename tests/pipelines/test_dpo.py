@@ -160,7 +160,7 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
 
 
 @pytest.mark.slow
-def test_rounds_between_updates_count_as_no_policy_version_of_their_own(warehouse: Path) -> None:
+def test_rounds_between_updates_do_not_increase_the_policy_version(warehouse: Path) -> None:
     assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC]) == 0
     found = warehouse.parent / "runs" / "critical"
     steps = [row for row in rows_of(found) if "trees/offered" in row]

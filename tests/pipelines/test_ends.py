@@ -193,7 +193,7 @@ class Signals:
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["hangup", "once", "twice"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_signal_saves_wherever_it_comes(
+def test_a_signal_saves_a_checkpoint_at_any_point(
     warehouse: Path,
     rank: type[ToyRank],
     point: str,
@@ -224,7 +224,7 @@ def best(run: Path) -> int:
 BEST = "checkpoint.best_metric=a/success"
 
 
-def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are_written(
+def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
     """The checkpoint of an evaluation is saved then, and waits for them."""
@@ -253,7 +253,7 @@ def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are
     goes_on(warehouse, "best-late", frozenset(), BEST)
 
 
-def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
+def test_the_journal_records_trained_trees_before_a_checkpoint_does(
     warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no tree waits for the journal any more, as in the last step."""
@@ -272,7 +272,7 @@ def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
         assert known[f"step-{step:06d}"] >= set(range(step))
 
 
-def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_before(
+def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
     """The evaluation was done, and had not been looked at."""
@@ -298,7 +298,7 @@ def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_b
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_run_ends_well_at_the_value_of_its_best_metric(warehouse: Path) -> None:
+def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Path) -> None:
     keys = (BEST, "train.stop_at=0.01")
     run = warehouse.parent / "runs" / "reached"
     assert train.main(arguments(warehouse, "reached", *keys)) == 0
@@ -360,7 +360,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["engine", "disk", "untrained", "parity", "publish"],
 )
-def test_whatever_else_ends_a_run_is_said_after_saving(
+def test_any_other_cause_of_an_end_is_reported_after_saving(
     warehouse: Path,
     rank: type[ToyRank],
     replace: Callable[[pytest.MonkeyPatch], None],
@@ -392,7 +392,7 @@ def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     goes_on(warehouse, f"bug-{name}", unwritten={1})
 
 
-def test_weights_of_half_a_step_are_not_saved(
+def test_weights_of_a_partial_step_are_not_saved(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An update that failed may have moved them."""
@@ -413,7 +413,7 @@ def test_weights_of_half_a_step_are_not_saved(
     goes_on(warehouse, "half")
 
 
-def test_a_checkpoint_that_hangs_is_given_up(
+def test_a_checkpoint_that_hangs_is_abandoned(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After checkpoint.finish_s from the signal on; the one before is whole."""
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_hangs_is_given_up(
     goes_on(warehouse, "hangs")
 
 
-def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
+def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learner is ended after checkpoint.finish_s, and soon the command without the disk."""
@@ -459,7 +459,7 @@ def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
     goes_on(warehouse, "disk")
 
 
-def test_trees_that_cannot_be_written_hold_up_no_last_checkpoint(
+def test_unwritable_trees_do_not_block_the_last_checkpoint(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
     ended, write = threading.Event(), Archive.write
@@ -481,7 +481,7 @@ def test_trees_that_cannot_be_written_hold_up_no_last_checkpoint(
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_resumed_run_needs_nothing_of_its_checkpoint_after_the_start(
+def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
     warehouse: Path, rank: type[ToyRank], keep_last: int
 ) -> None:
     """Three checkpoints further, when that is long pruned."""
@@ -516,7 +516,7 @@ def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, A
         ("limits.strict=true", 1),
     ],
 )
-def test_bugs_of_a_tool_end_a_run_only_when_they_are_many(
+def test_only_many_bugs_of_a_tool_end_a_run(
     warehouse: Path,
     rank: type[ToyRank],
     override: str,
@@ -578,7 +578,7 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
 
 
 @pytest.mark.parametrize("status", [404, 401])
-def test_a_tool_that_stops_working_trains_nothing_and_the_run_goes_on_once_it_is_mended(
+def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
     warehouse: Path,
     rank: type[ToyRank],
     status: int,
@@ -642,7 +642,7 @@ def cold_arguments(warehouse: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("point", COLD_POINTS)
-def test_a_cold_start_goes_on_from_where_a_signal_ended_it(
+def test_a_cold_start_resumes_where_a_signal_interrupted_it(
     warehouse: Path, rank: type[ToyRank], point: str, number: int
 ) -> None:
     name = f"cold-{point.replace(' ', '-')}-{number}".lower()
@@ -708,7 +708,7 @@ async def break_down() -> None:
     raise EnvError("the shop is closed")
 
 
-def test_an_evaluation_in_which_everything_failed_ends_the_run(
+def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
     warehouse: Path,
     rank: type[ToyRank],
     monkeypatch: pytest.MonkeyPatch,
@@ -763,7 +763,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_learner_and_engine_start_while_the_rest_is_looked_at(
+def test_learner_and_engine_start_during_the_checks(
     warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks of a new run, which import for seconds; of one that goes on the weights, too."""
@@ -783,7 +783,7 @@ def test_learner_and_engine_start_while_the_rest_is_looked_at(
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])
-def test_a_run_that_is_refused_meanwhile_leaves_nothing(
+def test_a_run_refused_during_the_start_leaves_no_folder_or_process(
     warehouse: Path,
     rank: type[ToyRank],
     is_slow: bool,
@@ -814,7 +814,7 @@ def test_a_run_that_is_refused_meanwhile_leaves_nothing(
     assert not (warehouse.parent / "runs" / f"refused-{is_slow}".lower()).exists()
 
 
-def test_a_learner_that_does_not_come_up_is_told_once(
+def test_a_learner_that_fails_to_start_is_reported_once(
     warehouse: Path,
     rank: type[ToyRank],
     monkeypatch: pytest.MonkeyPatch,

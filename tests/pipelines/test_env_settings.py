@@ -71,7 +71,7 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
         (["limits.on_limit=stop"], "limits.on_limit"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_start(
+def test_settings_that_cannot_work_are_refused_before_the_start(
     warehouse: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main([str(warehouse), "run.name=refused", *overrides]) == 2

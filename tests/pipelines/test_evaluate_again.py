@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
 
 
-def test_the_same_command_asks_nothing(run: Run, tmp_path: Path, asked: list[str]) -> None:
+def test_a_repeated_command_sends_no_requests(run: Run, tmp_path: Path, asked: list[str]) -> None:
     assert run("out") == 0
     assert len(asked) == 24
     before = (tmp_path / "out" / "rows.jsonl").read_bytes()
@@ -35,7 +35,7 @@ def test_the_same_command_asks_nothing(run: Run, tmp_path: Path, asked: list[str
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
 
 
-def test_more_samples_and_questions_reuse_what_is_there(
+def test_more_samples_and_questions_reuse_stored_trajectories(
     run: Run, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fewer ask nothing, and it is said that the report is over more."""
@@ -54,7 +54,7 @@ def test_more_samples_and_questions_reuse_what_is_there(
     assert "also contains 9 trajectories of other samples, questions or sets" in told
 
 
-def test_a_torn_last_line_is_dropped_and_asked_again(
+def test_a_truncated_last_line_is_dropped_and_evaluated_again(
     run: Run, tmp_path: Path, asked: list[str]
 ) -> None:
     assert run("out", "--n", "6") == 0
@@ -86,7 +86,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_failures_are_no_wrong_answers_and_are_asked_again(
+def test_failures_do_not_count_as_wrong_and_are_retried(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--n", "6", "concurrency=1", "limits.max_failures=1")

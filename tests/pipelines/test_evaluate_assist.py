@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.slow
-def test_rows_and_report_say_what_the_helpers_did(
+def test_rows_and_report_record_the_actions_of_the_helpers(
     run: Run, tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("out") == 0
@@ -106,7 +106,7 @@ def test_rows_and_report_say_what_the_helpers_did(
 
 
 @pytest.mark.slow
-def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> None:
+def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3") == 0
     for row in read_rows(tmp_path / "out"):
         texts = [next(iter(segment.values())) for segment in row.segments]
@@ -119,7 +119,7 @@ def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_regrading_gives_the_same(run: Run, tmp_path: Path) -> None:
+def test_regrading_keeps_the_results(run: Run, tmp_path: Path) -> None:
     assert run("out") == 0
     before = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}
     assert len({success for success, _ in before.values()}) == 2, "right ones and wrong ones"
@@ -163,7 +163,7 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
         (["assist.browser.url=x"], "assist.browser"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
+def test_settings_that_cannot_work_are_refused_at_the_start(
     run: Run, tmp_path: Path, keys: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = ["--dry-run"] if "never" in text else []
@@ -211,7 +211,7 @@ def test_an_endpoint_of_chat_messages_has_helpers_too(
     assert "nails" in row.abandoned[0]
 
 
-def test_training_has_no_such_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_has_no_assist_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(warehouse), "assist.backtracer.max_uses=1"]) == 2
     assert "assist" in refused(capsys)
 

@@ -60,7 +60,9 @@ class Evaluation:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_path: Path) -> None:
+def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
+    warehouse: Path, tmp_path: Path
+) -> None:
     command, rng = Evaluation(warehouse, tmp_path), random.Random(time.time_ns())
     questions = [
         json.loads(line)["question"]
@@ -92,7 +94,9 @@ def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_evaluation_can_be_continued(
+    warehouse: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     command = Evaluation(warehouse, tmp_path, SLOW_S)
     with command.start() as process:
         while process.poll() is None and len(command.asked()) < 6:

@@ -44,7 +44,7 @@ def documents(question: Question) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_each_turn_of_a_tree_is_told_once_below_what_it_was_forked_from(tokenizer: Any) -> None:
+def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: Any) -> None:
     question = told(tokenizer)
     assert question.prompt == "How many nuts?\n"
     assert question.scores == {"reward": 1 / 3, "success": 1 / 3}  # failed ones count nowhere
@@ -68,7 +68,7 @@ def test_each_turn_of_a_tree_is_told_once_below_what_it_was_forked_from(tokenize
     assert (facts["policy_versions"], facts["entropy"], facts["num_forks"]) == ([2], 0.25, 1)
 
 
-def test_atif_marks_what_a_fork_shares_and_names_where_it_left(tokenizer: Any) -> None:
+def test_atif_marks_the_shared_steps_of_a_fork_and_its_fork_point(tokenizer: Any) -> None:
     found = documents(told(tokenizer))
     fork = found["0.1+1.2+1"]
     assert [step["step_id"] for step in fork["steps"]] == [1, 2, 3, 4]
@@ -103,7 +103,7 @@ def test_atif_has_calls_results_tokens_and_log_probs(tokenizer: Any) -> None:
     assert metrics["prompt_tokens"] == len(metrics["prompt_token_ids"])
 
 
-def test_a_secret_that_a_tool_has_said_is_left_out_with_the_tokens_that_spell_it(
+def test_a_secret_in_a_tool_result_is_redacted_with_its_tokens(
     tokenizer: Any,
 ) -> None:
     question = told(tokenizer, with_secret=True)
@@ -152,7 +152,7 @@ def test_a_row_of_an_evaluation_is_a_trajectory_too() -> None:
     assert "completion_tokens" not in document["steps"][1]["metrics"]
 
 
-def test_rows_of_training_are_what_the_tree_says(tokenizer: Any) -> None:
+def test_training_rows_match_the_tree(tokenizer: Any) -> None:
     kept = told_tree(encode(tokenizer))
     rows = list(trajectory_rows(kept.tree, tokenizer.decode))
     whole = of_tree(kept, tokenizer.decode)
@@ -190,7 +190,7 @@ def transcripts(*arguments: object) -> int:
     return export.main(["transcripts", *map(str, arguments)])
 
 
-def test_the_trees_of_a_run_are_written_a_file_each_trajectory(
+def test_the_trees_of_a_run_are_written_with_one_file_per_trajectory(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -228,7 +228,7 @@ def test_questions_of_an_evaluation_are_counted_once_for_all_samples_in_each_set
 
 
 @pytest.mark.parametrize(("num_right", "num_failed"), [(3, 0), (0, 3)])
-def test_evaluations_without_failures_and_without_anything_else_are_written(
+def test_evaluations_without_failures_or_with_failures_only_are_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_right: int, num_failed: int
 ) -> None:
     rows = [row(str(n)) for n in range(num_right)] + [failed(str(n), 0) for n in range(num_failed)]
@@ -240,7 +240,7 @@ def test_evaluations_without_failures_and_without_anything_else_are_written(
         assert ("reward" in extra) is (num_failed == 0)
 
 
-def test_a_file_that_a_kill_left_empty_is_left_out(
+def test_a_file_left_empty_by_a_kill_is_skipped(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty = run / "trees" / "step-000003.frames"
@@ -268,7 +268,7 @@ def test_a_file_that_a_kill_left_empty_is_left_out(
         (["{run}", "{run}", "--format", "atif"], "is not empty; choose another directory"),
     ],
 )
-def test_what_is_asked_for_in_vain_is_told(
+def test_an_impossible_export_is_refused(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -281,7 +281,7 @@ def test_what_is_asked_for_in_vain_is_told(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_trees_or_tokenizer_says_so(
+def test_a_run_without_trees_or_tokenizer_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = tmp_path / "bare"
@@ -298,7 +298,7 @@ def test_a_run_without_trees_or_tokenizer_says_so(
     assert "no tokenizer.json" in said(capsys)
 
 
-def test_inspect_needs_its_package(
+def test_the_inspect_format_requires_its_package(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -100,7 +100,7 @@ def read(program: str, path: Path) -> Any:
     return json.loads(there(BIN / "python", "-c", program, path).splitlines()[-1])
 
 
-def test_a_log_holds_the_tree_with_its_branches_and_the_viewer_takes_it(
+def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
     run: Path, tmp_path: Path
 ) -> None:
     logs = exported(run, tmp_path / "logs", "--format", "inspect")
@@ -128,7 +128,7 @@ def test_a_log_holds_the_tree_with_its_branches_and_the_viewer_takes_it(
     assert read(READ_LOGS_IN_SCOUT, logs) == ["tree-000003-1"]
 
 
-def test_a_trajectory_each_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
+def test_each_trajectory_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
     logs = exported(run, tmp_path / "logs", "--format", "inspect", "--per", "trajectory")
     samples = read(READ_LOG, logs / "step-000001.eval")
     assert [(one["epoch"], one["scores"].get("reward")) for one in samples] == [

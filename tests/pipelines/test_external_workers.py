@@ -125,7 +125,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "interrupted"])
-def test_a_worker_ends_well_when_the_run_is_over(
+def test_a_worker_exits_successfully_when_the_run_ends(
     warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
 ) -> None:
     """Whoever has started it starts it again otherwise: the controller may come back."""
@@ -149,7 +149,7 @@ def test_a_worker_ends_well_when_the_run_is_over(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_who_has_another_secret_is_not_let_in(
+def test_a_worker_with_another_secret_is_refused(
     warehouse: Path,
     light: None,
     port: int,
@@ -280,7 +280,7 @@ def test_the_script_of_slurm_runs(tmp_path: Path, warehouse: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_that_is_queued_again_goes_on_elsewhere(tmp_path: Path, warehouse: Path) -> None:
+def test_a_requeued_job_resumes_on_another_host(tmp_path: Path, warehouse: Path) -> None:
     """The controller is killed before there is a checkpoint, and the job starts on another host;
     another job is refused, since the first one may still be there."""
     job = Job(tmp_path, warehouse, "queued-again", "checkpoint.every=1000")
@@ -407,7 +407,7 @@ def test_manifests_fit_the_schemas(
         ),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_in_the_cluster_keys_are_refused(
     capsys: pytest.CaptureFixture[str], keys: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(capsys, *keys)

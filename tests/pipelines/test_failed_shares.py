@@ -50,7 +50,7 @@ def state() -> RunState:
     return state
 
 
-def test_the_final_table_has_the_share_beside_each_success(state: RunState) -> None:
+def test_the_final_table_has_the_failed_share_next_to_each_success(state: RunState) -> None:
     table = final_table(state, "held", cold_start=False)
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["all"][1].startswith("0.18 [")
@@ -104,7 +104,7 @@ def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of
         assert found["tokens"]["sampled_per_s"] == 0.0
 
 
-def test_lines_say_what_failed() -> None:
+def test_lines_report_the_failed_share() -> None:
     line = report_line(asked(2, 9, 89), "after RL")
     assert "success 0.182 [" in line
     assert "89 failed (89%; success 0.020 if they count as wrong)" in line
@@ -123,7 +123,7 @@ def test_lines_say_what_failed() -> None:
         ((0, 0, 0), "-", "success - of 0, reward"),
     ],
 )
-def test_no_share_and_no_success_is_said_that_was_not_measured(
+def test_unmeasured_shares_and_successes_are_not_reported(
     counts: tuple[int, int, int], cell: str, line: str
 ) -> None:
     report = asked(*counts)
@@ -150,7 +150,7 @@ def labels(rows: list[dict[str, Any]]) -> set[str]:
     return {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
 
 
-def test_the_curve_shows_what_failed() -> None:
+def test_the_learning_curve_shows_the_failed_share() -> None:
     step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.8, "failed/share": 0.5}
     steps = [step | {"step": n, "reward/success_if_failed_wrong": 0.45} for n in (1, 2)]
     evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
@@ -169,7 +169,7 @@ def test_the_curve_shows_what_failed() -> None:
     assert found == {"success", "reward", "held: 0.82"}
 
 
-def test_where_there_is_no_terminal_lines_say_how_far_it_is(
+def test_without_a_terminal_lines_report_the_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -192,7 +192,7 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     assert written.getvalue().splitlines()[-1] == "another line", "it is over"
 
 
-def test_a_line_about_no_progress_names_the_wait_and_no_time_that_is_left(
+def test_a_line_without_progress_names_the_wait_and_no_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]

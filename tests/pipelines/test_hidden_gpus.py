@@ -34,7 +34,7 @@ def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize(
     "keys", [("engine.name=vllm",), ("engine.name=vllm", 'engine.urls=["http://127.0.0.1:1"]')]
 )
-def test_a_controller_with_server_engines_sees_none_and_gives_them_all(
+def test_a_controller_with_server_engines_hides_all_gpus_and_passes_them_on(
     keys: tuple[str, ...], named: str | None
 ) -> None:
     theirs = named.split(",") if named else ["0", "1"]
@@ -57,15 +57,15 @@ def test_a_controller_with_server_engines_sees_none_and_gives_them_all(
     ],
     ids=["embedded", "evaluations", "encoder"],
 )
-def test_one_that_computes_itself_sees_them(keys: tuple[str, ...], named: str | None) -> None:
+def test_a_controller_with_an_embedded_engine_sees_the_gpus(
+    keys: tuple[str, ...], named: str | None
+) -> None:
     with gpus_for_others(config_of(*keys)):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
         assert gpus_of_ranks() == []
 
 
-def test_processes_of_environments_see_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_processes_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     init = Supervisor.__init__
     monkeypatch.setattr(

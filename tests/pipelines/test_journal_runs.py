@@ -81,7 +81,7 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     assert kept == list(range(len(kept))), "each tree once"
 
 
-def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
+def test_a_run_resumed_from_an_older_checkpoint_restarts_its_trees(warehouse: Path) -> None:
     """Those of weights that are given up, some of which would be trained as if they were new."""
     keys = ("train.num_steps=100000", "checkpoint.every=1", "checkpoint.keep_last=1000")
     with started(warehouse, "goes-back", *keys, "engine.latency_s=0.05") as (process, run):
@@ -96,7 +96,7 @@ def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
     assert there <= {frame.tree for frame in of(Began, after)}
 
 
-def test_a_run_with_another_environment_begins_its_trees_again(warehouse: Path) -> None:
+def test_a_run_with_another_environment_restarts_its_trees(warehouse: Path) -> None:
     keys = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "changed", *keys) as (process, run):
         process.kill()

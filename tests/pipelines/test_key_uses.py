@@ -86,7 +86,7 @@ def test_every_key_is_used(command: type[Struct]) -> None:
     assert [key.shown for key in keys if not is_used(key)] == []
 
 
-def test_there_are_no_more_keys_than_before() -> None:
+def test_the_number_of_keys_does_not_grow() -> None:
     """In a process of its own: other tests register parts with keys."""
     code = (
         "from agentenv.pipelines.config.help import describe\n"

@@ -65,7 +65,7 @@ class Listener:
         self.heard.append(exit_code)
 
 
-def test_a_monitor_hears_numbers_in_order_and_the_end(tmp_path: Path) -> None:
+def test_a_monitor_receives_numbers_in_order_and_the_end(tmp_path: Path) -> None:
     monitors, listener = Monitors(MonitorConfig(), tmp_path, {}), Listener()
     monitors.add("one", listener)
     monitors.log({"step": 0, "sft/step": 7, "sft/loss": 0.5})
@@ -78,7 +78,7 @@ def test_a_monitor_hears_numbers_in_order_and_the_end(tmp_path: Path) -> None:
     ]
 
 
-def test_one_that_raises_is_left_alone_with_a_warning_and_the_others_go_on(
+def test_a_monitor_that_raises_is_disabled_with_a_warning_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Listener):
@@ -101,7 +101,7 @@ def test_one_that_raises_is_left_alone_with_a_warning_and_the_others_go_on(
     ]
 
 
-def test_one_that_hangs_holds_nothing_up(
+def test_a_monitor_that_hangs_blocks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "FINISH_TIMEOUT_S", 0.1)
@@ -134,7 +134,7 @@ def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) 
     assert listener.heard[2:4] == [(("step", 2), "train", 1), (("step", 2), "held", 2)]
 
 
-def test_tensorboard_has_scalars_and_samples_and_a_resumed_run_replaces_what_it_repeats(
+def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_steps(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -159,7 +159,7 @@ def test_tensorboard_has_scalars_and_samples_and_a_resumed_run_replaces_what_it_
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
+def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
     tmp_path: Path,
 ) -> None:
     wandb = pytest.importorskip("wandb")
@@ -199,7 +199,7 @@ LOGIN = "machine api.wandb.ai\n  login user\n  password " + "k" * 40 + "\n"
 
 
 @pytest.mark.parametrize("place", [".netrc", "_netrc", "elsewhere"])
-def test_who_is_logged_in_needs_no_variable(
+def test_a_stored_login_needs_no_variable(
     place: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (nobody / place).write_text(LOGIN)
@@ -212,7 +212,7 @@ def test_who_is_logged_in_needs_no_variable(
         WandbConfig()
 
 
-def test_a_login_at_a_server_of_ones_own_counts_there(nobody: Path) -> None:
+def test_a_login_at_a_private_server_is_valid_for_that_server(nobody: Path) -> None:
     settings = nobody / ".config/wandb/settings"
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
@@ -228,7 +228,7 @@ def test_a_login_at_a_server_of_ones_own_counts_there(nobody: Path) -> None:
     ("variable", "mode"),
     [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled"), ("", "online")],
 )
-def test_the_mode_of_the_environment_comes_first(
+def test_the_mode_of_the_environment_takes_precedence(
     variable: str, mode: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
@@ -246,7 +246,9 @@ def test_a_netrc_that_cannot_be_read_is_named(nobody: Path) -> None:
         WandbConfig()
 
 
-def test_the_key_comes_from_no_configuration(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_never_read_from_a_configuration(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"WANDB_API_KEY is not set.*offline"):
         WandbConfig()
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -256,7 +258,7 @@ def test_the_key_comes_from_no_configuration(nobody: Path, monkeypatch: pytest.M
         build_config(TrainConfig, raw, "run.toml")
 
 
-def test_a_missing_package_is_told_before_anything_starts(
+def test_a_missing_package_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -297,7 +299,9 @@ class _Trackio(ModuleType):
         return data
 
 
-def test_a_resumed_run_goes_on_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_in_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trackio = _Trackio()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     run = tmp_path / "shop"

@@ -190,7 +190,7 @@ def test_a_rollout_is_a_span_with_its_turns_and_their_tool_calls(
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
 
 
-def test_texts_are_sent_only_where_asked_for_and_without_secrets(
+def test_texts_are_sent_only_on_request_and_without_secrets(
     receiver: Receiver, tmp_path: Any
 ) -> None:
     followed(receiver, tmp_path)
@@ -225,7 +225,7 @@ def test_a_failed_rollout_is_an_error(receiver: Receiver, tmp_path: Any) -> None
     assert "agentenv.reward" not in attributes(root)
 
 
-def test_metrics_come_back_when_the_receiver_does(
+def test_metrics_resume_when_the_receiver_is_reachable_again(
     receiver: Receiver,
     tmp_path: Any,
     caplog: pytest.LogCaptureFixture,

@@ -54,7 +54,7 @@ def tell(server: FaultyServer, logprob: float) -> None:
 
 
 @pytest.mark.parametrize("num_lost", [0, 1])
-def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
+def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
     """One that is lost meanwhile is left out."""
 
     async def main() -> None:
@@ -79,7 +79,7 @@ def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: i
     run_virtual(main())
 
 
-def test_a_server_that_says_nothing_is_left_out_in_time(tmp_path: Path) -> None:
+def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> None:
     """The learner waits for the probe before its step, and Ctrl-C for the learner."""
 
     async def main() -> None:
@@ -134,7 +134,7 @@ BFLOAT16 = ("engine.dtype=bfloat16",)
         ((*BFLOAT16, "train.max_logprob_gap=0.02"), [0.035, 0.01], [0]),
     ],
 )
-async def test_the_mean_gap_is_judged_by_dtype_and_by_that_of_version_0(
+async def test_the_bound_of_the_mean_gap_depends_on_dtype_and_on_version_0(
     keys: tuple[str, ...], gaps: list[float], warned: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     learner: Any = Versioned()

@@ -124,7 +124,7 @@ def placed(training: Training) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 4])
-def test_a_node_that_is_killed_costs_no_tree_and_one_that_joins_is_used(
+def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
     warehouse: Path, calm: Path, nodes: Nodes, num_nodes: int, repeats: int
 ) -> None:
     """`make long PARTS=nodes` does it ten times on each number of nodes."""
@@ -168,7 +168,7 @@ def end() -> None:
     main.cancel()
 
 
-def test_without_its_head_a_cluster_ends_and_the_run_goes_on(
+def test_a_run_continues_after_its_cluster_loses_the_head_node(
     warehouse: Path, calm: Path, nodes: Nodes
 ) -> None:
     nodes.add(2)
@@ -186,9 +186,7 @@ def test_without_its_head_a_cluster_ends_and_the_run_goes_on(
     assert rows_of(found)[-1]["workers/lost"] == 0
 
 
-def test_a_node_that_is_drained_ends_its_trees_first(
-    warehouse: Path, calm: Path, nodes: Nodes
-) -> None:
+def test_a_drained_node_finishes_its_trees_first(warehouse: Path, calm: Path, nodes: Nodes) -> None:
     nodes.add(), nodes.add()
 
     async def drain(training: Training) -> None:
@@ -203,7 +201,7 @@ def test_a_node_that_is_drained_ends_its_trees_first(
     assert last["workers/lost"] == last["workers/trees_moved"] == 0
 
 
-def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes) -> None:
+def test_a_cluster_without_room_is_refused_first(warehouse: Path, nodes: Nodes) -> None:
     nodes.add(1), nodes.add(1)
     with pytest.raises((BaseExceptionGroup, ConfigError)) as ended:
         run(warehouse, "ray-large", *on(nodes, "cluster.workers=3"))
@@ -213,7 +211,7 @@ def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes
     assert "cluster.min_workers" in text
 
 
-def test_bundles_are_dealt_to_nodes() -> None:
+def test_bundles_are_distributed_over_nodes() -> None:
     two = [{"CPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]
     assert left_over([{"CPU": 1.0}] * 4, two) == []
     assert left_over([{"CPU": 1.0}] * 5, two) == [4]
@@ -260,9 +258,7 @@ def replaying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / CONFIG
 
 
-def test_an_engine_node_that_is_killed_costs_no_tree(
-    replaying: Path, nodes: Nodes, repeats: int
-) -> None:
+def test_a_killed_engine_node_costs_no_tree(replaying: Path, nodes: Nodes, repeats: int) -> None:
     keys = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
     calm = run(replaying, "calm-on-servers", *keys)
     for nth in range(repeats):

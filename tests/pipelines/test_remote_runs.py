@@ -98,7 +98,7 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine_vllm
 @pytest.mark.parametrize(("how", "num_steps"), [("true", 5), ("at_once", 2)])
-def test_weights_stay_in_memory_between_a_learner_and_vllm_that_share_a_device(
+def test_weights_stay_in_memory_if_learner_and_vllm_share_a_device(
     tmp_path: Path, how: str, num_steps: int
 ) -> None:
     """Server and learner start side by side. In turn the server is killed after its first step: the

@@ -111,12 +111,12 @@ async def paid(grader: Grader, gold: str, answer: str) -> Grade:
     return await grader.grade(Task("t", "e", "?", (gold,)), [Message("assistant", text)], {})
 
 
-def test_every_configuration_that_grades_is_tried_here() -> None:
+def test_every_configuration_with_a_grader_has_a_test() -> None:
     assert {path.stem for path in CONFIGS.glob("*.toml")} == UNGRADED | {p.stem for p in GRADED}
 
 
 @pytest.mark.slow
-async def test_what_each_configuration_pays(
+async def test_the_reward_of_each_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("math_verify")
@@ -142,7 +142,7 @@ async def test_what_each_configuration_pays(
 
 
 @pytest.mark.parametrize("path", GRADED, ids=lambda path: path.stem)
-def test_recipes_say_their_grader_in_full(path: Path) -> None:
+def test_recipes_set_every_key_of_their_grader(path: Path) -> None:
     raw = tomllib.loads(path.read_text("utf-8"))
     if path.stem.startswith("eval") or path.stem in (EXACT, OWN, "synthesize_tools"):
         return

@@ -55,7 +55,7 @@ def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
     return told
 
 
-def test_a_tool_that_hangs_is_named_once_and_again_when_it_has_become_long() -> None:
+def test_a_tool_that_hangs_is_named_once_and_again_after_a_longer_wait() -> None:
     actor = make_actor()
     actor.make_env = Slow
     first, second = watched(actor, lambda waits: None)
@@ -67,7 +67,7 @@ def test_a_tool_that_hangs_is_named_once_and_again_when_it_has_become_long() -> 
     assert LOOK_S <= 5.0
 
 
-def test_whoever_waits_for_their_end_hears_what_they_wait_for() -> None:
+def test_a_caller_awaiting_the_rollouts_gets_their_longest_wait() -> None:
     said: list[str] = []
     actor = make_actor()
     actor.make_env = Slow
@@ -76,7 +76,7 @@ def test_whoever_waits_for_their_end_hears_what_they_wait_for() -> None:
     assert "(1 s): task t, tree 5, branch 0" in said[0]
 
 
-def test_who_awaits_nothing_yet_is_not_named() -> None:
+def test_a_rollout_without_a_wait_is_not_named() -> None:
     actor = make_actor()
     found: list[str] = []
 
@@ -91,7 +91,7 @@ def test_who_awaits_nothing_yet_is_not_named() -> None:
     assert "" not in found
 
 
-def test_a_tree_that_is_only_to_be_written_waits_for_the_journal() -> None:
+def test_a_finished_tree_waits_for_the_journal_only() -> None:
     class Record:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: None

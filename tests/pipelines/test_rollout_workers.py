@@ -162,7 +162,7 @@ def calm(warehouse: Path) -> Path:
     return run(warehouse, "calm", "eval.sets={}", "queue.max_staleness=1", *SLOW)
 
 
-def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
+def test_a_run_with_workers_has_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
     spread = run(warehouse, "spread", *PROCESSES, *SLOW)
     assert trees(spread) == trees(calm)
     rows = [row for row in rows_of(spread) if "workers/up" in row]
@@ -172,7 +172,7 @@ def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm
     assert not workers()
 
 
-def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> None:
+def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     killed: list[int] = []
 
     async def kill(training: Training) -> None:
@@ -212,7 +212,7 @@ def test_a_worker_that_hangs_is_replaced(
     assert "no heartbeat for 5 s" in log_of(found)
 
 
-def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
+def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def kill(training: Training) -> None:
@@ -244,7 +244,7 @@ def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
     assert not workers()
 
 
-def test_what_a_worker_finds_wrong_is_told_before_the_run(
+def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")  # workers do not find the module of the environment
@@ -282,7 +282,7 @@ def tasks(run: Path, bound: int) -> dict[int, str]:
     return {index: task for index, (task, _) in trees(run, bound).items()}
 
 
-def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
+def test_trees_of_a_killed_worker_continue_on_the_same_servers(
     recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which workers ask themselves: no token passes through the controller."""
@@ -352,7 +352,7 @@ def test_no_worker_outlives_its_controller(warehouse: Path) -> None:
         assert are_gone(below)
 
 
-def test_ctrl_c_twice_ends_workers_behind_the_last_checkpoint(warehouse: Path) -> None:
+def test_a_second_ctrl_c_ends_workers_after_the_last_checkpoint(warehouse: Path) -> None:
     with command(warehouse, "twice") as (process, below):
         for _ in range(2):
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does

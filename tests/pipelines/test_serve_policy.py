@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_of_the_url_are_those_of_the_model(
+def test_an_evaluation_of_the_url_has_the_rows_of_the_model(
     engine: str, warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)

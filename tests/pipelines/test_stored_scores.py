@@ -47,7 +47,9 @@ def summary(folder: Path) -> object:
 
 
 @pytest.mark.slow
-def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: list[str]) -> None:
+def test_a_repeated_report_scores_nothing_and_has_the_same_summary(
+    folder: Path, asked: list[str]
+) -> None:
     assert evaluate.main(["report", str(folder)]) == 0
     first, num = summary(folder), len(asked)
     assert num >= 48
@@ -58,7 +60,7 @@ def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: l
 
 
 @pytest.mark.slow
-def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
+def test_a_comparison_uses_stored_scores_and_stores_new_ones(
     folder: Path, tmp_path: Path, asked: list[str]
 ) -> None:
     other = write_evaluation(tmp_path / "other", mixed_rows(12, 4), GRADER)
@@ -72,7 +74,7 @@ def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
 
 
 @pytest.mark.slow
-def test_an_added_sample_is_scored_and_voted_with_the_others(
+def test_only_an_added_sample_is_scored_and_votes_include_it(
     folder: Path, asked: list[str]
 ) -> None:
     rows = read_rows(folder)
@@ -90,7 +92,7 @@ def test_an_added_sample_is_scored_and_voted_with_the_others(
 
 
 @pytest.mark.slow
-def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
+def test_regrading_recomputes_scores(folder: Path, asked: list[str]) -> None:
     assert evaluate.main(["report", str(folder)]) == 0
     asked.clear()
     assert evaluate.main(["regrade", str(folder)]) == 0
@@ -104,7 +106,7 @@ def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_while_another_command_writes_they_are_computed_and_not_stored(folder: Path) -> None:
+def test_scores_are_not_stored_while_another_command_writes(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):
         assert evaluate.main(["report", str(folder)]) == 0

@@ -44,7 +44,7 @@ def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
 
 
 @pytest.mark.usefixtures("warehouse")
-def test_an_endpoint_that_cannot_go_on_gets_no_hints(
+def test_an_endpoint_that_cannot_continue_a_text_gets_no_hints(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(lambda body, number: 500) as endpoint:

@@ -96,7 +96,7 @@ def when(holds: Callable[[Training], bool]) -> Moment:
     return moment
 
 
-def test_an_evaluation_of_lost_weights_is_not_taken_up(tmp_path: Path) -> None:
+def test_an_evaluation_of_lost_weights_is_not_continued(tmp_path: Path) -> None:
     """Both go on from step 2, and both evaluate what is then step 4."""
 
     def in_evaluation(training: Training) -> bool:
@@ -112,7 +112,7 @@ def test_an_evaluation_of_lost_weights_is_not_taken_up(tmp_path: Path) -> None:
     assert identity(begun) != identity(done), "its rows are not kept"
 
 
-def test_an_evaluation_beside_the_training_has_the_weights_of_its_step(tmp_path: Path) -> None:
+def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_path: Path) -> None:
     """The checkpoint of step 2 knows of its evaluation, and weights of step 3 lie there."""
     world = World()
     keys = ("eval.sets.a.every=1", "eval.sets.a.phases=false")
@@ -140,7 +140,7 @@ def told(run: Path) -> list[str]:
     return [row["phase"] for row in rows if "eval/a/success" in row]
 
 
-def test_an_evaluation_that_is_done_stays_told_where_its_checkpoint_was_older(
+def test_a_finished_evaluation_stays_reported_after_resuming_an_older_checkpoint(
     tmp_path: Path,
 ) -> None:
     """The checkpoint of step 3 knows of the evaluation of step 2 as going on, which has ended."""
@@ -167,7 +167,7 @@ def test_an_evaluation_that_is_done_stays_told_where_its_checkpoint_was_older(
     assert kept["step"] in (2, 4)
 
 
-def test_an_evaluation_whose_weights_are_gone_is_a_gap_that_is_told(
+def test_an_evaluation_whose_weights_are_missing_is_a_reported_gap(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "checkpoint.every=1")

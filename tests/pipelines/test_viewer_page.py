@@ -217,7 +217,7 @@ def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
         page.wait_for_selector(f".t.{tone}")
 
 
-def test_a_branch_has_an_address_and_a_sibling_beside(shown: Viewed, open_page: Open) -> None:
+def test_a_branch_has_a_url_and_is_shown_next_to_a_sibling(shown: Viewed, open_page: Open) -> None:
     page = open_page(shown.at("trees/2/3/0.1%2B1"))
     page.wait_for_selector(".turn-terminated")
     assert "it is 8" in text_of(page, "main")
@@ -285,7 +285,7 @@ def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
         assert text in shown_text
 
 
-def test_a_run_that_goes_on_is_followed(growing: Viewed, open_page: Open) -> None:
+def test_a_live_run_is_followed(growing: Viewed, open_page: Open) -> None:
     """A row that is torn is waited for; new steps, trees and evaluations come by themselves."""
     run = growing.run
     page = open_page(growing.at("run"))
@@ -389,9 +389,7 @@ def test_a_hundred_thousand_rows(growing: Viewed, open_page: Open) -> None:
     assert f"q-{NUM_ROWS - 1:06d}" in text_of(page, f"#row-{NUM_ROWS - 1}")
 
 
-def test_an_exported_file_needs_nothing_else(
-    shown: Viewed, tmp_path: Path, open_page: Open
-) -> None:
+def test_an_exported_file_is_self_contained(shown: Viewed, tmp_path: Path, open_page: Open) -> None:
     out = tmp_path / "run.html"
     command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(shown.run.folder)]
     subprocess.run([*command, "--export", str(out)], check=True, cwd=ROOT, capture_output=True)
@@ -416,7 +414,7 @@ def test_an_exported_file_needs_nothing_else(
     assert b"<canvas" in printed, "charts wait for no frame, which a print does not draw"
 
 
-def test_the_first_page_says_whether_the_run_is_healthy_and_why(
+def test_the_first_page_reports_the_health_of_the_run_with_a_reason(
     shown: Viewed, open_page: Open
 ) -> None:
     told = text_of(open_page(shown.address), ".health")

@@ -145,7 +145,7 @@ def goes_on(
     ("started", "waits"),
     [(range(0), True), (range(2, 6), True), (range(8, 16), False), (range(2, 16), False)],
 )
-def test_a_tree_that_was_started_and_never_began_starts_at_once(
+def test_a_scheduled_tree_that_never_began_starts_immediately(
     warehouse: Path, kept: Path, started: range, waits: bool
 ) -> None:
     """Of a process that was killed in between. Without such frames the others wait their turn."""
@@ -159,7 +159,7 @@ def test_a_tree_that_was_started_and_never_began_starts_at_once(
     assert (sum(row["flow/producer_early_s"] for row in rows[-7:]) > 0) is waits
 
 
-def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: Path) -> None:
+def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Path) -> None:
     """It has no frames of starts: trees that it has begun start at once, none is grown twice."""
     old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
     done = {frame.tree for frame in of(Finished, old)}
@@ -171,7 +171,7 @@ def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: 
     ]
 
 
-def test_a_resumed_curriculum_draws_what_the_first_process_drew(warehouse: Path) -> None:
+def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Path) -> None:
     keys = ("data.curriculum.prefer=hard", "checkpoint.keep_last=1000", "train.num_steps=8")
     run = finished_run(warehouse, "virtual-drawn", *keys)
     drawn = {frame.tree: frame.task for frame in of(Started, frames(run))}
@@ -215,7 +215,7 @@ def sampled(tree: TrajectoryTree) -> dict[str, Any]:
     return {name: (path.token_ids, path.loss_mask, path.reward) for name, path in paths.items()}
 
 
-def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehouse: Path) -> None:
+def test_a_resumed_run_has_the_prefix_starts_of_an_uninterrupted_one(warehouse: Path) -> None:
     """By the starts of the journal, and without those from the checkpoint and the archive."""
     run = finished_run(warehouse, "virtual-starts", *STARTS)
     chosen = starts(frames(run))
@@ -249,7 +249,7 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
     assert not any(row["starts/share"] for row in rows[1:]), "as the journal says"
 
 
-def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_starts(
+def test_a_run_with_all_groups_at_their_questions_equals_one_without_prefix_starts(
     warehouse: Path,
 ) -> None:
     keys = ("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6")
@@ -264,7 +264,7 @@ def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_start
     assert rows[0] == rows[1]
 
 
-def test_a_resumed_run_forecasts_what_an_uninterrupted_one_does(warehouse: Path) -> None:
+def test_a_resumed_run_has_the_forecasts_of_an_uninterrupted_one(warehouse: Path) -> None:
     keys = (
         *("algorithm.name=turnwise", "algorithm.plan_name=learned", "algorithm.initial_rollouts=2"),
         *("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6"),

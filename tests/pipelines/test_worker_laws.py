@@ -114,7 +114,7 @@ def trained(
     seed=st.integers(0, 99),
     bound=st.integers(0, 2),
 )
-def test_a_run_trains_the_same_trees_whatever_becomes_of_its_workers(
+def test_a_run_trains_the_same_trees_under_any_loss_of_workers(
     storm: Storm, seed: int, bound: int
 ) -> None:
     found = trained(SpreadTraining, storm, seed, bound)
