@@ -87,7 +87,7 @@ async def test_failed_code_is_corrected_and_run_in_the_same_session(
     assert "secret" not in texts, "neither question nor answer"
 
 
-async def test_it_is_asked_max_uses_times_in_an_episode_and_its_forks(
+async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks(
     server: ScriptedEndpoint,
 ) -> None:
     async with Session(server, max_uses=2) as session:
@@ -155,7 +155,7 @@ class Fragile(StatelessTool):
         raise ToolError("SyntaxError")
 
 
-async def test_machinery_that_fails_under_the_new_code_repeats_nothing(
+async def test_an_infrastructure_failure_of_corrected_code_is_not_retried(
     server: ScriptedEndpoint,
 ) -> None:
     fragile = Fragile()
@@ -241,7 +241,7 @@ def test_an_env_without_the_tool_is_refused(server: ScriptedEndpoint) -> None:
         ({"api_key_env": "NO_SUCH_KEY"}, r"assist\.debugger\.api_key_env: NO_SUCH_KEY is not set"),
     ],
 )
-async def test_a_server_that_cannot_be_asked_is_refused_at_the_start(
+async def test_an_unusable_server_is_refused_at_the_start(
     server: ScriptedEndpoint, keys: dict[str, str], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):  # noqa: PT012 - made or started, all the same

@@ -71,7 +71,7 @@ THOUGHTS = {
 }
 
 
-def test_every_parser_is_a_style_and_shown_here() -> None:
+def test_every_parser_is_a_style_and_has_examples() -> None:
     assert {*get_args(Style)} == {"auto", *PARSERS}
     assert {*WELL} == {*PARSERS}
 
@@ -173,7 +173,9 @@ BADLY = [
 
 
 @pytest.mark.parametrize(("style", "text", "problem"), BADLY)
-def test_the_policy_reads_what_is_wrong(style: str, text: str, problem: str) -> None:
+def test_the_policy_reads_the_error_of_a_malformed_call(
+    style: str, text: str, problem: str
+) -> None:
     (call,) = PARSERS[style](text, TOOLS)
     assert call.name == MALFORMED_CALL
     assert problem.replace("\\|", "|") in call.arguments["problem"]
@@ -255,7 +257,7 @@ CALLS = st.builds(ToolCall, st.just("search"), st.dictionaries(st.sampled_from("
 @pytest.mark.parametrize("style", WRITERS)
 @settings(max_examples=300, deadline=None)
 @given(first=CALLS, second=CALLS, quoted=CALLS, is_thought=st.booleans())
-def test_any_arguments_come_back_whatever_markers_their_texts_hold(
+def test_arguments_with_any_markers_survive_the_round_trip(
     style: str, first: ToolCall, second: ToolCall, quoted: ToolCall, is_thought: bool
 ) -> None:
     """Also behind a thought that quotes a call, whose texts close no thought."""
@@ -282,7 +284,7 @@ PLAIN = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(value=PLAIN, is_thought=st.booleans())
 @example(value='</think><atem:parameter name="x">', is_thought=True)
-def test_a_value_in_tags_is_read_as_it_is_or_malformed(
+def test_a_tagged_value_is_read_unchanged_or_reported_as_malformed(
     style: str, form: str, value: str, is_thought: bool
 ) -> None:
     """Never as another one; closing tags of an argument cannot be told from its end."""
@@ -347,7 +349,7 @@ def test_no_text_makes_a_parser_raise(text: str) -> None:
         ("atem", '<atem:invoke name="search">{}</atem:invoke>'),
     ],
 )
-def test_openings_that_nothing_closes_are_searched_once(style: str, text: str) -> None:
+def test_unclosed_openings_are_searched_once(style: str, text: str) -> None:
     """Each of them to the end of the text would take minutes, more than a test may."""
     for opening in (
         "<parameter=a>",

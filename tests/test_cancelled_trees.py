@@ -108,7 +108,7 @@ async def one(make: Any, plan: RolloutPlan, *at: int) -> int:
     "plan",
     [Independent(2), AlwaysFork(3), Uniform(3, 1), Uniform(3, 1, keep_forks=1), Spread(3, 1)],
 )
-def test_nothing_is_left_open(make: Any, plan: RolloutPlan) -> None:
+def test_a_tree_cancelled_twice_leaves_nothing_open(make: Any, plan: RolloutPlan) -> None:
     num = run_virtual(one(make, plan))
     assert num > 10
     for first in range(1, num, 3):

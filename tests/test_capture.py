@@ -170,7 +170,7 @@ def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     assert places(other) == places(own)
 
 
-def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -> None:
+def test_a_failed_step_is_repeated_by_a_replayed_program() -> None:
     """The calls before are answered with the same actions."""
     failed: list[ProgramEnv] = []
 
@@ -189,7 +189,7 @@ def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -
     assert places(tree) == places(grown(CountingEnv))
 
 
-def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
+def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
     """Side contexts are no places that are there twice."""
 
     async def grow() -> tuple[TrajectoryTree, TrajectoryTree]:
@@ -327,7 +327,7 @@ ALTERED: dict[str, Callable[[Json], Json]] = {
 
 
 @pytest.mark.parametrize("cause", ALTERED)
-def test_an_altered_message_never_stands_for_sampled_tokens(cause: str) -> None:
+def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> None:
     tree = captured(altering(ALTERED[cause]), calling)
     root, first, context, last = tree.nodes
     assert context.parent is None
@@ -341,7 +341,7 @@ def test_an_altered_message_never_stands_for_sampled_tokens(cause: str) -> None:
     }  # fmt: skip
 
 
-def test_an_unchanged_message_stands_for_its_tokens() -> None:
+def test_an_unchanged_message_is_mapped_to_its_tokens() -> None:
     tree = captured(altering(lambda message: dict(reversed(message.items()))), calling)
     assert [node.parent for node in tree.nodes] == [None, 0, 1]
     assert not tree.is_captured
@@ -379,7 +379,7 @@ def test_arguments_are_served_as_the_client_writes_json(
     assert not tree.is_captured
 
 
-def test_thoughts_in_the_text_come_back_from_a_program_that_drops_them() -> None:
+def test_thoughts_in_the_text_are_restored_if_a_program_drops_them() -> None:
     class InText(ProgramEnv):
         thoughts = "text"
 
@@ -484,7 +484,7 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     )
 
 
-def test_calls_that_come_at_once_are_replayed_in_whatever_order_they_come() -> None:
+def test_concurrent_calls_are_replayed_in_any_order() -> None:
     """Each gets its own answer, and what follows extends the right turn, to the token."""
     runs = iter(range(100))
 
@@ -522,7 +522,7 @@ class Forks(ForkOnce):
         return 1
 
 
-def test_an_altered_context_is_a_place_to_fork() -> None:
+def test_an_altered_context_can_be_forked() -> None:
     """As much as one that goes on token for token; so is a message of the user in its middle."""
     for role in ("tool", "user"):
 
@@ -547,7 +547,7 @@ def test_an_altered_context_is_a_place_to_fork() -> None:
         encoded_right(tree, credit)
 
 
-def test_what_a_program_asks_of_a_turn_is_done() -> None:
+def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
     """Its stop strings and its limit of tokens; the turn goes back as it was served."""
 
     async def program(client: Client) -> float:
@@ -569,7 +569,7 @@ def test_what_a_program_asks_of_a_turn_is_done() -> None:
     assert [node.observation_ids[0] for node in tree.nodes[1:3]] == [0, 0], "the end of the turn"
 
 
-def test_what_a_program_asks_passes_between_processes() -> None:
+def test_the_next_turn_of_a_program_passes_between_processes() -> None:
     """As environments in processes of their own give it."""
     then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
     info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
@@ -647,7 +647,7 @@ def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["tags", "native"])
-def test_damaged_calls_of_programs_end_with_the_right_name(protocol: str) -> None:
+def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
     """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""
     tokenizer, seen, rng = make_tokenizer(QWEN3), Counter[str](), Random(5)
     renderer = NativeRenderer(tokenizer) if protocol == "native" else None

@@ -67,7 +67,7 @@ def test_a_stream_resumes_at_any_position(
 
 @pytest.mark.slow
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
-def test_no_part_gets_far_from_its_share(weights: list[float]) -> None:
+def test_no_part_deviates_far_from_its_share(weights: list[float]) -> None:
     pattern = TaskMix([part("a", 1) for _ in weights], weights).pattern
     shares = [weight / sum(weights) for weight in weights]
     counts = [0] * len(weights)

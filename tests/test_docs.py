@@ -177,7 +177,7 @@ def lines() -> Iterator[Line]:
                 yield Line(f"{block.place} {found[1]}", found[1], words)
 
 
-def test_there_are_blocks_and_commands() -> None:
+def test_the_docs_have_blocks_and_commands() -> None:
     assert len(list(blocks("toml"))) >= 16
     assert len(list(blocks("python"))) >= 6
     assert len(list(lines())) >= 60
@@ -198,7 +198,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_command_lines_are_taken_by_their_launcher() -> None:
+def test_command_lines_are_accepted_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
         module = importlib.import_module(f"agentenv.launchers.{launcher.replace('-', '_')}")
@@ -268,7 +268,7 @@ def test_keys_that_pages_name_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,

@@ -44,7 +44,7 @@ async def beside(tokenizer: Any) -> AsyncIterator[TagRenderer]:
         yield renderer
 
 
-async def test_ids_are_those_of_the_tokenizer(beside: TagRenderer, tokenizer: Any) -> None:
+async def test_ids_equal_those_of_the_tokenizer(beside: TagRenderer, tokenizer: Any) -> None:
     here = TagRenderer(tokenizer)
     calls: list[str] = []
 
@@ -61,7 +61,7 @@ async def test_ids_are_those_of_the_tokenizer(beside: TagRenderer, tokenizer: An
     assert beside.num_cut == here.num_cut == 4
 
 
-async def test_a_text_of_megabytes_costs_no_more_than_what_is_kept_of_it(
+async def test_only_the_kept_part_of_a_huge_text_is_encoded(
     beside: TagRenderer,
 ) -> None:
     huge = [Message("tool", "xyz " * 1_500_000)]
@@ -120,7 +120,7 @@ async def hang(renderer: TagRenderer, seconds: float) -> None:
     os.kill(worker_of(renderer), signal.SIGSTOP)
 
 
-async def test_a_process_that_hangs_starts_again_and_texts_are_encoded_here_until_then(
+async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_meanwhile(
     beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts that were lost together are one loss."""
@@ -142,7 +142,7 @@ async def test_a_process_that_hangs_starts_again_and_texts_are_encoded_here_unti
     await beside.encoder.close()
 
 
-async def test_a_process_that_fails_three_times_in_a_row_is_done_without(
+async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
     beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has answered in between was none of them."""
@@ -165,7 +165,7 @@ async def test_a_process_that_fails_three_times_in_a_row_is_done_without(
     await beside.encoder.close()
 
 
-async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
+async def test_closing_ends_the_process_and_pending_requests(tokenizer: Any) -> None:
     one = Encoder(tokenizer)
     await one.encode("begin")
     assert one._pool is not None
@@ -182,7 +182,7 @@ async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> Non
         await one.encode("late")
 
 
-async def test_a_tokenizer_of_another_kind_stays_here() -> None:
+async def test_an_unsupported_tokenizer_encodes_in_this_process() -> None:
     class Plain:
         all_special_tokens = ()
         eos_token_id = 0
@@ -195,14 +195,14 @@ async def test_a_tokenizer_of_another_kind_stays_here() -> None:
 
 
 @given(ids=st.lists(st.integers(0, 700), max_size=30))
-def test_texts_of_ids_are_those_of_the_tokenizer(tokenizer: Any, ids: list[int]) -> None:
+def test_decoded_texts_equal_those_of_the_tokenizer(tokenizer: Any, ids: list[int]) -> None:
     """Special tokens, ids that mean nothing, and halves of characters among them."""
     keys = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     assert len(tokenizer) < 700
     assert decoder(tokenizer)(ids) == tokenizer.decode(ids, **keys)
 
 
-def test_texts_of_characters_that_are_cut_are_those_of_the_tokenizer(tokenizer: Any) -> None:
+def test_decoded_texts_of_split_characters_equal_those_of_the_tokenizer(tokenizer: Any) -> None:
     ids = [token for text in TEXTS for token in tokenizer.encode(text[:200])]
     for start in range(len(ids)):
         part = ids[start : start + 5]

@@ -39,7 +39,7 @@ def test_a_window_weighs_positions_by_their_turns() -> None:
     assert math.isnan(entropy_profile([]).start.window(20))
 
 
-def test_rows_are_a_table_of_all_curves() -> None:
+def test_the_rows_of_a_profile_contain_all_curves() -> None:
     rows = entropy_profile([make_tree()]).rows()
     assert {row["curve"] for row in rows} == {
         "start",

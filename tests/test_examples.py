@@ -72,7 +72,7 @@ def parts(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None:
+def test_demonstrations_are_right_and_giving_up_has_no_reward(name: str) -> None:
     env, world = parts(name)
     rows = [world.question(Random(f"{kind} {n}"), kind) for kind in world.KINDS for n in range(5)]
     solved = demonstrate(env, rows, world.solve)
@@ -81,7 +81,7 @@ def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_the_time_of_a_trajectory_stands_beside_the_work_that_it_is_for(name: str) -> None:
+def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> None:
     """So many tokens at a speed, within the seconds."""
     text = (ROOT / "examples" / name / "train.toml").read_text()
     limits = tomllib.loads(text)["limits"]
@@ -130,7 +130,7 @@ async def test_an_order_in_a_fork_leaves_the_shop_of_its_parent() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENVS)
-def test_it_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
+def test_an_example_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
     from tests.support.rank_here import rank_here  # loads torch
 
     config = str(ROOT / "examples" / name / "train.toml")

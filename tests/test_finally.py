@@ -85,7 +85,7 @@ def lost_in(source: str) -> list[str]:
     return found
 
 
-def test_nothing_stands_behind_an_await_at_the_end_of_a_coroutine() -> None:
+def test_no_statement_follows_an_await_in_a_finally_block() -> None:
     found = [
         f"{path.relative_to(ROOT)} {one}"
         for package in PACKAGES
@@ -112,7 +112,7 @@ def test_nothing_stands_behind_an_await_at_the_end_of_a_coroutine() -> None:
         "        del held[key]",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     assert len(lost_in(f"async def f():\n    try:\n        await work()\n    {planted}\n")) == 1
 
 
@@ -126,5 +126,5 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "finally:\n        task.add_done_callback(lambda task: held.pop(key))",
     ],
 )
-def test_the_walk_knows_what_is_safe(safe: str) -> None:
+def test_the_walk_accepts_safe_code(safe: str) -> None:
     assert lost_in(f"async def f():\n    try:\n        await work()\n    {safe}\n") == []

@@ -224,7 +224,7 @@ def answering(body: bytes) -> Any:
 
 @fuzzed(0.4)
 @given(damaged_json(CHAT))
-async def test_models_that_are_asked(body: bytes) -> None:
+async def test_replies_of_helper_models(body: bytes) -> None:
     config = {"url": "http://x/v1", "model": "m", "num_retries": 0}
     judge = Judge(JudgeConfig(**config))
     summarizer = Summarizer(SummarizerConfig(**config), ResultCache())

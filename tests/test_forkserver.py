@@ -57,7 +57,7 @@ def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
 
 
 @pytest.mark.parametrize(("word", "status"), [("end", 3), ("die", -signal.SIGKILL)])
-def test_it_ends_as_the_fork_does(start: Start, word: str, status: int) -> None:
+def test_the_program_ends_with_the_status_of_the_fork(start: Start, word: str, status: int) -> None:
     with start("-u", "-m", "forked", word, "more") as process:
         assert process.stdout is not None
         pid, *words = process.stdout.read().split()
@@ -67,7 +67,7 @@ def test_it_ends_as_the_fork_does(start: Start, word: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_fork_ends_with_it(start: Start, number: int) -> None:
+def test_a_signal_to_the_program_ends_the_fork(start: Start, number: int) -> None:
     with start("-m", "forked", "wait") as process:
         fork, _ = told(process)
         process.send_signal(number)
@@ -75,7 +75,7 @@ def test_the_fork_ends_with_it(start: Start, number: int) -> None:
         assert process.wait(30) == -number
 
 
-def test_all_else_python_itself_runs(start: Start) -> None:
+def test_other_commands_are_run_by_python_itself(start: Start) -> None:
     with start("-c", "import os; print(os.getpid())") as process:
         assert process.stdout is not None
         assert int(process.stdout.read()) == process.pid

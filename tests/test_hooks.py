@@ -72,7 +72,7 @@ class TurnedBack(RolloutHooks):
         return False
 
 
-def test_a_branch_goes_on_from_where_hooks_moved_it() -> None:
+def test_a_branch_continues_where_hooks_moved_it() -> None:
     actor = make_actor()
     actor.make_hooks = TurnedBack
     tree = rollout(actor, Independent(1))
@@ -103,7 +103,7 @@ class Watching(RolloutHooks):
         self.ended.append(branch.name)
 
 
-def test_hooks_are_called_at_every_end_also_of_a_cancelled_branch() -> None:
+def test_hooks_are_called_at_every_end_including_cancellation() -> None:
     actor = make_actor(limits=Limits(max_turns=1))
     ended: list[str] = []
     Watching.ended = ended

@@ -173,7 +173,7 @@ def done(bin: Path, folder: Path, *words: str, **variables: str) -> str:
 # The wheel, and its base installation.
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_none_beside(wheel: Path) -> None:
+def test_the_wheel_has_exactly_the_files_of_the_packages(wheel: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "agentenv", *PACKAGES], cwd=ROOT, capture_output=True, check=True
     )
@@ -188,7 +188,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_none_beside(wheel: Path)
     assert held == there
 
 
-def test_the_base_installation_has_none_of_the_training(base: Path, tmp_path: Path) -> None:
+def test_the_base_installation_has_no_training_packages(base: Path, tmp_path: Path) -> None:
     code = f"import importlib.util as u; print([n for n in {HEAVY} if u.find_spec(n)])"
     assert done(base, tmp_path, "python", "-c", code).strip() == "[]"
 
@@ -220,7 +220,7 @@ def test_each_command_shows_its_help_on_the_base_installation(base: Path, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_command_names_the_extra_that_it_lacks(
+def test_a_command_names_its_missing_extra(
     base: Path, tmp_path: Path, wheel: Path, command: str
 ) -> None:
     """And how to get it: from the wheel that is installed."""
@@ -326,7 +326,7 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
     assert "success on dev" not in said, "there is nothing to show"
 
 
-def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> None:
+def test_the_error_of_a_former_import_path_names_the_new_one(full: Path, user: Path) -> None:
     """Of a module that the user's own package of that name does not have."""
     text = "from envs.qa_grader import QAGraderEnv\n"
     (user / "older.py").write_text(text, encoding="utf-8")

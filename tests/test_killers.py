@@ -127,7 +127,7 @@ KINDS = [("make", 0.0), ("reset", 0.0), ("reset", 0.02), ("reset", 0.2), ("step"
 @pytest.mark.parametrize("names", ["a", "ab"])
 @pytest.mark.parametrize(("where", "delay_s"), KINDS)
 @pytest.mark.parametrize("latency_s", [0.01, 10.0])
-def test_a_tree_that_is_given_up_kills_no_worker_any_more(
+def test_a_cancelled_tree_kills_no_more_workers(
     where: str, delay_s: float, names: str, latency_s: float
 ) -> None:
     """Which it would do for ever, and every other tree comes to its end."""
@@ -156,7 +156,7 @@ def test_a_tree_that_is_given_up_kills_no_worker_any_more(
 
 @pytest.mark.parametrize("where", ["make", "reset", "step"])
 @pytest.mark.parametrize("num_before", [1, TRIALS - 1, TRIALS, TRIALS + 1])
-def test_the_journal_remembers_what_a_tree_has_killed(
+def test_the_journal_records_the_workers_killed_by_a_tree(
     where: str, num_before: int, tmp_path: Path
 ) -> None:
     """A controller that ends after so many losses, and the next one, lose no more together."""
@@ -223,7 +223,7 @@ def test_the_journal_remembers_what_a_tree_has_killed(
     assert run_virtual(goes_back()) == 0
 
 
-def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> None:
+def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
     def journal() -> Journal:
         return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
 
@@ -250,7 +250,7 @@ def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("begins_s", [None, 0.0, 25.0], ids=["never began", "begins", "goes on"])
-def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
+def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     begins_s: float | None, tmp_path: Path
 ) -> None:
     async def main() -> tuple[TrajectoryTree, Any, int]:
@@ -287,7 +287,7 @@ def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
     assert grown(recorded.tree) == grown(tree)
 
 
-def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
+def test_a_tree_queued_after_a_poison_task_ends_when_cancelled() -> None:
     async def main() -> None:
         cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
         for name in "ab":
@@ -307,7 +307,7 @@ def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
     run_virtual(main())
 
 
-def test_a_cancelled_tree_takes_no_turn_from_those_that_wait_behind_it() -> None:
+def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> None:
     """The suspect that is tried and the next in line are cancelled at once."""
 
     async def main() -> None:

@@ -168,7 +168,7 @@ def test_no_coroutine_waits_for_a_disk() -> None:
         "if path.exists():\n        await work()",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     tree = ast.parse(
         f"async def f():\n    {planted}\ndef helper(path):\n    return path.stat().st_size\n"
     )
@@ -184,6 +184,6 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "await in_thread(lambda: path.stat())",
     ],
 )
-def test_the_walk_knows_what_is_safe(safe: str) -> None:
+def test_the_walk_accepts_safe_code(safe: str) -> None:
     tree = ast.parse(f"async def f():\n    {safe}\n")
     assert list(on_loop(tree, reaching([tree]))) == []

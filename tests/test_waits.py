@@ -263,7 +263,7 @@ def test_every_wait_for_something_outside_has_a_deadline() -> None:
         "item = queue.get()",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     assert len(waits_in(f"async def f():\n    {planted}\n")) == 1
 
 
@@ -282,5 +282,5 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "await in_thread(len, '')",
     ],
 )
-def test_the_walk_knows_a_deadline(bounded: str) -> None:
+def test_the_walk_recognizes_a_deadline(bounded: str) -> None:
     assert waits_in(f"async def f():\n    {bounded}\n") == []

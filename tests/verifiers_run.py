@@ -156,7 +156,7 @@ async def played(task: Task, turns: Turns) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
+def test_a_package_is_graded_like_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
     (line, name), (role, args, turns_of) = case.split(), CASES[case]
     python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
     asked = {"name": name, "folder": folder, "args": args, "role": role}
