@@ -57,7 +57,7 @@ def short(warehouse: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """What a run may change in its process."""
+    """The process state that a run may change."""
     return {
         "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
         "handlers": list(logging.getLogger().handlers),
@@ -249,7 +249,7 @@ def test_shared_resources_of_the_caller_stay_open(warehouse: Path, tmp_path: Pat
 
 
 def interrupting(prompt: str, rng: Random) -> str:
-    """A policy in whose second update somebody presses the stop button."""
+    """A policy that interrupts the process in its second update."""
     from tests.support.warehouse import warehouse_turn
 
     if next(calls) == 60:

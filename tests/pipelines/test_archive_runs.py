@@ -1,4 +1,4 @@
-"""What a run keeps of its trees."""
+"""The archive of the trees of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of rewards: what is graded again, against its gold and another one, and jumps."""
+"""The audit of rewards: regrading against the gold and against another one, and jumps."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def audited(run: Path) -> dict[str, CheckResult]:
 
 
 class Other:
-    """ExactMatch, but for what `change` makes of its grade."""
+    """ExactMatch with grades altered by `change`."""
 
     def __init__(self, inner: Any, change: Any) -> None:
         self.inner, self.change = inner, change

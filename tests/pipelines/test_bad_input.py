@@ -74,7 +74,7 @@ def test_a_mistake_in_the_configuration(
 ) -> None:
     name = f"run.name=bad-{abs(hash(override))}"
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
-    # nothing is left that would be in the way of the next try
+    # no leftovers block the next attempt
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the trees of a step: each is credited once, and counted once."""
+"""The trees of a step: each is credited once and counted once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
 
 
 def trees() -> list[TrajectoryTree]:
-    """Two to train, one whose returns are equal, one whose leaves failed."""
+    """Two trees to train, one with equal returns, one whose leaves failed."""
     grown = [random_tree(Random(i), index=i, num_leaves=5) for i in range(4)]
     for node in grown[2].nodes:
         node.reward = 0.0
@@ -202,7 +202,7 @@ def course(*means: float) -> list[float]:
     [
         (course(1.2, 0.49, 0.45, 0.44, 0.44, 0.44), 0.02, "stays at 0.4"),
         (course(1.2, 0.60, 0.46, 0.38, 0.33, 0.3), 0.02, ""),
-        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it has learned what it can
+        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it can learn no more
         (course(1.2, 0.06, 0.05, 0.05, 0.05, 0.05), 0.4, ""),
         (course(1.2, 0.5, 0.6, 0.8, 1.1, 1.4), 0.0, "too high"),
         ([*course(1.2, 0.5), math.nan], 0.0, "not finite"),
@@ -221,7 +221,7 @@ def test_an_unsuitable_rate_of_the_cold_start_shows_in_its_loss(
 
 
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:
-    """Though refilling asks before, accounting afterwards, and the learner encodes."""
+    """Although refilling needs it before, accounting afterward, and the learner encodes it."""
     credit_calls.clear()
     ours, delivered = builder(Counting(group_size=4)), trees()
     assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
@@ -316,7 +316,7 @@ def masked() -> list[TrajectoryTree]:
 
 
 def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that trains a tree begins the count again; what goes wrong is said once, at once."""
+    """A step that trains a tree resets the count; each problem is reported once, immediately."""
     ours = builder(ARPO(group_size=4))
     ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
     for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):

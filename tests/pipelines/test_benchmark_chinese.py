@@ -49,7 +49,7 @@ async def test_an_xbench_set_is_evaluated_in_chinese_and_scored(
 
 @pytest.mark.slow
 async def test_the_same_policy_fails_with_the_english_prompt(tmp_path: Path) -> None:
-    """So the score above says that the prompt did arrive."""
+    """Therefore the score above shows that the prompt reached the policy."""
     corpus, questions = write_world(tmp_path)
     tasks = load_benchmark("xbench", questions)
     keys = benchmark("xbench").usual_keys({}) | {"prompt": {"template": "search+python"}}

@@ -1,4 +1,4 @@
-"""The shipped evaluations: every benchmark of the papers, asked as published."""
+"""The shipped evaluations: every benchmark of the papers with its published settings."""
 
 from __future__ import annotations
 

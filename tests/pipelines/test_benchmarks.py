@@ -189,12 +189,12 @@ def test_the_decoding_is_the_published_one() -> None:
     assert encrypt("abc", "\x01\x02") == "YGBi"
 
 
-# how they are asked
+# settings of their environment
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 async def test_the_usual_keys_make_its_environment(name: str) -> None:
-    """Whatever the kind, there are search and Python, each within its calls."""
+    """Every kind has search and Python, each with its limit of calls."""
     spec = BENCHMARKS[name]
     keys = spec.usual_keys({})
     env = build_config(EnvConfig, keys["env"], name)

@@ -1,4 +1,4 @@
-"""What is learned of a dialogue, token by token, and that it is what a rollout would hold."""
+"""The trained tokens of a dialogue, which equal those of a rollout."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ register("me/Lacking-v0", "lacking_env:LackingEnv")
 async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_failure(
     warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An environment that cannot be made: the doctor looks on, and has a summary."""
+    """An environment that cannot be created: the doctor continues and prints a summary."""
     (tmp_path / "lacking_env.py").write_text(LACKING)
     monkeypatch.syspath_prepend(tmp_path)
     results = await found(warehouse, tmp_path, ["env.module=lacking_env", "env.id=me/Lacking-v0"])
@@ -116,7 +116,7 @@ async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
 
 
 class Radio(StatelessTool):
-    """What it hears cannot be heard again."""
+    """Its state cannot be replayed."""
 
     name, description, fork_mode = "radio", "Listens.", "none"
     schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}

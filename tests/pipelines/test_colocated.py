@@ -88,7 +88,7 @@ def test_two_updates_in_turns(config: Path) -> None:
 
 
 class Log:
-    """Engine and learner that write down who is asked for what, and refuse what overlaps."""
+    """Engine and learner that log their calls and refuse overlapping ones."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -130,7 +130,7 @@ async def test_the_device_has_one_owner_at_a_time_and_switches_only_on_demand() 
     async with shared.turn():
         await shared.release()
         await engine.wake()  # with other weights
-        async with learner.turn():  # the learner is asked once more
+        async with learner.turn():  # the learner is requested again
             assert shared.owner == "learner"
     assert log.calls == handed + handed + handed
     with pytest.raises(RuntimeError, match="mine"):

@@ -1,4 +1,4 @@
-"""What each configuration resolves to: grader, tools, prompt and search, as a table.
+"""The resolved values of each configuration: grader, tools, prompt and search, as a table.
 
 `pytest -s` prints it.
 """

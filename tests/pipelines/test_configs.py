@@ -192,7 +192,7 @@ def test_a_step_of_preferences(small: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("here")
 def test_a_round_of_the_self_critic(small: Path) -> None:
-    """By the command of docs/reproduce.md, then preferences are trained on the pairs it leaves."""
+    """With the command of docs/reproduce.md; then preferences are trained on its pairs."""
     few = ("self_critic.num_questions=6", f"prompt.template={small}/rl.jsonl")
     few += ("self_critic.threshold=0",)  # the right form alone: so small a model is hardly right
     own = ("run.name=critic", f"eval.sets.test.path={small}/rl.jsonl", "eval.sets.test.max_tasks=2")

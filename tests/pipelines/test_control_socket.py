@@ -1,4 +1,4 @@
-"""The socket of launchers/ctl.py: who gets in, what it bears, and what a killed process leaves."""
+"""The socket of launchers/ctl.py: access, robustness, and the socket left by a killed process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) 
 
 
 def said(run: Path, data: bytes) -> bytes:
-    """What comes back for these bytes."""
+    """The reply to these bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         with short_path(run) as path:
@@ -278,7 +278,7 @@ def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFix
 def test_an_interrupted_command_reports_that_the_run_continues(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C, while a run that is deaf is asked."""
+    """Ctrl-C during a request to a run that does not reply."""
     (run / "ctl").mkdir()
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(run / "ctl" / "socket"))

@@ -1,4 +1,5 @@
-"""Rows of dialogues: every form gives the same messages, and bad rows say what is wrong."""
+"""Rows of dialogues: every form yields the same messages, and the errors of bad rows name the
+fault."""
 
 from __future__ import annotations
 

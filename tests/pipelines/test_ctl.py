@@ -1,4 +1,4 @@
-"""launchers/ctl.py against a run that goes on, a process as users start it."""
+"""launchers/ctl.py against a live run, a process started like one of a user."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
         assert (status["phase"], status["pid"]) == ("RL", process.pid)
         assert 0 < status["trees"]["in_flight"] <= status["queue"]["capacity"]
 
-        # what rollouts wait for, since when; texts only where they are asked for
+        # waits of rollouts with their start; texts only on request
         wait = asked.until("why", holds=stuck)
         assert wait["longest_s"] >= 0
         assert wait["since"]
@@ -126,10 +126,10 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
             assert any("<stock>" in (one["text"] or "") for one in text["branches"])
         assert "the tool 'stock'" in " ".join(asked.shown("why").split())
 
-        # pause: nothing begins; a checkpoint and an evaluation work meanwhile
+        # pause: nothing starts; meanwhile a checkpoint and an evaluation work
         asked("pause")
         assert asked("pause")["lines"] == ["the run is already paused"]
-        path = Path(asked("checkpoint")["facts"]["path"])  # behind the update that went on
+        path = Path(asked("checkpoint")["facts"]["path"])  # after the update in progress
         before = asked("status")
         assert before["is_paused"]
         assert (path / "state.json").is_file()
@@ -158,7 +158,7 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
     for command in ("pause", "resume", "cancel", "checkpoint", "evaluate"):
         assert f"agentenv ctl {command}: " in log
 
-    assert ctl.main([str(run)]) == 1  # what it has left tells whom it was of
+    assert ctl.main([str(run)]) == 1  # its files name their owner
     assert "was killed" in capsys.readouterr().err
     # an earlier version kept keys that were changed in flight
     change = {"time": "noon", "command": "set", "facts": {"values": {"limits.max_seconds": 5}}}
@@ -184,7 +184,7 @@ def test_trees_in_workers_are_reachable_except_for_their_texts(
             return None
 
         def asks(*arguments: object) -> Any:
-            """The reply; none about a tree that is not in flight any more."""
+            """The reply; None for a tree that is no longer in flight."""
             if ctl.main([str(run), *map(str, arguments), "--json"]) == 0:
                 return json.loads(capsys.readouterr().out)
             return capsys.readouterr() and None

@@ -199,7 +199,7 @@ def test_a_fault_of_the_configuration_fails_exactly_its_check(
     found = examined(monkeypatch, warehouse, fault)
     assert failed(list(found.values())) == [expected]
     assert remedy in found[expected].remedy
-    for one in found.values():  # what it is in the way of says so
+    for one in found.values():  # checks that depend on it name it
         if one.state == "skipped" and "needs" in one.message:
             assert one.message == f"needs {expected!r}, which failed"
 
@@ -233,7 +233,7 @@ def test_a_fault_of_a_part_fails_exactly_its_check(
 
 
 class Grades:
-    """A grader that finds right what `right` says of the gold and the answer."""
+    """A grader that accepts an answer if `right` does for gold and answer."""
 
     def __init__(self, right: Any) -> None:
         self.right = right

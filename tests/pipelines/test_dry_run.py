@@ -1,4 +1,4 @@
-"""--dry-run: what it prints, and what it refuses."""
+"""--dry-run: its output and its errors."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_gpu_suited_to_vllm_is_named(
         train.main([config, f"model.path={tmp_path}/model", "--dry-run", *arguments])
         return capsys.readouterr().out.count("faster on a GPU than the embedded engine")
 
-    assert hints("--gpus", "1") == 0  # there is no vLLM
+    assert hints("--gpus", "1") == 0  # vLLM is not installed
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()

@@ -1,4 +1,4 @@
-"""--dry-run reads what is here: rows, a prompt, a gold; and a refused run leaves nothing behind."""
+"""--dry-run reads available rows, a prompt and a gold; and a refused run leaves no files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever ends a run, what it has learned is saved first, and state and weights of a checkpoint
-belong together. Runs are whole ones, by their command, with a rank that computes nothing."""
+"""Any end of a run saves its progress first, and state and weights of a checkpoint belong together.
+Runs are whole ones, started by their command, with a rank that computes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUM_STEPS = 4
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ToyRank]]:
-    """The class of the learner's ranks; what a test sets on it is taken back."""
+    """The class of the learner's ranks; attributes set by a test are restored."""
     monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
     monkeypatch.setattr(Recorder, "draw", lambda self: [])  # most of a run's CPU time here
     with toy_ranks() as found:
@@ -63,8 +63,8 @@ def arguments(warehouse: Path, name: str, *overrides: str) -> list[str]:
 
 
 def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
-    """Its step and its state; the weights, and the learner's state beside, are those of the step:
-    an update a step, since the script leaves no group with equal returns."""
+    """The step and the state of the last checkpoint. Its weights and learner state are those of the
+    step: one update per step, since the script leaves no group with equal returns."""
     path = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
     state = json.loads((path / "state.json").read_text())
     ledger = state["ledger"]
@@ -118,14 +118,14 @@ def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *over
     assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
 
 
-# Where a signal comes: the command of the learner that is at work and which of its kind, or what
-# else goes on; and the step that is saved then, which is the one before where a step is not done.
+# Moments of a signal: the current command of the learner and its number, or another activity; and
+# the step that is then saved, which is the previous one if the step is incomplete.
 POINTS = {
     "rollout": 1,
     "ScoreSequences 3": 3,  # the parity of step 2, in step 3; the first: of the start
     "Update 3": 3,
     "Publish 2": 2,
-    "evaluation": 2,  # that of step 2, and it is taken up
+    "evaluation": 2,  # that of step 2, which is continued
     "Export 2": 2,  # of the checkpoint of step 2; the first is that of step 0
     "Save 2": 2,
     "archive 2": 2,  # the trees of step 2 are written
@@ -275,7 +275,7 @@ def test_the_journal_records_trained_trees_before_a_checkpoint_does(
 def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
-    """The evaluation was done, and had not been looked at."""
+    """The evaluation had finished but had not been processed."""
     replace = evaluations.replace_folder
 
     def replacing(partial: Path, folder: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Pa
     keys = (BEST, "train.stop_at=0.01")
     run = warehouse.parent / "runs" / "reached"
     assert train.main(arguments(warehouse, "reached", *keys)) == 0
-    for _ in range(2):  # a resumed run knows the value
+    for _ in range(2):  # a resumed run restores the value
         assert last_checkpoint(run)[0] == 2
         evaluated = {path.name for path in (run / "eval").iterdir()}
         assert evaluated == {"after_rl", "before_sft", "step-000002"}
@@ -311,7 +311,7 @@ def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Pa
     assert last_checkpoint(run)[0] == NUM_STEPS
 
 
-# What else ends a run: what is replaced, the exit code, what is said, and the step that is saved.
+# Other ends of a run: the replacement, the exit code, the message, and the saved step.
 
 
 def dying(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
-    """Also one in what is told of a step: its weights are whole."""
+    """Also a bug in the report of a step: its weights are whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ExceptionGroup):
@@ -548,7 +548,7 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of any kind, also what an environment calls its own failure."""
+    """Failures of any kind, including those that an environment raises itself."""
     monkeypatch.setattr(FunctionTool, "call", crashing(EnvError("shelf 7 is locked"), 2))
     given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
     given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
@@ -585,8 +585,8 @@ def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Though it calls that the policy's fault (404), and at once where it knows better (401). Also
-    trees in flight are rolled out again."""
+    """Although the tool blames the policy (404), or immediately if the status is clear (401). Trees
+    in flight are rolled out again, too."""
     numbers, is_mended = count(1), False
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
@@ -620,7 +620,7 @@ COLD_START = [
     "sft.stages=[{num_steps=4,batch_size=1}]",
 ]
 
-# Before the updates, and the checkpoint that is there then.
+# Before the updates, and the checkpoint of that moment.
 COLD_POINTS = {
     "Init 1": "",
     "before_sft": "",
@@ -714,7 +714,7 @@ def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also one on an engine of its own: the training meets what its trajectories failed of."""
+    """Also an evaluation on a separate engine: its failures are raised in training."""
     asked_at_step_2(monkeypatch, break_down)
     assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
     told = (
@@ -754,19 +754,20 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]
 
 
-# What takes long starts beside what is looked at before.
+# Slow parts start in parallel to the checks before them.
 
 
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - no event tells of it
+        while not holds():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
 
 
 def test_learner_and_engine_start_during_the_checks(
     warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks of a new run, which import for seconds; of one that goes on the weights, too."""
+    """The ranks of a new run, whose imports take seconds; the ranks of a resumed run load weights,
+    too."""
     renderers, commands = TrainingAssembly.renderers, list[str]()
     is_there: Callable[[], object] = lambda: ToyRank.alive  # noqa: E731
 

@@ -1,4 +1,4 @@
-"""Environments that compute live in processes of their own, and no environment notices."""
+"""Environments that compute run in separate processes, with the same results."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_errors_of_environment_processes_are_reported_before_the_run(
 def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is the only one of its process; the run goes on."""
+    """If it is the only environment of its process; the run continues."""
     flag = warehouse.parent / "endless"
     endless = f"if not os.path.exists({str(flag)!r}):\n            open({str(flag)!r}, 'x')"
     endless += "\n            while True:\n                pass\n        end = "

@@ -1,4 +1,4 @@
-"""The keys of tools, prompt and renderer, from the command line to what the policy reads."""
+"""The keys of tools, prompt and renderer, from the command line to the context of the policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentenv.launchers import evaluate, train
 
 
 def insistent(prompt: str, rng: Random) -> str:
-    """Asks twice for what it knows, then says what it was told."""
+    """Calls twice for a known item, then answers with the result."""
     if prompt.count("<result>") < 2:
         return "<think>look</think><stock>bolts</stock>"
     return "<think>done</think><answer>1240</answer>"

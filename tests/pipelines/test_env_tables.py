@@ -1,5 +1,5 @@
-"""[python], [search], [grader] and [env.variants.NAME]: to every environment that reads them, and
-refused where none does."""
+"""[python], [search], [grader] and [env.variants.NAME] reach every environment that reads them and
+are refused otherwise."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def maker(env: dict[str, Any], run: Path = Path("runs/x"), **tables: Any) -> Env
 
 
 def test_every_registered_environment_has_a_test() -> None:
-    """But for programs and environments of others, which have test files of their own."""
+    """Except programs and external environments, which have their own test files."""
     ids = {env_id for env_id in agentenv.env_ids() if env_id.startswith("agentenv/")}
     apart = {"agentenv/Program-v0", "agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
     assert ids - apart == {*READS}

@@ -1,4 +1,4 @@
-"""An evaluation in its directory: what is stored, its sets of questions, what is refused."""
+"""An evaluation in its directory: stored files, its sets of questions, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of before stay as they are; with a token that is accepted the same command goes on."""
+    """Earlier rows stay unchanged; with an accepted token the same command continues."""
     assert run("out", "--n", "2") == 0
     before = texts(tmp_path / "out")
     capsys.readouterr()

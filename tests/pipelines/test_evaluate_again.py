@@ -1,4 +1,4 @@
-"""A second command over an evaluation: what it asks again, and when it is refused."""
+"""A second command over an evaluation: which trajectories it repeats, and when it is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_repeated_command_sends_no_requests(run: Run, tmp_path: Path, asked: l
 def test_more_samples_and_questions_reuse_stored_trajectories(
     run: Run, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fewer ask nothing, and it is said that the report is over more."""
+    """Fewer questions send no requests, and the larger extent of the report is shown."""
     assert run("out", "--n", "4") == 0
     first = texts(tmp_path / "out")
     assert run("out", "--n", "6", "num_samples=4", "concurrency=3") == 0
@@ -114,7 +114,7 @@ def test_failures_do_not_count_as_wrong_and_are_retried(
 def test_an_evaluation_in_which_everything_fails_stops(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is stored of it is asked again."""
+    """Its stored trajectories are evaluated again."""
     broken[0] = 1
     keys = ("num_samples=20", "concurrency=4", "limits.max_failures=0", "limits.max_turn_retries=0")
     assert run("out", *keys) == 1

@@ -89,7 +89,8 @@ def test_the_tag_protocol_with_results_as_user_turns(run: Evaluate, rows: Any) -
 def test_the_prompt_of_an_endpoint_lists_the_tools(
     run: Evaluate, keys: tuple[str, ...], is_described: bool
 ) -> None:
-    """A model behind an endpoint was not trained on our tags; a prompt without tools stays so."""
+    """The model of an endpoint was not trained on our tags; a prompt without tools stays
+    unchanged."""
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, *keys, n=1) == 0
     prompt = "".join(message["content"] for message in endpoint.requests[0]["messages"])
@@ -102,7 +103,7 @@ def test_the_tag_protocol_with_continued_assistant_text(
 ) -> None:
     with ScriptedEndpoint(tags, owner) as endpoint:
         assert run(endpoint, *keys, n=1) == 0
-    if owner == "vllm":  # it says where it stopped, and gives the stop string if asked
+    if owner == "vllm":  # it reports where it stopped, and returns the stop string on request
         assert endpoint.requests[0]["include_stop_str_in_output"]
         assert len(endpoint.requests) == 1
         return

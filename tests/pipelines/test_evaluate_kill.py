@@ -1,4 +1,4 @@
-"""An evaluation that is killed at any moment, or interrupted, goes on and asks nothing twice."""
+"""An evaluation that is killed at any moment, or interrupted, continues and repeats no question."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logged(prompt: str, rng: random.Random) -> str:
 
 
 class Evaluation:
-    """The command in a process of its own; `asked` are the questions that were begun so far."""
+    """The command in a separate process; `asked` returns the questions begun so far."""
 
     def __init__(self, warehouse: Path, folder: Path, latency_s: float = LATENCY_S) -> None:
         self.out, self.log, self.folder = folder / "out", folder / "log", folder
@@ -87,7 +87,7 @@ def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
     assert command.stored() == set(questions)
     assert len(read_rows(command.out)) == len(questions)
     assert len((command.out / "rows.jsonl").read_bytes().splitlines()) == len(questions)
-    # only what was in flight when it was killed was begun again
+    # only questions in flight at the kill were begun again
     assert len(command.asked()) <= len(questions) + NUM_KILLS * CONCURRENCY
 
 

@@ -94,7 +94,7 @@ async def test_answers_with_only_a_wrong_format_are_counted():
 
 
 async def test_the_report_warns_if_most_calls_of_a_tool_fail_alike():
-    """Beyond numbers; what the policy asked for too often is its own doing."""
+    """Beyond numbers; calls above the limit are mistakes of the policy."""
     bad = [{"name": "order", "ok": False, "error": f"order {i}: HTTP 401"} for i in range(4)]
     over = {"name": "stock", "ok": False, "error": "no calls", "info": {"limit": "max_calls"}}
     summary = await figures([row("1", tool_calls=[*bad, *[over] * 9])])
@@ -124,7 +124,7 @@ async def test_every_share_has_an_interval_with_a_width():
 
 
 def test_a_run_reports_the_same_intervals():
-    """Also where a set asks each question several times."""
+    """Also for a set with several samples per question."""
     rows = [row(str(i), j) for i in range(8) for j in range(5)]
     found = brief_report("heldout", rows)
     assert found.overall.interval == pytest.approx((0.04 ** (1 / 8), 1))
@@ -154,7 +154,7 @@ async def test_pass_at_k_and_majority_by_hand():
     overall = (await figures(rows, ks=(1, 3, 4))).overall
     assert overall.pass_at[1].value == pytest.approx(0.5)
     assert overall.pass_at[3].value == 1.0
-    # of 4 subsets of 3: two hold both right ones, two hold one beside 8 and 9: a tie of three
+    # of 4 subsets of 3: two have both right ones, two have one with 8 and 9: a tie of three
     assert overall.majority_at[3].value == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4)
     assert overall.majority_at[4].value == 1.0
     assert list(overall.pass_at) == [1, 3, 4]

@@ -27,7 +27,7 @@ EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
 
 
 class Page(HTMLParser):
-    """The tags of a page and what a browser would run."""
+    """The tags of a page and the scripts that a browser would run."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Page(HTMLParser):
         return [name for name, _ in self.attributes if name.startswith("on")]
 
     def answer(self, path: str) -> Any:
-        """What the page would be answered, of the data that it holds."""
+        """The replies to the page, from its embedded data."""
         return json.loads(gzip.decompress(base64.b64decode(self._answers[path])))
 
     def handle_starttag(self, tag, attrs):

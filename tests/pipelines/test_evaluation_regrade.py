@@ -233,7 +233,7 @@ def test_evaluations_are_written_on_file_systems_without_locks(
 
 
 def saved_with(folder: Path, grader: str) -> Saved:
-    """What a command with this grader stores."""
+    """The stored configuration of a command with this grader."""
     before = load_saved(folder)
     sets = {name: {"path": f"{name}.jsonl"} for name in before.config["sets"]}
     raw = {"env": {"id": "agentenv/QAGrader-v0"}, "grader": {"kind": grader}, "sets": sets}

@@ -1,4 +1,4 @@
-"""What the grader saw of a stored trajectory, its scores, and votes."""
+"""The messages of a stored trajectory as graded, its scores, and votes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def _closed():
     await close_shared()
 
 
-# what the grader saw
+# the graded messages
 
 
 def test_messages_are_the_texts_of_the_policy_without_end_of_turn_tokens():

@@ -1,5 +1,5 @@
-"""launchers/export.py transcripts: trees and evaluations as ATIF, without their secrets; what is
-asked for in vain is told."""
+"""launchers/export.py transcripts: trees and evaluations as ATIF, without secrets; impossible
+requests are refused."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_training_rows_match_the_tree(tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """What the command reads of a run."""
+    """The files of a run that the command reads."""
     folder = tmp_path_factory.mktemp("export") / "small"
     tokenizer.save_pretrained(folder / "model")
     (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")

@@ -65,7 +65,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command reads of a run of one step."""
+    """The files of a run of one step that the command reads."""
     tokenizer = build_tokenizer()
     folder = tmp_path_factory.mktemp("inspect") / "small"
     tokenizer.save_pretrained(folder / "model")
@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def there(*command: object) -> str:
-    """What a command of .venv-inspect printed."""
+    """The output of a command of .venv-inspect."""
     assert (BIN.parent / ".complete").is_file(), "make it first: sh .ci/inspect"
     done = subprocess.run(
         list(map(str, command)),

@@ -1,4 +1,4 @@
-"""Rollout workers that somebody else starts, and the jobs of Slurm and Kubernetes that do."""
+"""Rollout workers started externally, and the jobs of Slurm and Kubernetes that start them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, start: Any) -> None:
-    """The run begins with one worker; a second one joins, the first one is told to end."""
+    """The run begins with one worker; a second one joins, then the first one is terminated."""
     calm = run(warehouse, "calm-beside-external", "eval.sets={}", "queue.max_staleness=1", *SLOW)
     first = start()
 
@@ -128,7 +128,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 def test_a_worker_exits_successfully_when_the_run_ends(
     warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
 ) -> None:
-    """Whoever has started it starts it again otherwise: the controller may come back."""
+    """With another status its supervisor restarts it: the controller may come back."""
     worker = start()
     keys = [*EXTERNAL, f"cluster.port={port}"]
     if is_over:
@@ -250,7 +250,7 @@ class Job:
 
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The job, queued; what is left of it in the end is killed."""
+        """The queued job; its remaining processes are killed in the end."""
         with self.log.open("wb") as output:
             job = subprocess.Popen(
                 ["bash", self.script],
@@ -345,7 +345,7 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     service = found["Service", name]["spec"]
     labels = controller["template"]["metadata"]["labels"]
     assert service["selector"] == labels
-    assert service["clusterIP"] == "None"  # engine servers have ports of their own
+    assert service["clusterIP"] == "None"  # engine servers have separate ports
     assert found["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"] == labels
     for job in (controller, workers):
         pod = job["template"]["spec"]

@@ -1,5 +1,5 @@
-"""What failed stands beside each success, in lines, tables, summary and pictures; and how far a
-command is where there is no terminal."""
+"""The failed share next to each success, in lines, tables, summary and pictures; and the progress
+of a command without a terminal."""
 
 from __future__ import annotations
 

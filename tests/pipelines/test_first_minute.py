@@ -1,5 +1,5 @@
-"""The first minute with a command: the first line is its own, what takes its time is shown with
-what comes next, and the last lines say what to type next."""
+"""The first minute with a command: the first line is its own, long phases are shown with the next
+one, and the last lines are the next commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk is one line, whichever file of a run meets it: the path, and what to do."""
+"""A full disk is a one-line error with path and remedy, for every file of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def full(path: Path) -> None:
-    """Whatever is written to it, or beside it to be renamed, meets a full disk."""
+    """Any write to this file, or to its partial file before the rename, meets a full disk."""
     for one in (path, path.with_name(f"{path.name}.partial")):
         one.symlink_to("/dev/full")
 

@@ -1,4 +1,4 @@
-"""Processes that compute on no GPU see none: what opens one may take most of its memory."""
+"""Processes that do not compute on a GPU see none: opening one may take most of its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_of(*keys: str) -> TrainConfig:
 
 @pytest.fixture(params=["2,3", None], autouse=True)
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What CUDA_VISIBLE_DEVICES says; None: nothing, on a machine with two GPUs."""
+    """The value of CUDA_VISIBLE_DEVICES; None: unset, on a machine with two GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if request.param is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", request.param)

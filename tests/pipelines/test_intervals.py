@@ -121,7 +121,8 @@ def test_intervals_of_100_questions_are_no_wider_than_a_covering_bootstrap() -> 
 def pairs(
     rng: np.random.Generator, kind: str, first: float, second: float, *, shared: bool, size: int
 ) -> tuple[Floats, Floats]:
-    """Success of each question in two evaluations; `shared`: what is hard for one is for both."""
+    """Success of each question in two evaluations; `shared`: the difficulty of a question is common
+    to both."""
     shape = (NUM_SETS // 2, size)
     if not shared:
         return probabilities(rng, kind, first, shape), probabilities(rng, kind, second, shape)
@@ -192,7 +193,7 @@ def test_independent_samples_count_each() -> None:
 
 
 def test_a_share_of_all_samples_is_weighted() -> None:
-    """One question with 90 samples beside nine with one each says little more than one."""
+    """One question with 90 samples next to nine with one each adds little information."""
     values, weights = np.array([1.0] * 5 + [0.0] * 5), np.array([90.0] + [1.0] * 9)
     low, high = statistics.share(values, weights, weights)
     assert low < 94 / 99 <= high

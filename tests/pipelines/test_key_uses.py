@@ -35,7 +35,7 @@ COMMANDS = (
     SynthesisConfig,
     ServeConfig,
 )
-MOST = 440  # keys of train.py; raise it for a key that users ask for, with its use
+MOST = 440  # keys of train.py; raise it for a requested key together with its use
 
 
 def tables(raw: Any) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_every_key_is_used(command: type[Struct]) -> None:
 
 
 def test_the_number_of_keys_does_not_grow() -> None:
-    """In a process of its own: other tests register parts with keys."""
+    """In a separate process: other tests register parts with keys."""
     code = (
         "from agentenv.pipelines.config.help import describe\n"
         "from agentenv.pipelines.config.rl import TrainConfig\n"

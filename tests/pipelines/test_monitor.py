@@ -1,5 +1,5 @@
-"""Metrics beyond metrics.jsonl: what TensorBoard and Weights & Biases are given, and that a run
-does not depend on them."""
+"""Metrics beyond metrics.jsonl: the records of TensorBoard and Weights & Biases, on which a run
+does not depend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OFFLINE = WandbConfig(project="p", name="shown", tags=["a", "b"], mode="offline"
 
 
 class Listener:
-    """A monitor that keeps what it hears."""
+    """A monitor that keeps its records."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -122,7 +122,7 @@ def test_a_monitor_that_hangs_blocks_nothing(
 def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) -> None:
     config = RolloutMonitorConfig(num_trajectories=3, trajectories_every=2)
     monitors, listener = Monitors(config, tmp_path, {}), Listener()
-    assert monitors.num_wanted("eval-held-after_rl") == 0  # nobody looks
+    assert monitors.num_wanted("eval-held-after_rl") == 0  # not shown
     monitors.add("one", listener)
     monitors.log({"step": 1})
     assert (monitors.num_wanted("step-000001"), monitors.num_wanted("eval-held-x")) == (0, 3)
@@ -278,7 +278,7 @@ def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
 
 
 class _Trackio(ModuleType):
-    """Records what it is told; a name that is taken gets another."""
+    """Keeps its records; a duplicate run name gets another one."""
 
     def __init__(self) -> None:
         super().__init__("trackio")

@@ -1,4 +1,4 @@
-"""What a newcomer mistypes, and what the first evaluation of the quick start answers to."""
+"""Typing mistakes of a newcomer, and the replies to the first evaluation of the quick start."""
 
 from __future__ import annotations
 

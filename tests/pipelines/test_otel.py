@@ -1,5 +1,5 @@
-"""The OpenTelemetry monitor, against a receiver that speaks OTLP: what it is sent, what of secrets
-is left out, and that a run does not depend on it."""
+"""The OpenTelemetry monitor, against a receiver of OTLP: its requests, the redaction of secrets,
+and the independence of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECRET = "sk-proj-0123456789abcdefghij"
 
 
 class Receiver:
-    """OTLP over HTTP in a thread of its own. `refuse`: the status of each answer, if not 200."""
+    """OTLP over HTTP in a separate thread. `refuse`: the status of each reply, if not 200."""
 
     def __init__(self) -> None:
         self.metrics: list[ExportMetricsServiceRequest] = []
@@ -246,7 +246,7 @@ def test_metrics_resume_when_the_receiver_is_reachable_again(
         assert done.wait(60)
 
     row(1)
-    receiver.refuse = 404  # for which the SDK has no retries of its own
+    receiver.refuse = 404  # for which the SDK has no retries
     row(2)
     row(3)
     assert len(receiver.headers) == 3

@@ -1,5 +1,5 @@
-"""Evaluations on an engine of their own: the training goes on beside them, and each sees one
-policy version from beginning to end."""
+"""Evaluations on a separate engine: the training continues in parallel, and each evaluation uses
+one policy version from beginning to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parity probe asks each server of a pool, and names the one that disagrees."""
+"""The parity probe queries each server of a pool and names the one that disagrees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engines.pool_bench import bench, write_folder
 from tests.support.virtual_clock import run_virtual
 from tests.support.warehouse import ROOT
 
-LOGPROB = -1.0  # what the learner finds for every token
+LOGPROB = -1.0  # the learner's log-prob of every token
 NUM_TOKENS = 4
 
 
@@ -55,7 +55,7 @@ def tell(server: FaultyServer, logprob: float) -> None:
 
 @pytest.mark.parametrize("num_lost", [0, 1])
 def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
-    """One that is lost meanwhile is left out."""
+    """A server lost during the probe is excluded."""
 
     async def main() -> None:
         async with bench(write_folder(tmp_path), 3) as b:
@@ -125,9 +125,13 @@ BFLOAT16 = ("engine.dtype=bfloat16",)
 @pytest.mark.parametrize(
     ("keys", "gaps", "warned"),
     [
-        (BFLOAT16, [0.035, 0.044, 0.05], []),  # what bfloat16 has on a GPU, up to 0.26 at the worst
-        (BFLOAT16, [0.035, 0.12], [1]),  # three times what it was when both held the same file
-        (BFLOAT16, [0.07, 0.15, 0.22], [2]),  # a deeper model is further apart from the start
+        (
+            BFLOAT16,
+            [0.035, 0.044, 0.05],
+            [],
+        ),  # the gap of bfloat16 on a GPU, up to 0.26 at the worst
+        (BFLOAT16, [0.035, 0.12], [1]),  # three times the gap with the same file in both
+        (BFLOAT16, [0.07, 0.15, 0.22], [2]),  # a deeper model has a larger gap from the start
         (BFLOAT16, [0.12], [0]),
         ((), [0.0001, 0.0004], []),  # float32: 0.0115 at the worst token of 40 updates
         ((), [0.0001, 0.02], [1]),

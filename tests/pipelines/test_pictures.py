@@ -1,4 +1,4 @@
-"""The learning curve: its axes fit what it shows."""
+"""The learning curve: its axes fit the data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def places(axes: Any) -> list[tuple[float, float]]:
 
 
 def test_no_marker_covers_another() -> None:
-    """Sets, kinds of their questions, and what was measured before a cold start and after it."""
+    """Sets, kinds of their questions, and measurements before and after a cold start."""
     rows = [evaluation(step, 0.2, "sums", "roots") for step in (0, 0, 10, 20)]
     for row, phase in zip(rows, ("before_sft", "after_sft", "step-10", "after_rl"), strict=True):
         row["phase"] = phase

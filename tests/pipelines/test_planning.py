@@ -1,4 +1,4 @@
-"""The estimates of --dry-run against what is counted elsewhere."""
+"""The estimates of --dry-run against independent counts."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_team_divides_a_long_path() -> None:
 
 
 def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
-    """What autograd keeps of a forward pass, beside the model."""
+    """The memory that autograd keeps of a forward pass, without the model."""
     own = {p.untyped_storage().data_ptr() for p in [*policy.parameters(), *policy.buffers()]}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -282,7 +282,8 @@ def test_a_dry_run_reports_whether_the_last_checkpoint_fits_its_deadline() -> No
 
 
 def test_a_dry_run_reports_the_disk_usage_of_a_run() -> None:
-    """Three checkpoints are kept, one is the best, one behind the cold start, one being written."""
+    """Three checkpoints are kept, one is the best, one follows the cold start, one is being
+    written."""
     keys = ["archive.max_gb=20", "checkpoint.keep_last=3"]
     config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
     assert disk_line(2 * GIB, *files_of(config)) == (

@@ -1,4 +1,4 @@
-"""The shipped configurations hold the published values, and docs/reproduce.md what they need.
+"""The shipped configurations have the published values, and docs/reproduce.md fetches their inputs.
 
 The values are those of the released scripts and YAML files: RUC-NLPIR/ARPO at a95cd08 (scripts,
 evaluation, LLaMA-Factory/arpo_train_sft) and dongguanting/Tool-Star at d12222c.
@@ -93,7 +93,7 @@ def test_unpublished_values_of_aepo_are_marked(name: str) -> None:
 
 def test_unknown_values_of_aepo_at_7b_are_marked() -> None:
     """Its script is published by name, AEPO_Qwen25_7B_DeepResearch.sh; the values are those of 14B,
-    and each value that differs between the released scripts says that it is unknown."""
+    and each value that differs between the released scripts is marked as unknown."""
     said = (CONFIGS / "aepo_deep_search_7b.toml").read_text(encoding="utf-8")
     assert "AEPO_Qwen25_7B_DeepResearch.sh" in said
     unknown = {line.split(" = ")[0] for line in said.splitlines() if "# unknown" in line}

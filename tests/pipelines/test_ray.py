@@ -1,5 +1,5 @@
-"""Runs whose rollout workers are placed by Ray, on its own test cluster of several nodes on this
-machine: they end as calm ones do, whatever becomes of nodes, and of Ray."""
+"""Runs whose rollout workers are placed by Ray, on its test cluster of several nodes on this
+machine: they end like undisturbed ones, through any loss of nodes or of Ray."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_drained_node_finishes_its_trees_first(warehouse: Path, calm: Path, no
     async def drain(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         ray = ray_of(training)
-        ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray says it of a node
+        ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray reports a node
 
     found = run(warehouse, "ray-drained", *on(nodes), beside=drain)
     assert trees(found) == trees(calm)
@@ -270,7 +270,7 @@ def test_a_killed_engine_node_costs_no_tree(replaying: Path, nodes: Nodes, repea
 def killed_engine_node(
     replaying: Path, nodes: Nodes, calm: Path, keys: list[str], name: str
 ) -> None:
-    """A run whose engine node is killed, and its server comes up on another."""
+    """A run whose engine node is killed and whose server restarts on another node."""
     told: list[str] = []
 
     async def kill(training: Training) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a Ray that cannot be used, by a Ray that is made up."""
+"""The errors for an unusable Ray, with a fake Ray."""
 
 from __future__ import annotations
 

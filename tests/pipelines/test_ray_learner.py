@@ -1,5 +1,5 @@
-"""Ranks of the learner that Ray places on two nodes, beside the embedded engine: what they train is
-what ranks of this machine do."""
+"""Ranks of the learner that Ray places on two nodes, with the embedded engine: they train like
+ranks of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No export says a secret: neither one that the environment holds nor one that looks like it."""
+"""No export contains a secret: neither one of the environment nor a text that looks like one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whole runs on real servers: training on vLLM that outlives kill -9 of its engine, a short one on
-SGLang, and evaluation on servers that somebody else has started."""
+"""Whole runs on real servers: training on vLLM that survives kill -9 of its engine, a short one on
+SGLang, and evaluation on externally started servers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def servers_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def start(folder: Path, *keys: str) -> subprocess.Popen[bytes]:
-    """A training run in `folder`/run, with what it says in `folder`/out."""
+    """A training run in `folder`/run, with its output in `folder`/out."""
     config = ROOT / "tests" / "support" / "small_quickstart.toml"
     command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(config), *SMALL, *keys]
     with (folder / "out").open("wb") as out:

@@ -1,4 +1,4 @@
-"""docs/reproduce.md: what it tells people to type is typed here, as a dry run."""
+"""docs/reproduce.md: its commands are run here as dry runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def reads_and_leaves(line: list[str]) -> tuple[set[str], set[str]]:
 
 
 def test_each_command_uses_only_results_of_earlier_ones() -> None:
-    """And none writes where another has: a run or an evaluation of something else is refused."""
+    """And none writes to the folder of another: a run or an evaluation of something else is
+    refused."""
     (names,) = re.findall(r"for name in (.*); do hf download Qwen/", TEXT)
     there = {f"models/{name}" for name in names.split()}
     there |= set(re.findall(r"hf download \S+ --local-dir (models/[\w.-]+)", TEXT))
@@ -71,7 +72,7 @@ def test_each_command_uses_only_results_of_earlier_ones() -> None:
             continue
         reads, leaves = reads_and_leaves(line)
         assert reads <= there, (line, "is not there yet", reads - there)
-        taken = {one.lower() for one in there}  # file systems that do not tell the case apart
+        taken = {one.lower() for one in there}  # case-insensitive file systems
         assert not taken & {one.lower() for one in leaves}, (line, "is there already")
         there |= leaves
 
@@ -91,7 +92,7 @@ def test_there_is_a_command_for_each_stage() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What its second section fetches, in small, and the models that later ones leave."""
+    """The downloads of its second section, in small, and the models that later sections produce."""
     made = make_folder(tmp_path_factory.mktemp("reproduce"))
     (made / "configs").symlink_to(ROOT / "configs")
     for line in commands():

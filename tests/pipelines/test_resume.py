@@ -1,4 +1,5 @@
-"""Going on from checkpoints, starting from weights, adapters, and exporting, as users do it."""
+"""Resuming from checkpoints, starting from weights, adapters, and exporting, with the commands of a
+user."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ async def test_an_invalid_request_in_a_tool_star_dialect_is_refused(
 async def test_the_sets_of_tool_star_get_e5_and_faiss_passages_over_the_server(
     tmp_path: Path,
 ) -> None:
-    """The whole way of configs/eval_tool_star.toml with random weights: index, server, remote
-    backend, and what the policy reads, which is `contents` with blank lines between."""
+    """The whole path of configs/eval_tool_star.toml with random weights: index, server, remote
+    backend, and the observation of the policy, which is `contents` separated by blank lines."""
     pytest.importorskip("faiss")
     (tmp_path / "encoder").mkdir()
     keys = make(tmp_path, save_encoder(tmp_path / "encoder"))

@@ -1,4 +1,4 @@
-"""Who waits longer than expected is named: for what, in which rollout, since when."""
+"""Rollouts that wait longer than expected are named: the cause, the rollout, and the start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def looking(waits: Waits) -> None:
 
 
 def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
-    """What is told while the actor rolls out a tree of three; `rest` goes on beside it."""
+    """The reports while the actor rolls out a tree of three; `rest` runs in parallel."""
     told: list[str] = []
 
     async def main() -> None:

@@ -1,4 +1,5 @@
-"""Runs whose rollouts grow in processes of their own end as others do, whatever becomes of them."""
+"""Runs whose rollouts grow in separate processes end like others, through any loss of these
+processes."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def run(
     resume: str = "",
     servers: Sequence[MockServer] = (),
 ) -> Path:
-    """The run's directory; `beside` goes on beside the run, on open `servers`."""
+    """The directory of the run; `beside` runs in parallel to it, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
     folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
     view = View()
@@ -123,7 +124,7 @@ def workers() -> list[psutil.Process]:
     """Those of the run, below their guards, in the order of their numbers."""
     found = []
     for _, guard in sorted(_guards.items()):
-        with suppress(psutil.Error):  # it is gone, or has not begun
+        with suppress(psutil.Error):  # it has ended, or has not begun
             found += psutil.Process(guard).children()
     return found
 
@@ -219,7 +220,7 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
         await until(lambda: training.state.step >= 2)
         while True:
             for one in workers():
-                with suppress(psutil.NoSuchProcess):  # it is gone since
+                with suppress(psutil.NoSuchProcess):  # it has ended since
                     one.kill()
             await asyncio.sleep(0.05)
 
@@ -253,7 +254,7 @@ def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
     assert not workers()
 
 
-# The policy behind HTTP.
+# The policy over HTTP.
 
 SIZE = replace(SHORT, num_servers=2, token_s=0.01)
 SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
@@ -285,7 +286,7 @@ def tasks(run: Path, bound: int) -> dict[int, str]:
 def test_trees_of_a_killed_worker_continue_on_the_same_servers(
     recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which workers ask themselves: no token passes through the controller."""
+    """Workers query the servers themselves: no token passes through the controller."""
     monkeypatch.delattr(Turns, "sample")
 
     async def kill(training: Training) -> None:
@@ -305,7 +306,7 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
     assert last["engine/sampled_tokens"] > 0
 
 
-# In a process of its own: a run without anything to learn.
+# In a separate process: a run without anything to learn.
 COMMAND = """
 import sys
 from agentenv.launchers import train
@@ -320,7 +321,7 @@ with toy_ranks():
 
 @contextmanager
 def command(warehouse: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
-    """The command of a run that has workers, and what runs below it."""
+    """The command of a run with workers, and its child processes."""
     keys = [*PROCESSES, *SLOW, "train.num_steps=1000", f"run.name={name}"]
     arguments = [sys.executable, "-c", COMMAND, str(warehouse), *keys]
     process = subprocess.Popen(arguments, cwd=ROOT, start_new_session=True)

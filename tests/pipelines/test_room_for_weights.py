@@ -1,4 +1,4 @@
-"""New weights have room on their way to the engine, or the run says so before it starts."""
+"""New weights have room on their way to the engine, or the run is refused before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOUNT = "mount -t tmpfs -o {options} tmpfs {place} && "
 
 
 def mounted(options: str, place: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """A command that finds a tmpfs at a place, which nobody else sees."""
+    """A command with a tmpfs mounted at a place, visible to no other process."""
     script = MOUNT.format(options=options, place=place) + command
     return subprocess.run(
         ["unshare", "-m", "bash", "-c", script],

@@ -1,4 +1,4 @@
-"""One process at a time trains in a directory, and what killed ones have left is taken away."""
+"""One process at a time trains in a directory, and leftovers of killed ones are removed."""
 
 from __future__ import annotations
 

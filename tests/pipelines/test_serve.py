@@ -1,4 +1,4 @@
-"""launchers/serve.py: models beside the policy, until a signal. The server is a real process of a
+"""launchers/serve.py: models next to the policy, until a signal. The server is a real process of a
 few lines in place of vLLM, whose command lines tests/pipelines/test_remote_runs.py runs."""
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_the_command_line_of_sglang_on_the_cpu(tmp_path: Path) -> None:
     assert found["--device"] == "cpu"
     assert {"--incremental-streaming-output", "--enable-metrics"} <= found.keys()
     assert int(found["--max-total-tokens"]) == 65536
-    assert found["--context-length"] == "514"  # of which it fills 512, as was asked
+    assert found["--context-length"] == "514"  # of which it fills the requested 512
     longest = served(tmp_path, engine="sglang", max_model_len=of_model(tmp_path))
     assert flags(command("py", longest, LaunchConfig()))["--context-length"] == str(
         of_model(tmp_path)

@@ -1,4 +1,4 @@
-"""A server whose own processor is what it waits for is named, and no other."""
+"""A server limited by its CPU is named, and no other."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def test_a_server_starts_is_logged_and_leaves_no_process(tmp_path: Path) -
     assert "gpus 0,1" in process.log.read_text()
     await process.close()
     await process.close()
-    assert alive(pids) == []  # also the child that ignores SIGTERM, in a group of its own
+    assert alive(pids) == []  # also the child that ignores SIGTERM, in a separate group
 
 
 async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
 
 @contextmanager
 def leaving(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
-    """A guard whose folder for temporary files is in `place`, its server, and what that one has: a
-    file in it and two of shared memory, which the guard has seen."""
+    """A guard whose folder for temporary files is in `place`, its server, and the files of the
+    server: one in the folder and two in shared memory, which the guard has recorded."""
     log, server = place / "log", script(place, LEAVING)
     with log.open("wb") as out, subprocess.Popen(
         [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)],
@@ -186,7 +186,7 @@ def begin_another(place: Path) -> None:
     command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
     environment = os.environ | {"TMPDIR": str(place)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as guard:
-        assert guard.wait(60) == 0  # with its input open, the end of which stops what it guards
+        assert guard.wait(60) == 0  # with its input open, whose end stops the guarded process
 
 
 def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> N
 def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
     tmp_path: Path,
 ) -> None:
-    """Such as the folder of a guard of an older version, which holds no lock; and of the shared
-    memory that a list names, nothing that is not of a server, or has been made anew since."""
+    """Such as the folder of a guard of an older version, which has no lock; and of the listed
+    shared memory, none that belongs to no server or was created again since."""
     older, dead = (tmp_path / f"agentenv-server-{name}" for name in ("older", "dead"))
     older.mkdir()
     dead.mkdir()
@@ -284,7 +284,7 @@ RuntimeError: Rank 0 scheduler died
 def test_the_reported_cause_is_the_first_exception_of_the_failed_process(
     log: str, cause: str
 ) -> None:
-    """Not that of a parent, which only says that a child has ended."""
+    """Not that of a parent, which only reports that a child has ended."""
     found = root_cause(log.splitlines())
     assert found.startswith(cause)
     assert bool(found) == bool(cause)

@@ -1,4 +1,4 @@
-"""Sets of runs: a sweep trains arms and seeds and goes on where it was cut off; a comparison pairs
+"""Sets of runs: a sweep trains arms and seeds and resumes after an interruption; a comparison pairs
 them by seed and question."""
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The answers that the layered grader is asked about; it is not there, only what is equal as
-    text is right."""
+    """The answers that the layered grader is queried with; it accepts only equal text."""
     found: list[str] = []
 
     async def counted(

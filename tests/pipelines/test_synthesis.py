@@ -1,5 +1,4 @@
-"""A synthesis in its directory: what is asked, how questions are sorted, what is written and
-refused."""
+"""A synthesis in its directory: requests, the sorting of questions, written files and errors."""
 
 from __future__ import annotations
 

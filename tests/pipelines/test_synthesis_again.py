@@ -1,4 +1,4 @@
-"""A second command over a synthesis: what it asks again, and when it is refused."""
+"""A second command over a synthesis: which trajectories it repeats, and when it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fit to learn from: each filter, and the classes of difficulty."""
+"""Selection of training data: each filter, and the classes of difficulty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where hints go, and what they say."""
+"""The place and the text of hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectories of a synthesis are an evaluation: they are graded again, and sorted anew."""
+"""The trajectories of a synthesis are an evaluation: they are regraded and sorted again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HINT = "I should look."
 
 
 def policy(prompt: str, rng: Random) -> str:
-    """Guesses without tools, looks with them or behind a hint."""
+    """Guesses without tools, looks up answers with them or after a hint."""
     item = next(item for item in STOCK if item in prompt)
     if "<result>" in prompt:
         found = prompt.rpartition("<result>")[2].split("<")[0].strip()

@@ -1,4 +1,5 @@
-"""What a command says reaches its terminal, and where there is a log file nothing depends on it."""
+"""The output of a command reaches its terminal, and with a log file nothing depends on the
+terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_an_output_on_a_full_disk_ends_only_a_command_without_a_log(tmp_path: Pa
 
 
 def test_a_closed_output_pipe_does_not_end_a_command(tmp_path: Path) -> None:
-    """As behind `| head`."""
+    """As with `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", TELLING, str(tmp_path / "run.log")]
@@ -119,7 +120,7 @@ sys.exit(exit_code_of(work, view, writing="it"))
 def test_a_hanging_disk_delays_neither_the_output_nor_the_exit(
     tmp_path: Path, num_lines: int
 ) -> None:
-    """A pipe that nobody reads takes no more than its buffer, as a disk that hangs."""
+    """A pipe without a reader accepts no more than its buffer, like a hanging disk."""
     log = tmp_path / "run.log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)

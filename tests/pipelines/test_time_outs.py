@@ -1,4 +1,4 @@
-"""Deadlines that contradict each other are told before a run, by both keys."""
+"""Contradictory deadlines are reported before a run with both keys."""
 
 from __future__ import annotations
 

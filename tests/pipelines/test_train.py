@@ -1,4 +1,4 @@
-"""The training run around the loop: cadence, files, what a step holds."""
+"""The training run around the loop: cadence, files, and the contents of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a training run ends before its time: interruption, and goes on; death of a part."""
+"""Early ends of a training run: interruption and resume, and the death of a part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 
 @contextmanager
 def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Command, Path]]:
-    """A run in a process of its own whose first step is done."""
+    """A run in a separate process whose first step is done."""
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", *overrides)
     run = warehouse.parent / "runs" / name
     log = warehouse.parent / f"{name}.log"
@@ -64,7 +64,7 @@ def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("is_told", [True, False], ids=["hangup", "unnoticed"])
 def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -> None:
-    """The run ends with a checkpoint where the system says so, else at its own end."""
+    """The run ends with a checkpoint if the system reports the hangup, else at its regular end."""
     name = f"no-terminal-{is_told}".lower()
     ours, theirs = os.openpty()
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")

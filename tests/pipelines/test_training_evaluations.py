@@ -117,7 +117,7 @@ def test_evaluating_the_run_yields_the_same_trajectories(run: Path, tmp_path: Pa
 
 
 class Evaluator:
-    """Evaluates five questions of the warehouse, one at a time; counts what is asked."""
+    """Evaluates five questions of the warehouse, one at a time, and counts them."""
 
     def __init__(self, warehouse: Path, folder: Path) -> None:
         keys = {"path": f"{warehouse.parent}/a.jsonl", "max_tasks": 5}
@@ -145,7 +145,7 @@ class Evaluator:
         return make
 
     async def evaluate(self, incarnation: int, breaks_at: str = "") -> list[str]:
-        """The questions that were asked."""
+        """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
         async with self._evaluations.begin(what, "step-000004") as ask:

@@ -1,4 +1,4 @@
-"""What is written of trajectories is the same from the run's own process and from another."""
+"""The written trajectories are the same from the process of the run and from another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two processes that go on from one checkpoint, one after the other, train two lines of weights:
-nothing of the first is taken for the second's. Whole runs under the virtual clock."""
+"""Two processes that resume one checkpoint, one after the other, train two lines of weights:
+nothing of the first is used for the second. Whole runs under the virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World(ToyWorld):
-    """With an engine of its own for evaluations; it remembers which weights that was given."""
+    """With a separate engine for evaluations; it records the loaded weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class World(ToyWorld):
 
 
 def killed(run: Path, world: ToyWorld, moment: Moment, *overrides: str) -> Path:
-    """What a process leaves that is killed at a moment: a copy of the run. Goes on where another
+    """The files of a process killed at a moment: a copy of the run. Resumes where another one
     was."""
     config = toy_config(run.parent, *KEYS, *overrides)
     resume = (run / "config.json").is_file()
@@ -90,14 +90,14 @@ async def never(training: Training) -> None:
 
 def when(holds: Callable[[Training], bool]) -> Moment:
     async def moment(training: Training) -> None:
-        while not holds(training):  # noqa: ASYNC110 - no event tells of it
+        while not holds(training):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.1)
 
     return moment
 
 
 def test_an_evaluation_of_lost_weights_is_not_continued(tmp_path: Path) -> None:
-    """Both go on from step 2, and both evaluate what is then step 4."""
+    """Both resume from step 2, and both evaluate their own step 4."""
 
     def in_evaluation(training: Training) -> bool:
         folder = training.run.path / "eval" / "step-000004.partial"
@@ -113,7 +113,7 @@ def test_an_evaluation_of_lost_weights_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    """The checkpoint of step 2 knows of its evaluation, and weights of step 3 lie there."""
+    """The checkpoint of step 2 records its evaluation, while the weights of step 3 are loaded."""
     world = World()
     keys = ("eval.sets.a.every=1", "eval.sets.a.phases=false")
 
@@ -135,7 +135,7 @@ def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_p
 
 
 def told(run: Path) -> list[str]:
-    """The evaluations whose rows of metrics are there."""
+    """The evaluations with rows of metrics."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["phase"] for row in rows if "eval/a/success" in row]
 
@@ -143,7 +143,8 @@ def told(run: Path) -> list[str]:
 def test_a_finished_evaluation_stays_reported_after_resuming_an_older_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """The checkpoint of step 3 knows of the evaluation of step 2 as going on, which has ended."""
+    """The checkpoint of step 3 records the evaluation of step 2 as in progress, although it has
+    ended."""
     keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "eval.sets.a.num_samples=5")
     keys = (*keys, "checkpoint.every=1", "checkpoint.keep_last=1", "eval.concurrency=1")
 

@@ -1,4 +1,4 @@
-"""Paths that are no UTF-8 are refused by name in every command, before anything starts."""
+"""Paths that are not valid UTF-8 are refused by name in every command, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""launchers/view.py without a browser: what is answered, to whom, and what an export holds."""
+"""launchers/view.py without a browser: its replies, its access control, and the content of an
+export."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def cookies(server: FolderServer) -> dict[str, str]:
     return {server.cookie: server.token}
 
 
-# who is answered
+# access control
 
 
 async def test_the_page_requires_the_token(server: FolderServer) -> None:
@@ -131,7 +132,7 @@ async def test_a_port_in_use_is_reported(server: FolderServer) -> None:
         await serve(FolderServer(server.folder, server.port), print, opens=False)
 
 
-# what is answered
+# replies
 
 
 def test_a_tree_has_the_tokens_of_the_archive(run: ViewedRun) -> None:
@@ -347,7 +348,7 @@ def test_figures_of_a_report_are_used_unless_rows_are_newer(run: ViewedRun) -> N
 
 
 def test_rows_follow_the_file(run: ViewedRun) -> None:
-    """New ones, torn ones, one that is asked again, and all of them graded again."""
+    """New rows, partial ones, a repeated one, and all of them regraded."""
     folder = Folder(run.folder)
     path = run.folder / "eval" / "after_rl" / "rows.jsonl"
     assert len(folder.answer("evaluations/after_rl")["rows"]) == 8

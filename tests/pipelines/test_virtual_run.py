@@ -85,7 +85,7 @@ def of(kind: type[Kind], found: Sequence[Frame]) -> list[Kind]:
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
-    """Rows of metrics, but for what they say of this process."""
+    """Rows of metrics without the values of this process."""
     return [
         {key: value for key, value in row.items() if not any(x in key for x in OF_THIS_PROCESS)}
         for row in rows_of(run)
@@ -126,7 +126,7 @@ def goes_on(
     journal: Sequence[Frame],
     keys: Sequence[str] = KEPT,
 ) -> list[Frame]:
-    """What a process writes that goes on from the first checkpoint with this journal."""
+    """The frames of a process that resumes from the first checkpoint with this journal."""
     run = kept.parent / name
     shutil.copytree(kept, run)
     for path in (run / "journal").iterdir():
@@ -151,7 +151,7 @@ def test_a_scheduled_tree_that_never_began_starts_immediately(
     """Of a process that was killed in between. Without such frames the others wait their turn."""
     name = f"virtual-started-{started.start}-{started.stop}"
     written = goes_on(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
-    places = range(2, 16)  # what the checkpoint has not trained
+    places = range(2, 16)  # not trained in the checkpoint
     assert [frame.tree for frame in of(Started, written)] == sorted({*places} - {*started})
     assert {frame.tree for frame in of(Began, written)} == {*places}
     assert (sum(frame.early_s for frame in of(Started, written)) > 0) is waits
@@ -160,7 +160,8 @@ def test_a_scheduled_tree_that_never_began_starts_immediately(
 
 
 def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Path) -> None:
-    """It has no frames of starts: trees that it has begun start at once, none is grown twice."""
+    """It has no frames of starts: trees that it has begun start immediately, none is grown
+    twice."""
     old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
     done = {frame.tree for frame in of(Finished, old)}
     written = goes_on(warehouse, kept, "virtual-old", old)

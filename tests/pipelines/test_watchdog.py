@@ -1,5 +1,5 @@
-"""A loop that is held up says by whom; the second signal ends a process that never looks, and a
-third one any process."""
+"""A blocked loop is reported with its cause; the second signal ends a process that does not react,
+and a third one any process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_sigterm_cancels_and_both_handlers_are_restored() -> None:
 
 
 def test_signal_handlers_of_the_loop_are_called_too() -> None:
-    """As `serve.py` has one: the watchdog passes on what it hears."""
+    """As in `serve.py`: the watchdog forwards signals."""
 
     async def work() -> None:
         heard = asyncio.Event()
@@ -291,7 +291,7 @@ class Cycle:
 def test_new_objects_are_frozen_and_garbage_is_found_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is looked through meanwhile, however much there is."""
+    """No collection runs in between, for any number of objects."""
     looks: list[str] = []
 
     def look(phase: str, info: dict[str, int]) -> None:

@@ -1,5 +1,5 @@
-"""Processes that work for this one: those that do not come up, and those of another version. Here
-each is a task of this process that connects as one would."""
+"""Worker processes: those that fail to start, and those of another version. Here each is a task of
+this process that connects like a process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Setup(Struct, array_like=True):
 
 
 class Members(WorkerGroup[Worker]):
-    """Nothing but who takes part."""
+    """Only the list of members."""
 
     read = staticmethod(bytes)
     make_worker = Worker
@@ -43,7 +43,8 @@ class Members(WorkerGroup[Worker]):
 
 
 class Tasks:
-    """Places where each process is a task; `first` gives what one says once it is set up."""
+    """A placement in which each process is a task; `first` returns its first message after the
+    setup."""
 
     host = "127.0.0.1"
     waits_for_room = True
@@ -140,7 +141,7 @@ async def test_an_error_of_another_version_is_raised(tmp_path: Path) -> None:
 
 
 async def test_workers_that_connect_at_the_same_time_get_separate_slots(tmp_path: Path) -> None:
-    """Those that somebody else starts, whose number is a wish: here of all the same one."""
+    """Externally started workers, whose number is only a wish: here all have the same one."""
     own_code.cache_clear()  # which takes a while the first time
     members, told = Members(lambda text: None), list[str]()
     spec = WorkerSpec("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
