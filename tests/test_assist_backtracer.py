@@ -1,4 +1,4 @@
-"""The backtracer: when a turn is taken again, from where, and what is left behind."""
+"""The backtracer: when a turn is repeated, from which point, and what is abandoned."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ async def test_a_rewound_call_does_not_count_toward_the_limit() -> None:
 
 
 async def test_the_backtracer_acts_only_after_the_debugger(server: ScriptedEndpoint) -> None:
-    """Two errors: the first is corrected, the second taken back, the third is read, since the
-    debugger does not count anew after going back."""
+    """Two errors: the first is corrected, the second rewound; the third is read, since a rewind
+    does not reset the uses of the debugger."""
     server.script = lambda body, number: reply("```\nprint(5)\n```", "stop", (30, 3))
     turns = Turns(python("a"), python("b"), python("c"), ANSWER)
     helpers = {"debugger": {"url": server.url}, "backtracer": {}}

@@ -1,4 +1,4 @@
-"""The refiner: when a context is replaced, by what, and what counts afterwards."""
+"""The refiner: when a context is replaced, the new context, and the limits afterward."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_summary_cannot_forge_structure(server: ScriptedEndpoint) -> Non
 
 
 async def test_refiner_and_backtracer_work_together(server: ScriptedEndpoint) -> None:
-    """What was compressed stays so when a later turn is taken back."""
+    """A compressed context stays so when a later turn is rewound."""
     turns = Turns(LONG, look("bad"), look("good"), ANSWER)
     helpers = {"refiner": refiner(server), "backtracer": {}}
     rollout = await Rollout(turns, search_env, **helpers).grow()

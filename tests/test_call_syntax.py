@@ -86,7 +86,7 @@ def test_a_call_is_read(style: str, text: str) -> None:
 def test_a_call_within_thoughts_does_not_count(style: str) -> None:
     thoughts = THOUGHTS.get(style, "<think>{}</think>{}")
     text = WELL[style][0]
-    if style != "harmony":  # there the address is outside of what is said
+    if style != "harmony":  # there the recipient is outside of the content
         assert PARSERS[style](thoughts.format(text, "Lima"), TOOLS) == ()
     assert PARSERS[style](thoughts.format("Which?", text), TOOLS) == (CALL,)
 
@@ -119,7 +119,7 @@ def test_a_call_within_thoughts_does_not_count(style: str) -> None:
     ],
 )
 def test_a_value_without_a_type_has_that_of_the_schema(key: str, text: str, value: object) -> None:
-    """What is not of that type stays a text, and the tool says what is wrong with it."""
+    """A value of another type stays a text, and the error of the tool explains it."""
     (call,) = PARSERS["qwen_xml"](qwen((key, text)), TOOLS)
     assert call == ToolCall("search", {key: value})
     assert type(call.arguments[key]) is type(value)
@@ -260,7 +260,7 @@ CALLS = st.builds(ToolCall, st.just("search"), st.dictionaries(st.sampled_from("
 def test_arguments_with_any_markers_survive_the_round_trip(
     style: str, first: ToolCall, second: ToolCall, quoted: ToolCall, is_thought: bool
 ) -> None:
-    """Also behind a thought that quotes a call, whose texts close no thought."""
+    """Also after a thought that quotes a call, whose texts close no thought."""
     write = WRITERS[style]
     calls = (first,) if style in ("llama", "harmony") else (first, second)
     text = "\n".join(map(write, calls))
@@ -287,7 +287,7 @@ PLAIN = st.lists(
 def test_a_tagged_value_is_read_unchanged_or_reported_as_malformed(
     style: str, form: str, value: str, is_thought: bool
 ) -> None:
-    """Never as another one; closing tags of an argument cannot be told from its end."""
+    """Never as another value; a closing tag within an argument is ambiguous with its end."""
     text = form.replace("QUERY", "{}").replace("{}", value)
     if is_thought:
         thought = THOUGHTS.get(style, "<think>{}</think>{}")

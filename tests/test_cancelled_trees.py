@@ -1,4 +1,5 @@
-"""A tree that is given up, and once more at each await of any of its tasks, leaves nothing open."""
+"""A tree that is cancelled, and cancelled again at each await of any of its tasks, leaves nothing
+open."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ TASK = Task("t", "toy", "how many?", ("2",))
 
 @dataclass(frozen=True)
 class ForkOnce(Independent):
-    """Roots fork once at each tool result: whatever the order of events, the same forks."""
+    """Roots fork once at each tool result, with the same forks for any order of events."""
 
     fork_window: int = 4
 
@@ -111,7 +111,7 @@ def places(tree: TrajectoryTree) -> dict[Any, Any]:
 
 
 async def loop(client: Client) -> float:
-    """The agent of everybody: asks, runs the calls, asks again."""
+    """The usual agent loop: query, run the calls, query again."""
     messages: list[Json] = [{"role": "user", "content": client.task.question}]
     calls = 0
     while True:
@@ -137,7 +137,7 @@ def test_the_tree_is_that_of_the_same_environment_in_process(plan: RolloutPlan) 
 
 
 class ThreeTimes(CountingEnv):
-    """Answers whatever the policy says, three times."""
+    """Replies to any text of the policy, three times."""
 
     async def step(self, action: Message) -> StepResult:
         self.calls.append(action.content)
@@ -159,7 +159,7 @@ async def three_times(client: Client) -> float:
 
 @pytest.mark.slow
 def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
-    """One request at a time: batches change the last bits of what it computes."""
+    """One request at a time: batches change the last bits of results."""
     build_model(tmp_path, seed=0)
     keys: dict[str, Any] = {"model": tmp_path, "stop": tuple("aeiou"), "max_response_tokens": 900}
     keys["max_prompt_tokens"] = 100
@@ -190,7 +190,7 @@ def test_a_failed_step_is_repeated_by_a_replayed_program() -> None:
 
 
 def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
-    """Side contexts are no places that are there twice."""
+    """Side contexts are not duplicate nodes."""
 
     async def grow() -> tuple[TrajectoryTree, TrajectoryTree]:
         tokenizer = CharTokenizer()
@@ -218,11 +218,11 @@ def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
     assert [node.continues for node in again.nodes] == [node.continues for node in tree.nodes]
 
 
-# Programs that do other things with what they have, each in the words of one kind.
+# Programs that change their contexts, each with the text of one kind.
 
 
 def said(prompt: str, rng: Random) -> str:
-    """Every turn is told from all others."""
+    """Every turn is distinguishable from all others."""
     return f"answer number {rng.randrange(10**9)} to it"
 
 
@@ -246,7 +246,7 @@ async def parallel(client: Client) -> float:
 
 
 async def sub_agent(client: Client) -> float:
-    """A worker in between; the planner goes on."""
+    """A worker in between; then the planner continues."""
     messages = [system("planner"), user("plan it")]
     messages.append(await client.ask(messages))
     worker = await client.ask([system("worker"), user("work")])
@@ -266,7 +266,7 @@ async def compaction(client: Client) -> float:
 
 
 async def compaction_not_used(client: Client) -> float:
-    """It asks for a summary and goes on without it."""
+    """It requests a summary and continues without it."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
     result = {"role": "tool", "tool_call_id": "x", "content": "a long result"}
@@ -276,7 +276,7 @@ async def compaction_not_used(client: Client) -> float:
 
 
 async def compaction_apart_not_used(client: Client) -> float:
-    """The summary is asked for in a context of its own, and nothing comes of it."""
+    """The summary is requested in a separate context and not used."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
     quoted = messages[-1]["content"]
@@ -485,7 +485,7 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
 
 
 def test_concurrent_calls_are_replayed_in_any_order() -> None:
-    """Each gets its own answer, and what follows extends the right turn, to the token."""
+    """Each call gets its own reply, and its continuation extends the right turn, to the token."""
     runs = iter(range(100))
 
     async def program(client: Client) -> float:
@@ -523,7 +523,7 @@ class Forks(ForkOnce):
 
 
 def test_an_altered_context_can_be_forked() -> None:
-    """As much as one that goes on token for token; so is a message of the user in its middle."""
+    """Like one that continues token for token; so can a message of the user in its middle."""
     for role in ("tool", "user"):
 
         async def program(client: Client, role: str = role) -> float:
@@ -570,7 +570,7 @@ def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
 
 
 def test_the_next_turn_of_a_program_passes_between_processes() -> None:
-    """As environments in processes of their own give it."""
+    """As environments in separate processes return it."""
     then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
     info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
     branch = Branch("0", Node(0, None), WorkClock())
@@ -629,7 +629,7 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])
 def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
-    """The run goes on, whatever the program asks for."""
+    """The run continues after any request of the program."""
     tokenizer = make_tokenizer(QWEN3)
     renderer = NativeRenderer(tokenizer) if protocol == "native" else None
 

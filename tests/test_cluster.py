@@ -1,5 +1,5 @@
-"""Trees that rollout workers grow are those of an actor in the controller's process, whatever
-becomes of the workers."""
+"""Trees of rollout workers equal those of an actor in the controller's process, through any loss of
+workers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _no_env_left_open() -> Iterator[None]:
 
 
 class Cluster:
-    """A controller and its workers within one process. `make` makes the actor of a worker, and of
-    the controller, whose engine all of them ask."""
+    """A controller and its workers within one process. `make` creates the actor of a worker, and
+    that of the controller, whose engine all of them use."""
 
     def __init__(self, make: Callable[[], Actor], *, linked_engine: bool = True) -> None:
         actor = make()
@@ -70,7 +70,7 @@ class Cluster:
         self._joined[name] = asyncio.create_task(self.workers.join(name, ours))
 
     async def kill(self, name: str) -> None:
-        """The worker is gone at once, as by SIGKILL."""
+        """The worker dies immediately, as by SIGKILL."""
         self.links[name].abort()
         self._serving[name].cancel()
         await asyncio.gather(self._serving[name], return_exceptions=True)
@@ -85,7 +85,7 @@ class Cluster:
 
 
 def clustered(work: Callable[[Cluster], Awaitable[T]], names: str = "ab", **actor: Any) -> T:
-    """What `work` gives with workers of these names, which end behind it."""
+    """The result of `work` with workers of these names, which are closed afterward."""
 
     async def main() -> T:
         cluster = Cluster(lambda: make_actor(**actor))
@@ -105,7 +105,7 @@ def alone(index: int, **actor: Any) -> TrajectoryTree:
 
 
 def grown(tree: TrajectoryTree) -> Any:
-    """What a tree says, whatever the order in which its branches went on."""
+    """The content of a tree, independent of the order in which its branches grew."""
     nodes = tree.nodes
     return sorted(
         (
@@ -234,7 +234,7 @@ def test_a_dead_engine_ends_rollouts() -> None:
 def test_trees_of_killed_workers_equal_those_of_uninterrupted_ones(
     seed: int, kills: list[float]
 ) -> None:
-    """Each tree once, and what was journaled of it is not sampled again."""
+    """Each tree is returned once, and its journaled turns are not sampled again."""
     CountingEnv.num_open = 0
     rng = Random(seed)
 
@@ -257,7 +257,7 @@ def test_trees_of_killed_workers_equal_those_of_uninterrupted_ones(
 
 
 def test_a_tree_resumes_on_another_worker_from_its_last_turn() -> None:
-    """What is sampled again are the turns that were under way."""
+    """Only turns in progress are sampled again."""
 
     async def work(cluster: Cluster) -> tuple[float, float]:
         growing = asyncio.create_task(cluster.rollout(0))
@@ -283,7 +283,7 @@ async def count_requests(cluster: Cluster) -> float:
 def test_only_a_tree_that_kills_its_workers_is_cancelled(
     begins: float, kills_after_s: float
 ) -> None:
-    """Each worker that has it is dead before any turn there is done."""
+    """Each worker that gets it dies before any turn is finished there."""
 
     async def work(cluster: Cluster) -> tuple[list[TrajectoryTree], int]:
         rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
@@ -303,7 +303,7 @@ def test_only_a_tree_that_kills_its_workers_is_cancelled(
 
     keys: dict[str, Any] = {"engine": {"latency_s": 10.0}}
     found, num_killed = clustered(work, **keys)
-    # the first ones may have told how the tree begins, which is further than before
+    # the first ones may have sent the beginning of the tree, which is progress
     assert NUM_LOSSES + NUM_TRIALS <= num_killed <= NUM_LOSSES + NUM_TRIALS + 2
     for index in (0, 1, 3):
         assert grown(found[index]) == grown(alone(index, **keys))
@@ -520,5 +520,5 @@ async def test_frames_in_quick_succession_are_sent_together(
     assert written == [1, 99]
 
     link.send(b"x")
-    link.flush()  # whoever must not wait says so
+    link.flush()  # an urgent frame is flushed
     assert written == [1, 99, 1]

@@ -1,4 +1,4 @@
-"""Configuration: what is wrong is said with the key and the nearest name."""
+"""Configuration: errors name the key and the nearest valid name."""
 
 from __future__ import annotations
 

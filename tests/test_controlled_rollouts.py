@@ -1,4 +1,4 @@
-"""Control of rollouts in flight: cancel them, pause them, see what they wait for."""
+"""Control of rollouts in flight: cancel them, pause them, inspect their waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_actor import TASK, make_actor
 
 
 def controlled(actor: Actor, act: Callable[[], Awaitable[None]]) -> TrajectoryTree:
-    """A rollout of four, beside which `act` goes on."""
+    """A rollout of four, in parallel to `act`."""
 
     async def main() -> TrajectoryTree:
         acting = asyncio.ensure_future(act())
@@ -50,7 +50,7 @@ def test_a_cancelled_rollout_fails_as_cancelled_and_forms_no_group() -> None:
     tree = controlled(actor, cancel)
     assert [leaf.error for leaf in tree.failures()] == ["cancelled: enough"] * 3
     assert len(list(tree.trajectories())) == 1
-    assert tree.num_started == 4  # none was replaced
+    assert tree.num_started == 4  # no root was replaced
     assert failure_kind(tree) == "cancelled"
     assert actor.growing(3) is None
 

@@ -67,7 +67,7 @@ def tools_env(act: Callable[[], Any], grading: Callable[[], Any]) -> Callable[[T
 
 
 class Broken(CountingEnv):
-    """One method does what `act` does."""
+    """One method calls `act`."""
 
     method, act = "step", staticmethod(boom)
 

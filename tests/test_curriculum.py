@@ -26,7 +26,7 @@ def questions(**success: float) -> list[Task]:
 
 
 def tree(task: Task, outcomes: list[bool | None]) -> TrajectoryTree:
-    """A trajectory for each outcome; None: it failed."""
+    """A trajectory for each outcome; None: a failed one."""
     nodes = [Node(0, None)]
     for number, outcome in enumerate(outcomes):
         end = "failed" if outcome is None else "terminated"

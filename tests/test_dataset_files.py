@@ -1,4 +1,4 @@
-"""Files, folders and patterns into rows: what can be read, and what is refused with its place."""
+"""Files, folders and patterns into rows: readable formats, and errors with their place."""
 
 from __future__ import annotations
 

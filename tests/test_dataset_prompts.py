@@ -54,7 +54,7 @@ def tasks(*lengths: int) -> list[Task]:
 
 
 class Fitting:
-    """A fitter on the toy env, with what it said."""
+    """A fitter on the toy env, with its messages."""
 
     def __init__(self, mode: Overlong, limit: int = LIMIT) -> None:
         self.said: list[str] = []

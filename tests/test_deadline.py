@@ -62,7 +62,7 @@ def test_an_outer_clock_runs_while_any_inner_one_runs_and_nested_waits_end_once(
                 await asyncio.sleep(waits_s)
                 outer.end()
                 outer.end()
-                await asyncio.sleep(1.0)  # the inner wait goes on
+                await asyncio.sleep(1.0)  # the inner wait continues
             await asyncio.sleep(1.0)
 
     async def main() -> list[float]:
@@ -132,7 +132,7 @@ def test_the_nearer_of_two_deadlines_ends_the_wait() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_uncancelled_work_survives_three_cancellations(fails: bool) -> None:
-    """Then what it raised goes on, or else the cancellation."""
+    """Then its exception propagates, or else the cancellation."""
     ended: list[float] = []
 
     async def work() -> None:
@@ -188,8 +188,8 @@ def test_alarms_of_one_span_share_a_timer_and_fire_in_order() -> None:
 def test_a_deadline_is_deferred_until_the_fate_of_the_work_is_known(
     lost: bool, ends_s: float
 ) -> None:
-    """It is due after 20 s; from second 10 to second 25 the work is in doubt, and given back then
-    if it is lost. Whether it is known is looked at each other second."""
+    """It is due after 20 s; from second 10 to second 25 the fate of the work is unknown, and the
+    work is refunded then if it is lost. The state is polled every two seconds."""
 
     async def work_on() -> None:
         await asyncio.sleep(10.0)
@@ -307,7 +307,7 @@ def test_work_that_exceeds_its_time_is_named() -> None:
 
 def test_a_backoff_doubles_is_bounded_and_differs_by_key() -> None:
     waits = [backoff_s(0, f"call {n}", first_s=0.5, max_s=30, at_least_s=7.0) for n in range(20)]
-    assert all(7 <= wait <= 10.5 for wait in waits)  # never shorter than asked for
+    assert all(7 <= wait <= 10.5 for wait in waits)  # never shorter than requested
     assert len(set(waits)) > 10
     assert waits[3] == backoff_s(0, "call 3", first_s=0.5, max_s=30, at_least_s=7.0)
     assert 2 <= backoff_s(2, "call", first_s=0.5, max_s=30) <= 3

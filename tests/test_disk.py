@@ -50,7 +50,7 @@ def test_a_file_keeps_its_content_until_the_new_one_is_complete(
 
 
 def full(path: Path) -> None:
-    """Whatever is written to it meets a full disk."""
+    """Any write to this file meets a full disk."""
     path.symlink_to("/dev/full")
 
 
@@ -198,7 +198,7 @@ def left_by_a_killed_process(place: Path) -> Path:
 def test_an_unlocked_folder_is_removed_before_another_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However young it is: what takes its place may need its space."""
+    """Even a recent one: its successor may need its space."""
     left, make = left_by_a_killed_process(tmp_path), tempfile.mkdtemp
 
     def seen(**keys: Any) -> str:

@@ -1,4 +1,4 @@
-"""A new file's name is as durable as its content, and what cannot be written leaves nothing."""
+"""The name of a new file is as durable as its content, and failed writes leave no file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_names_of_a_checkpoint_and_its_run_are_durable(tmp_path: Path, synce
     run.close()
 
 
-# what cannot be written
+# failed writes
 
 
 @contextmanager

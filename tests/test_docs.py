@@ -1,5 +1,5 @@
-"""What docs/ and the README show is true of the code: blocks of TOML load, blocks of Python run,
-command lines are taken by their launcher, keys in prose exist; and the site builds.
+"""The content of docs/ and the README matches the code: blocks of TOML load, blocks of Python run,
+command lines are accepted by their launcher, keys in prose exist; and the site builds.
 
 A block behind a line `<!-- not run: reason -->` is left out.
 """
@@ -74,7 +74,7 @@ CONFIGS: tuple[type[msgspec.Struct], ...] = (
     SynthesisConfig,
     ServeConfig,
 )
-NEEDED: dict[str, Any] = {  # what a configuration has to say, where a block shows a part of one
+NEEDED: dict[str, Any] = {  # required keys of a configuration, for blocks that show a part of one
     "model": {"path": "models/MINE"},
     "data": {"train": "train.jsonl"},
     "env": {"id": "agentenv/QAGrader-v0"},
@@ -131,7 +131,7 @@ def test_a_block_of_python_runs(
 
 
 def is_earlier(one: Block, other: Block) -> bool:
-    """Whether the other one goes on from it: a page in which one file grows."""
+    """Whether the other one continues it: a page in which one file grows."""
     page, _, line = one.place.partition(":")
     whole, _, at = other.place.partition(":")
     return page == whole in GROWING and int(line) < int(at)
@@ -220,7 +220,7 @@ def test_command_lines_are_accepted_by_their_launcher() -> None:
             ["report"],
             ["compare"],
             ["regrade"],
-        )  # of what is made first
+        )  # of the files created first
         if code not in (0, None) and not stored:
             refused.append(f"{place} {' '.join(words)}: {said.getvalue()[-300:]}")
     assert not refused, "\n".join(refused)

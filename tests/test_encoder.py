@@ -1,4 +1,4 @@
-"""Texts that are tokenized beside the event loop have the ids that they would have on it."""
+"""Texts tokenized outside of the event loop have the ids that they would have on it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def prepared(renderer: TagRenderer, text: str) -> bool:
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What people saw on their terminal since the last call."""
+    """The messages shown on the terminal since the last call."""
     found = [one.getMessage() for one in caplog.records if is_shown(one)]
     caplog.clear()
     return found
@@ -145,7 +145,7 @@ async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_mean
 async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
     beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has answered in between was none of them."""
+    """Failures with a success in between do not count."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
     beside.encoder = Encoder(beside.tokenizer, beside.special_ids)
     for text in ("one", "two", "three", "four"):

@@ -1,5 +1,5 @@
-"""The endpoint over HTTP: the three APIs say the same, streams add up to replies, and a damaged
-request of any kind ends with the right name in the form of its API."""
+"""The endpoint over HTTP: the three APIs have the same content, streams add up to replies, and a
+damaged request of any kind gets the right error in the form of its API."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def request(api: str, *, stream: bool = False) -> Json:
 
 
 def answered(api: str, body: Json, reply: Json) -> Json:
-    """The request that goes on: the reply as it came, and a result."""
+    """The next request: the unchanged reply, and a result."""
     body = copy.deepcopy(body)
     if api == "chat":
         message = reply["choices"][0]["message"]
@@ -257,7 +257,7 @@ def test_choices_stops_limits_and_logprobs() -> None:
 
 
 class Failing(ScriptedEngine):
-    """Fails as it is told, after some tokens of a stream."""
+    """Raises `error` after some tokens of a stream."""
 
     error: Exception | None = None
     begun: asyncio.Event
@@ -309,7 +309,7 @@ def test_a_client_that_disconnects_stops_its_turn() -> None:
     run(work, engine=Failing)
 
 
-# Damage. Each kind says which names a request may end with; whatever happens, no other status.
+# Damage. Each kind lists the allowed errors of a request; no other status may occur.
 
 FINE = "fine"
 WRONG: tuple[Any, ...] = (None, True, -1, 3.5, "x", [], {}, [[]], [{}], {"a": 1}, "\ud800", 10**30,
@@ -401,7 +401,7 @@ def test_a_damaged_request_is_answered_with_the_right_error() -> None:
             seen[name] += 1
         assert seen[FINE] > 100
         assert len(seen) >= 5
-        for api in PATHS:  # and it goes on
+        for api in PATHS:  # and the server continues
             await client.ask(PATHS[api], request(api))
 
     run(work)

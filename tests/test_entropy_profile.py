@@ -19,7 +19,7 @@ def make_tree() -> TrajectoryTree:
     tree.add(first, entropies=[2.0, 5.0])  # a fork at the same result
     tree.add(second, entropies=[6.0, 1.0, 1.0])
     tree.add(root, entropies=[2.0])
-    tree.add(root)  # failed before it said anything
+    tree.add(root)  # failed before any token
     return tree
 
 

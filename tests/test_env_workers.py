@@ -1,4 +1,4 @@
-"""An environment in another process is one like any other, whatever becomes of the process."""
+"""An environment in another process behaves like any other, through any failure of the process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Host:
         self.ends[name].close()  # as the end of a process does
 
     async def kill(self, name: str) -> Left:
-        """The process is gone at once, and what it held with it."""
+        """The process dies immediately, with its environments."""
         self.links[name].abort()
         await self.serving[name]
         return await self.joined[name]
@@ -136,7 +136,7 @@ def test_environments_are_placed_on_the_least_loaded_process() -> None:
     async def work(host: Host) -> list[int]:
         envs = [await begun(host) for _ in range(4)]
         forks = [await envs[0].fork() for _ in range(2)]
-        other = await begun(host)  # beside the two that have no forks
+        other = await begun(host)  # next to the two without forks
         counts = [one.num_envs for one in host.workers.workers.values()]
         for env in (*envs, *forks, other):
             await env.close()
@@ -148,7 +148,7 @@ def test_environments_are_placed_on_the_least_loaded_process() -> None:
 
 
 def test_a_lost_process_costs_no_trajectory() -> None:
-    """Steps are taken again in fresh environments, led to the same place."""
+    """Steps are repeated in fresh environments, replayed to the same state."""
 
     async def work(host: Host) -> tuple[Any, Left]:
         actor = far_actor(host, latency_s=0.0, engine={"latency_s": 10.0})
@@ -353,7 +353,7 @@ def test_a_cancelled_fork_leaves_no_copy() -> None:
 
 
 class Stuck(EnvWrapper):
-    """Closes only when it is told to stop closing."""
+    """Closes only when the close is cancelled."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(CountingEnv(task))
@@ -366,7 +366,7 @@ class Stuck(EnvWrapper):
 
 
 def pending_of(host: Host) -> list[Any]:
-    """What either side of the first process still waits for."""
+    """The pending requests of either side of the first process."""
     server = host.servers["a"]
     return [*host.workers.workers["a"].calls, *server._calls, *server._of, *server._envs]
 
@@ -385,7 +385,7 @@ def test_a_close_that_hangs_is_cancelled() -> None:
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S / 2, TIMEOUT_S, TIMEOUT_S * 2])
 def test_an_abandoned_close_leaves_no_task(timeout_s: float) -> None:
-    """The actor has its own deadline for it. Nor does the loop tell of it at the end."""
+    """The actor has its own deadline for it. Nor does the loop report it at the end."""
 
     async def work(host: Host) -> None:
         envs = OpenEnvs(timeout_s)
@@ -425,7 +425,7 @@ async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) ->
 
 
 class Tally:
-    """What all environments of a process share."""
+    """A counter shared by all environments of a process."""
 
     num = 0
 

@@ -40,7 +40,7 @@ CALLS = {
 
 
 def guess(prompt: str, rng: Random) -> str:
-    """A turn of a policy that knows the forms of all examples, and what results say."""
+    """A turn of a policy that knows the call forms of all examples and the meaning of results."""
     results = prompt.split("<result>\n")[1:]
     if results and rng.random() < 0.5:
         number = [word for word in results[-1].partition("\n")[0].split() if word.isdigit()]

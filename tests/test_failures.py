@@ -144,7 +144,7 @@ def test_a_short_run_is_judged_at_its_end() -> None:
     failures = Failures(0.25, strict=False)
     for _ in range(5):
         failures.add(failure_of(EnvError("closed"), TASK))
-    failures.check_share()  # of five, a share says little
+    failures.check_share()  # of five, a share means little
     for _ in range(15):
         failures.add(None)
     failures.check_share()  # a quarter is allowed

@@ -1,4 +1,4 @@
-"""What a coroutine does at its end, it does also when it is cancelled once more meanwhile.
+"""The cleanup of a coroutine also runs if it is cancelled again meanwhile.
 
 A second cancellation of a task is ordinary: the deadline of a branch fires, and its tree is given
 up while the request that it had still ends. It is raised by whatever the task awaits then. So
@@ -32,13 +32,14 @@ def awaits(node: ast.AST) -> bool:
 
 
 def is_last(statement: ast.stmt) -> bool:
-    """Whether it needs no other to have ended: it ends the block, with what goes on anyway."""
+    """Whether it requires no other statement to have run: it only ends the block, which ends
+    anyway."""
     return isinstance(statement, ast.Raise | ast.Return | ast.Pass | ast.Continue | ast.Break)
 
 
 def blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
-    """Those inside of a statement in which an await may be followed by others. What follows the
-    `try` of a `finally` is safe, what stands in its `finally` is looked at by itself."""
+    """The statements after an await within this one. Statements after the `try` of a `finally` are
+    safe; its `finally` block is checked separately."""
     if isinstance(statement, ast.Try | ast.TryStar):
         yield statement.body
         for handler in statement.handlers:
@@ -63,7 +64,7 @@ def lost(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def endings(function: ast.AST) -> Iterator[Sequence[ast.stmt]]:
-    """What is done at the end of something, whatever ends it."""
+    """Cleanup blocks, which run at any end."""
     for node in ast.walk(function):
         if isinstance(node, ast.Try | ast.TryStar):
             yield node.finalbody
@@ -74,7 +75,7 @@ def endings(function: ast.AST) -> Iterator[Sequence[ast.stmt]]:
 
 
 def lost_in(source: str) -> list[str]:
-    """What a second cancellation skips, as "function, line: statement"."""
+    """The statements skipped by a second cancellation, as "function, line: statement"."""
     found = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.AsyncFunctionDef):

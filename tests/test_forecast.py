@@ -1,5 +1,5 @@
-"""Forecasts: what a run learns of its trees tells mixed places from settled ones, and an untaught
-forecast changes nothing."""
+"""Forecasts: a trained forecast distinguishes mixed places from settled ones, and an untrained one
+changes nothing."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def test_the_weights_minimize_the_log_loss_and_the_ridge() -> None:
 
 
 def test_earlier_observations_decay(taught: Forecaster) -> None:
-    """Nine tenths of what is known are kept at each update, and the ridge pulls back to the tree's
-    own estimate."""
+    """Nine tenths of the precision are kept at each update, and the ridge pulls back to the
+    estimate of the tree."""
     forecaster = Forecaster(msgspec.convert(msgspec.to_builtins(taught.known), Known))
     before = np.array(forecaster.known.precision)
     forecaster.learn([])

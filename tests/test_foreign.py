@@ -1,4 +1,4 @@
-"""What we did not write is decoded in one place, where every failure is an error of ours."""
+"""Foreign data is decoded in one place, where every failure is an error of ours."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DECODERS = re.compile(
     r"|(response|request|reply)\.json"
 )
 IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
-# What these decode was written by this program, or is the configuration, which has errors of its
-# own, or they run where agentenv is not.
+# Files that decode data of this program, or the configuration, which has its own errors, or that
+# run without agentenv.
 OURS = {
     "agentenv/errors.py": "a file of pip",
     "agentenv/archive.py": "a run directory",
@@ -168,7 +168,7 @@ def nested(depth: int) -> bytes:
 
 
 def test_nesting_depth_is_bounded() -> None:
-    """Also between texts that look like structure, and beside what is flat and long."""
+    """Also between texts that look like structure, and next to flat, long data."""
     decode(nested(MAX_DEPTH))
     with pytest.raises(ForeignError, match="nested over 100 levels"):
         decode(nested(MAX_DEPTH + 2))

@@ -29,7 +29,7 @@ Start = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts what stands in for Python, with its arguments; it forks the module `forked`."""
+    """Starts the stand-in for Python with its arguments; it forks the module `forked`."""
     (tmp_path / "forked.py").write_text(MODULE)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "WORD": "given"}
     server = ForkServer(sys.executable, [], os.environ)
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
-    """The fork, and what it says of its environment and arguments."""
+    """The fork, and its report of its environment and arguments."""
     assert process.stdout is not None
     pid, *words = process.stdout.readline().split()
     return psutil.Process(int(pid)), words

@@ -200,7 +200,7 @@ def test_a_non_text_action_is_refused_without_a_step(env: Any, action: Any) -> N
         many.step(["<search>a</search>", action])
     shown, *_ = many.step(["<search>a</search>", "done"])
     assert shown[0] == " <result>\n1:a\n</result>"  # the first, too
-    many.step(["<search>a</search>", action])  # of one that has ended, none is looked at
+    many.step(["<search>a</search>", action])  # the action of an ended one is ignored
     many.close()
 
 

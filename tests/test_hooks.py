@@ -54,7 +54,8 @@ def test_a_prefix_is_context_that_counts_as_response() -> None:
 
 
 class TurnedBack(RolloutHooks):
-    """Takes the first turn again, colder, and goes on from a prompt of its own after the second."""
+    """Repeats the first turn at a lower temperature, and continues from a new prompt after the
+    second."""
 
     def sampling(self, branch: Branch) -> SamplingParams:
         self.temperatures = [*getattr(self, "temperatures", []), 0.5 if "~" in branch.name else 1.0]
@@ -89,7 +90,7 @@ def test_a_branch_continues_where_hooks_moved_it() -> None:
 
 
 class Watching(RolloutHooks):
-    """Notes what ends, and grades what a limit ends."""
+    """Records ended branches, and grades truncated ones."""
 
     ended: list[str]
 

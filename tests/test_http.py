@@ -77,7 +77,7 @@ async def test_the_error_of_each_status(
 
 
 async def play(api: HttpClient, **keys: Any) -> str:
-    """What a policy reads of an API in an episode."""
+    """The observations of an API by a policy in an episode."""
 
     @tool
     async def order(number: int) -> str:
@@ -93,7 +93,7 @@ async def play(api: HttpClient, **keys: Any) -> str:
 async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
-    """No policy reads it, whatever it asked for."""
+    """No policy reads it, for any request."""
 
     async def handler(request: web.Request) -> web.Response:
         token = request.headers["Authorization"]
@@ -308,7 +308,7 @@ async def test_a_refused_login_refuses_the_run(
 
 
 def test_each_loop_has_its_own_session_which_is_closed_with_it() -> None:
-    """Without a word about a session that nobody closed."""
+    """Without a warning about an unclosed session."""
     code = """
 import asyncio
 from aiohttp import web
@@ -441,7 +441,7 @@ async def test_a_failing_hook_does_not_keep_other_tools_open(
 
 
 class Flaky:
-    """Raises what a tool of a user raises, the first times that it is called."""
+    """Raises these errors of a user's tool in its first calls."""
 
     def __init__(self, errors: list[Exception]) -> None:
         self.errors = errors
@@ -450,7 +450,7 @@ class Flaky:
     def env(self, task: Task) -> ToolEnv:
         @tool
         async def price(item: str) -> str:
-            """What it costs."""
+            """The price."""
             self.times.append(asyncio.get_running_loop().time())
             if self.errors:
                 raise self.errors.pop(0)
@@ -471,7 +471,7 @@ def refused(status: int, **headers: str) -> aiohttp.ClientResponseError:
 
 
 def test_a_429_is_retried_in_a_demonstration_as_in_a_run() -> None:
-    """As an InfraError, and as what raise_for_status raises; not before Retry-After."""
+    """As an InfraError, and as an exception of raise_for_status; not before Retry-After."""
     errors = [
         InfraError("429"),
         refused(429),

@@ -1,4 +1,4 @@
-"""The walls between the packages: who may import whom, and what importing must not load."""
+"""The boundaries between the packages: which may import which, and what an import must not load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: from any end of it, a run goes on with the trees that it had finished and begun."""
+"""The journal: from any of its prefixes, a run resumes its finished and unfinished trees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_env_left_open() -> Iterator[None]:
 
 
 async def here(function: Any, *arguments: Any) -> Any:
-    """In place of a thread, which a virtual clock does not know."""
+    """Instead of a thread, which a virtual clock cannot run."""
     return function(*arguments)
 
 
@@ -110,7 +110,7 @@ def grown(
     incarnation: int = 1,
     start: Start | None = None,
 ) -> TrajectoryTree:
-    """A tree that was rolled out with a journal: gone on with, if it has one of that index."""
+    """A tree rolled out with a journal: resumed if the journal has one of that index."""
 
     async def scenario() -> TrajectoryTree:
         written = journal(folder, incarnation=incarnation)
@@ -141,7 +141,7 @@ def read(folder: Path, task: Task = TASK, index: int = 3, settings: str = "s") -
 
 
 def content(tree: TrajectoryTree) -> Any:
-    """All that a tree says; float32 as it is stored."""
+    """All content of a tree; float32 as stored."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float):
@@ -183,8 +183,8 @@ def test_a_finished_tree_is_read_back_unchanged(
 
 
 def cuts(folder: Path) -> Iterator[bytes]:
-    """What a crash may leave of a journal of one file: all beginnings that end with a frame, and
-    one that does not."""
+    """The possible remains of a journal of one file after a crash: all prefixes that end with a
+    frame, and one that does not."""
     (path,) = folder.glob("*.frames")
     data = path.read_bytes()
     for offset, size, _ in frames_of(data):
@@ -201,8 +201,8 @@ def paths_by_branch(tree: TrajectoryTree) -> dict[str, list[Any]]:
 
 
 def test_from_every_cut_the_same_trajectories_result(tmp_path: Path) -> None:
-    """Roots are independent of each other, so that each ends as it would have without the crash;
-    what is complete is not sampled again."""
+    """Roots are independent of each other, so each ends like without the crash; complete turns are
+    not sampled again."""
     whole = grown(tmp_path / "whole", make_actor(), Independent(4))
     for number, cut in enumerate(cuts(tmp_path / "whole")):
         folder = tmp_path / str(number)
@@ -254,7 +254,7 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
 
 
 def test_a_resumed_tree_keeps_its_frames_until_they_are_rewritten(tmp_path: Path) -> None:
-    """Killed again as soon as it had begun, or in the middle of what it says then."""
+    """Killed again right after its restart, or within its next frame."""
     grown(tmp_path / "whole", make_actor(), Independent(2))
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -433,7 +433,7 @@ async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
 async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written any more, and what was written stays."""
+    """Nothing more is written, and earlier frames stay."""
 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -466,7 +466,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
 
 
 def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
-    """Whoever waits for the journal, and closing it, come to their end."""
+    """Waits for the journal, and its close, end."""
 
     async def hangs(function: Any, *arguments: Any) -> None:
         await asyncio.Event().wait()
@@ -492,7 +492,7 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
 
 
 async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_path: Path) -> None:
-    """And what is grown in their place is known."""
+    """And their replacements are known."""
     for refused in ([], [4], [5]):
         written = journal(tmp_path)
         written.append(Began(4, "t", 0, 1, "s"))
@@ -534,7 +534,7 @@ async def test_written_frames_are_synced_within_sync_s(
 
 
 class Mute:
-    """Says nothing of itself."""
+    """Has no repr of its own."""
 
     def __str__(self) -> str:
         raise ValueError
@@ -562,7 +562,7 @@ def test_frames_are_batched_until_a_commit_waits_for_them(tmp_path: Path) -> Non
         asyncio.get_running_loop().call_later(COMMIT_S / 2, written.append, Leased(11, [11]))
         await written.commit()
         assert loop.time() - began == pytest.approx(COMMIT_S)
-        assert batches == [10, 2]  # whoever comes meanwhile goes along
+        assert batches == [10, 2]  # frames appended meanwhile are included
         await written.close()
 
     run_virtual(scenario())

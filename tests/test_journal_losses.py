@@ -47,7 +47,7 @@ def grow_for(
     incarnation: int,
     actor: Actor | None = None,
 ) -> None:
-    """A process that ends after so many seconds, and goes on with what the one before has left."""
+    """A process that ends after so many seconds, and resumes the state of the one before."""
 
     async def scenario() -> None:
         written = journal(folder, incarnation=incarnation)
@@ -75,7 +75,7 @@ def frames_in(folder: Path) -> Frames:
 
 
 def state(folder: Path) -> bytes | None:
-    """What the journal says of the tree; it begins no file of its own."""
+    """The state of the tree in the journal; it begins no new file."""
     found = read(folder)
     for path in folder.glob("*.frames"):
         if not path.stat().st_size:
@@ -146,7 +146,7 @@ def test_a_restarted_tree_without_its_first_frame_is_not_mixed(tmp_path: Path) -
 
 
 def test_a_tree_that_changed_workers_and_lost_a_frame(tmp_path: Path) -> None:
-    """One process of the controller: what begins again has the same incarnation."""
+    """One process of the controller: a restarted tree has the same incarnation."""
 
     async def main(folder: Path, seed: int) -> None:
         rng, cluster = Random(seed), Cluster(lambda: make_actor())
@@ -191,7 +191,7 @@ def test_journals_of_earlier_versions_are_read_and_continued(tmp_path: Path, nam
         before = state(folder)
         earlier(folder)
         assert state(folder) == before
-        grow_for(folder, plan, 2.0, 2)  # of this version, behind frames of the earlier one
+        grow_for(folder, plan, 2.0, 2)  # of this version, after frames of the earlier one
         before = state(folder)
         earlier(folder)
         assert state(folder) == before
@@ -242,7 +242,7 @@ def test_a_duplicate_node_is_refused_if_no_missing_frame_is_known(
 
 
 def test_a_tree_restarted_in_its_worker_is_complete(tmp_path: Path) -> None:
-    """Its task has another prompt by now; the controller asks for it only once."""
+    """Its task has another prompt by now; the controller requests it only once."""
     grow_for(tmp_path, PLANS["independent"], 4.0, 1)
 
     async def main() -> tuple[Any, list[str]]:

@@ -1,5 +1,5 @@
-"""A tree that kills its workers ends without another one, whenever it kills and whatever becomes of
-the controller; so does a tree that a person gives up, with or without a worker."""
+"""A tree that kills its workers ends without another one, at any moment of its kills and through
+any restart of the controller; so does a tree that a user cancels, with or without a worker."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DeadlyCluster(Cluster):
             return made
         if self.where == "make":
             self.die(worker)
-            raise SystemError("its process is gone")  # nobody hears this
+            raise SystemError("its process is gone")  # not received
         env = DeadlyEnv(task)
         env.cluster, env.worker = self, worker
         return env
@@ -130,7 +130,7 @@ KINDS = [("make", 0.0), ("reset", 0.0), ("reset", 0.02), ("reset", 0.2), ("step"
 def test_a_cancelled_tree_kills_no_more_workers(
     where: str, delay_s: float, names: str, latency_s: float
 ) -> None:
-    """Which it would do for ever, and every other tree comes to its end."""
+    """It would kill workers forever; all other trees end regularly."""
     keys: dict[str, Any] = {"engine": {"latency_s": latency_s}}
 
     async def main() -> tuple[list[TrajectoryTree], DeadlyCluster]:
@@ -142,7 +142,7 @@ def test_a_cancelled_tree_kills_no_more_workers(
         return found, cluster
 
     found, cluster = run_virtual(main())
-    # the first ones may have told how the tree begins, which is further than before
+    # the first ones may have sent the beginning of the tree, which is progress
     assert TRIALS <= cluster.num_killed <= TRIALS + 2
     assert len([text for text in cluster.told if "is abandoned" in text]) == 1
     for index in (0, 1, 3):

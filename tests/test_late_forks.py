@@ -58,7 +58,8 @@ def test_forks_are_taken_at_any_depth_until_the_group_is_complete(at_once: bool)
 
 
 def test_a_fork_continues_from_the_tokens_and_the_state_of_its_place() -> None:
-    """The env counts its searches and says the number: led there, it goes on with the next."""
+    """The env counts its searches and returns the number: after a replay it continues with the
+    next."""
     tree = rollout(make_actor(searches), PLAN)
     for path in tree.trajectories():
         text = CharTokenizer().decode(path.token_ids)
@@ -137,7 +138,7 @@ def test_an_env_with_other_replies_fails_the_fork_which_a_root_replaces() -> Non
 
 
 class Chosen(Independent):
-    """A place of its own choice."""
+    """Forks at explicitly chosen places."""
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return 1

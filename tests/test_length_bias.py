@@ -1,4 +1,4 @@
-"""Lengths of what was offered beside those of what was trained, and how stale that was."""
+"""Lengths of offered and of trained trajectories, and the staleness of the trained ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from agentenv.types import Limit, Task, VersionSpan
 
 
 def tree(lengths: Sequence[int], version: int = 3) -> TrajectoryTree:
-    """From-scratch trajectories of so many tokens behind a prompt of 7; those over 90 are cut."""
+    """From-scratch trajectories of so many tokens after a prompt of 7; those over 90 are
+    truncated."""
     found = TrajectoryTree(Task("t", "toy", "?", ()))
     found.add(None, observation_ids=[1] * 7)
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""What becomes of the trees of a worker that is lost or leaves, and of what it has said."""
+"""The trees and messages of a worker that is lost or leaves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Nowhere(LocalPlacement):
 def test_only_consecutive_losses_without_progress_count(
     has_come_further: bool, tmp_path: Path
 ) -> None:
-    """A machine that is taken away each half hour from trees of an hour is no broken worker."""
+    """A machine preempted every half hour, with trees of an hour, is not a broken worker."""
 
     class Lost(WorkerGroup[Any]):
         async def join(self, name: str, link: Link) -> Left:
@@ -183,7 +183,7 @@ async def test_the_version_of_a_server_is_sent_before_its_tokens(
 
 
 def test_trees_of_a_lost_worker_resume_before_its_turns_have_ended() -> None:
-    """An engine may take long to abort what it had asked for."""
+    """An engine may take long to abort its requests."""
 
     async def main() -> None:
         cluster = Cluster(make_actor)

@@ -20,7 +20,7 @@ TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢�
 
 
 def model_directory(folder: Path, model_type: str, **settings: Any) -> Path:
-    """One without weights, whose tokenizer knows single bytes and two special tokens."""
+    """A directory without weights, whose tokenizer has single bytes and two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(BPE({char: number for number, char in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

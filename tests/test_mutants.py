@@ -1,4 +1,4 @@
-"""Mutants stay what they are: one whose text is gone proves nothing."""
+"""Mutants stay valid: one whose text is missing proves nothing."""
 
 from __future__ import annotations
 

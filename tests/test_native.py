@@ -249,7 +249,7 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
     ],
 )  # fmt: skip
 def test_a_template_whose_calls_cannot_be_parsed_back_is_refused(style: Style, says: str) -> None:
-    """The message names the model, what the template writes, what came back and the way out."""
+    """The message names the model, the text of the template, the parsed call and the remedy."""
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
     tokenizer.name_or_path = "models/Odd"
     with pytest.raises(ConfigError, match=rf"template of models/Odd {says}"):

@@ -1,4 +1,4 @@
-"""Whole trees in native tool calls: what the engine saw, what is trained, what is graded."""
+"""Whole trees in native tool calls: the tokens of the engine, the trained tokens, and the grade."""
 
 from __future__ import annotations
 

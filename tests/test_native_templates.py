@@ -138,7 +138,7 @@ def test_the_text_of_a_template_is_parsed_and_appended(name: str, num_calls: int
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_turn_of_a_dataset_is_rendered_in_a_parsable_form(name: str) -> None:
-    """With words, with thoughts and without; what it says stays as it is."""
+    """With text, with thoughts and without; the text stays unchanged."""
     chosen = renderer(name)
     end = chosen.tokenizer.convert_tokens_to_ids(ends_of(name)[0])
     prompt = chosen.prompt(QUESTION, TOOLS)
@@ -168,7 +168,7 @@ def test_a_result_cannot_forge_markers_of_the_template(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "muse_glimmer"])
 def test_a_tool_name_invented_by_the_policy_is_not_rendered(name: str) -> None:
-    """These templates name the tool beside its result."""
+    """These templates name the tool next to its result."""
     chosen = renderer(name)
     texts = [
         chosen.decode(

@@ -1,5 +1,5 @@
-"""examples/notebook: the notebook runs from the first cell to the last, and is stored without what
-its cells printed."""
+"""examples/notebook: the notebook runs from the first cell to the last, and is stored without
+outputs."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def used(text: str, names: set[str]) -> Iterator[str]:
             yield max(found & names, key=len)
 
 
-# Programs of their own, which no run waits for under a virtual clock.
+# Separate programs, which no run waits for under a virtual clock.
 PROGRAMS = (
     "pipelines/serving/",
     "pipelines/workers/ray_driver.py",
@@ -94,7 +94,7 @@ ALLOWED = {
     "pipelines/run/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
-    # none is started
+    # no process is started
     "pipelines/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }
 

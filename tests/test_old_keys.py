@@ -21,7 +21,7 @@ from agentenv.registry import struct_types, type_info
 ROOT = Path(__file__).resolve().parent.parent
 # Published configurations as commit 7183755 resolved them, with every key of that version.
 STORED = json.loads((ROOT / "tests/fixtures/stored_configs.json").read_text(encoding="utf-8"))
-# keys since then; a run that goes on says that it has them now
+# keys since then; a resumed run reports them as added
 NEW = ("learner.layout", ".source", ".servers_per_gpu", "data.curriculum", ".step_rewards",
        ".stop_at")  # fmt: skip
 COMMANDS = {

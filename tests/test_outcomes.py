@@ -1,4 +1,5 @@
-"""What a rollout refuses of an environment is refused by every stage before it, with one text."""
+"""An environment's outcomes that a rollout refuses are refused by every earlier stage, with one
+text."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def price(item: str) -> str:
 
 
 class TalkEnv(ToolEnv):
-    """Answers whatever is neither a call nor an answer with `said`, after so many calls."""
+    """Replies with `said` to any turn without a call or an answer."""
 
     said: Any = Message("user", "red")
 

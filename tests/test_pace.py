@@ -161,7 +161,7 @@ def test_only_a_wait_widens_the_lead() -> None:
     pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
     step(5.0, 0.0)
     first_s = lead_s()
-    step(9.0, 0.0)  # nobody waited for it
+    step(9.0, 0.0)  # no wait for it
     assert lead_s() <= first_s
     step(6.0, 0.5)
     widest_s = lead_s()

@@ -1,4 +1,4 @@
-"""A port that was chosen for a server is there when it listens, however long that takes."""
+"""A port chosen for a server is still free when it listens, after any delay."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def test_a_server_listens_at_a_held_port_and_again_after_its_end() -> None
 
 
 def _choose(port: int, sharing: bool, listener: socket.socket | None) -> None:
-    """Have the system choose a port where this is the only choice; for a connection, if there is
-    somebody to connect to."""
+    """Have the system choose a port where this is the only choice; for a connection, if there is a
+    listener to connect to."""
     with socket.socket() as one:
         if sharing:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -100,7 +100,8 @@ ALGORITHMS: list[Algorithm] = [
 def test_every_trajectory_continues_from_tokens_and_state_of_the_start(
     algorithm: Algorithm, start: Start
 ) -> None:
-    """The env counts its searches and says the number: led there, it goes on with the next."""
+    """The env counts its searches and returns the number: after a replay it continues with the
+    next."""
     tree = grown(algorithm.plan(256), start)
     paths = list(tree.trajectories())
     assert len(paths) == 6
@@ -426,7 +427,8 @@ def test_old_trajectories_are_not_used_and_no_more_than_keep_are_kept() -> None:
 
 @pytest.mark.parametrize("root_share", [0.0, 0.5, 0.81, 1.0])
 def test_the_root_share_of_groups_begins_at_their_questions(root_share: float) -> None:
-    """Of each block of groups, whatever order their questions have, and each question's too."""
+    """Of each block of groups, for any order of their questions, and of the groups of each
+    question."""
     run = Run(root_share=root_share, num_steps=10**6)
     run.group((4, True), *[(2, False)] * 7, task="a")
     run.group((4, True), *[(2, False)] * 7, task="b")

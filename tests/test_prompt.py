@@ -1,4 +1,4 @@
-"""System prompts: presets, files, what a row brings along, and who wins."""
+"""System prompts: presets, files, prompts of rows, and their precedence."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def chat(system: str, question: str = "q") -> dict[str, object]:
 
 
 def template(path: Path, rows: list[dict[str, object]]) -> str:
-    """What the file of these rows gives as template."""
+    """The template from a file of these rows."""
     if path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         importlib.import_module("pyarrow.parquet").write_table(

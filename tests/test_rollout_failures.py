@@ -1,4 +1,4 @@
-"""What a failure costs a rollout: a turn, a wait, a trajectory, or the run."""
+"""The cost of a failure for a rollout: a turn, a wait, a trajectory, or the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlakyEngine(ScriptedEngine):
 
 
 def turns_wasted(actor: Actor, trees: list[TrajectoryTree]) -> float:
-    """Turns that are in no trajectory of the group, as a share of those that were asked for."""
+    """Turns that are in no trajectory of the group, as a share of the requested ones."""
     assert isinstance(actor.engine, FlakyEngine)
     kept = {
         (tree.index, node.index)
@@ -231,7 +231,7 @@ def test_the_probe_of_aepo_survives_forks_that_fail() -> None:
 
 
 def test_the_wait_of_roots_for_the_probe_of_aepo_is_measured() -> None:
-    """Four turns of 2 s; ARPO's roots wait for none."""
+    """Four turns of 2 s; ARPO's roots do not wait."""
     actor = make_actor(script=three_searches, engine={"latency_s": 2.0})
     rollout(actor, AEPO(group_size=8, base_probability=0.0).plan(256))
     assert actor.probes.take() == pytest.approx(
@@ -242,8 +242,8 @@ def test_the_wait_of_roots_for_the_probe_of_aepo_is_measured() -> None:
 
 
 def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -> None:
-    """A step in two hangs for ever; each root alone has 30 s, the tree 70 s, and no root is begun
-    after that."""
+    """Every second step hangs forever; each root alone has 30 s, the tree 70 s, and no root is
+    started after that."""
 
     class Hanging(CountingEnv):
         async def step(self, action: Message) -> Any:
@@ -343,8 +343,8 @@ def test_code_that_exceeds_the_limit_of_its_tool_counts_as_work() -> None:
 
 
 class Judge:
-    """16 places of 20 s; whoever asks from second 0 to second `away_until` learns after 15 s of
-    breaks that nobody is there."""
+    """16 slots of 20 s; requests from second 0 to second `away_until` fail after 15 s of
+    backoff."""
 
     def __init__(self, away_until: float = 0.0) -> None:
         self.away_until = away_until
@@ -404,7 +404,7 @@ def test_a_request_to_an_unreachable_judge_is_the_only_part_retried(
 
 
 class DeafJudge(Judge):
-    """It is only after 20 s that nobody answers."""
+    """Requests fail only after 20 s."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -429,7 +429,7 @@ class NeverDone:
 
 
 def test_a_hanging_grader_is_awaited_as_long_as_an_unreachable_one() -> None:
-    """The step, then what its deadline has cut: each for `outage_s`, and the last try."""
+    """The step, then the grading after its deadline: each for `outage_s`, and the last attempt."""
 
     async def main() -> tuple[TrajectoryTree, float]:
         limits = Limits(max_seconds=10.0, max_failures=0, max_tree_seconds=9999.0)
@@ -454,8 +454,8 @@ def test_a_judge_that_stays_unreachable_leads_to_a_fresh_root(limits: Limits) ->
 
 
 class SlowToFinish(CountingEnv):
-    """Cannot be asked for the grade of what a limit ended before second `until`: its machinery
-    refuses, or says nothing."""
+    """Cannot grade a truncated trajectory before second `until`: its infrastructure refuses, or
+    does not reply."""
 
     hangs = False
     until = 120.0

@@ -1,4 +1,4 @@
-"""What the configuration says of sampling reaches the engine, turn by turn."""
+"""The sampling parameters of the configuration reach the engine, turn by turn."""
 
 from __future__ import annotations
 

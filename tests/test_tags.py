@@ -59,7 +59,7 @@ class Size(Enum):
 
 @tool
 def sized(size: Size) -> str:
-    """What is of a size."""
+    """An object with a size."""
     return size.value
 
 
@@ -88,7 +88,7 @@ TASK = Task("t", "me/Shop-v0", "How many?", ("3",))
 
 
 async def result(text: str) -> str:
-    """What the policy reads after a turn that is this text."""
+    """The observation of the policy after a turn with this text."""
     env = ShopEnv(TASK)
     _, info = await env.reset(seed=0)
     messages, *_ = await env.step(Message("assistant", text, tag_calls(text, info["tools"])))
@@ -197,7 +197,8 @@ def test_written_arguments_are_read_back_unchanged() -> None:
 
 
 def test_a_prompt_describes_all_tools_if_any_call_form_is_not_obvious() -> None:
-    """All that it does not show yet: a list without `stock` would say that there is none."""
+    """All tools that it does not show yet: a list without `stock` would imply that it does not
+    exist."""
     tools = [schema(stock), schema(order)]
     system, question = Message("system", "Be brief."), Message("user", "How many?")
     told = with_tools([system, question], tools, "several")

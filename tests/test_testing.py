@@ -95,7 +95,7 @@ class GlobalRandomEnv(TallyEnv):
 
 
 class StickyEnv(TallyEnv):
-    """Its second episode goes on counting where the first one ended."""
+    """Its second episode continues the count of the first one."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

@@ -192,7 +192,7 @@ def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     """However many rollouts wait for it."""
 
     async def main() -> None:
-        await close_shared()  # what another test was told
+        await close_shared()  # state of other tests
         counter = Counter()
         counter.faults = [InfraError("connection refused")] * 400
         envs = [make(counter, outage_s=100.0) for _ in range(8)]

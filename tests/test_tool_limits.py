@@ -38,7 +38,7 @@ def shout(text: str) -> str:
 
 
 class Slow(StatelessTool):
-    """Takes a while; says how many calls were in flight with it. Broken, it fails for good."""
+    """Takes a while; returns the number of its calls in flight. Broken, it always fails."""
 
     name = "slow"
     description = ""

@@ -1,4 +1,4 @@
-"""What ends a turn is read in one place: three files of a model, and the chat template."""
+"""The end tokens of a turn are read in one place: three files of a model, and the chat template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 class Model:
-    """A directory whose files say different things."""
+    """A directory whose files differ."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Model:
         tokenizer: str | None = None,
         template: str = TURN_END,
     ) -> Any:
-        """The tokenizer, after the files were written; `template` is what ends an answer."""
+        """The tokenizer, after the files were written; `template` is the end of an answer."""
         self.write("config.json", eos_token_id=config)
         path = self.folder / "generation_config.json"
         path.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def test_the_end_token_of_published_templates(name: str) -> None:
     found = template_end(tokenizer, tokenizer.convert_tokens_to_ids([*ends]), {})
     text = found and tokenizer.decode([found])
     own = {"phi": "<|end|>", "cohere2": "<|END_RESPONSE|>", "cohere": "<|END_OF_TURN_TOKEN|>"}
-    if end := longest(name, own):  # of which the table of ends knows nothing
+    if end := longest(name, own):  # which is not in the table of ends
         assert text == end
         last = tokenizer.convert_tokens_to_ids("<|END_OF_TURN_TOKEN|>")
         assert name[:6] != "cohere" or template_end(tokenizer, {last}, {}) == last

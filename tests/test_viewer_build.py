@@ -1,4 +1,4 @@
-"""The page in the package is what its source builds: npm installs, esbuild bundles, bytes agree."""
+"""The built page equals the build of its source: npm installs, esbuild bundles, bytes are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever waits for something outside of its process has a deadline.
+"""Every wait for something outside of the process has a deadline.
 
 A call counts as such a wait if it is one of OUTSIDE below: of sockets, programs, threads, HTTP,
 locks of files, queues. It has a deadline if one of these holds:
@@ -132,11 +132,11 @@ ALLOWED = {
     "learners/worker.py main: connection.sendall": CHILD,
     "learners/worker.py serve: connection.sendall": CHILD,
 }
-NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # what they are called alone
+NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # their names alone
 
 
 def _name(call: ast.Call) -> str:
-    """The last part of what is called."""
+    """The last part of the called name."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -203,7 +203,7 @@ class _Walk(ast.NodeVisitor):
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
         before = self._bounded
         for item in node.items:
-            self.visit(item)  # what comes later is inside what comes before
+            self.visit(item)  # later ones are inside earlier ones
             call = item.context_expr
             if isinstance(call, ast.Call) and _name(call) in BOUNDS:
                 self._bounded = self._bounded or not any(map(_is_none, call.args))
@@ -224,7 +224,7 @@ class _Walk(ast.NodeVisitor):
 
 
 def waits_in(source: str) -> list[tuple[str, str]]:
-    """(function, what it calls) of each wait without a deadline."""
+    """(function, called name) of each wait without a deadline."""
     walk = _Walk()
     walk.visit(ast.parse(source))
     return walk.found

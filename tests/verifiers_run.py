@@ -1,5 +1,5 @@
-"""Packages of verifiers' own repository, graded by us as by their own client, and a tiny model that
-learns one: `make long PARTS=verifiers`.
+"""Packages of the repository of verifiers, graded by us like by their own client, and a tiny model
+that learns one: `make long PARTS=verifiers`.
 
 VERIFIERS names a folder with `classic/environments` (the packages of the release 0.1.14),
 `tasksets/environments` (those of 0.4), and the environments `classic/venv` and `tasksets/venv` with
