@@ -84,7 +84,7 @@ def main() -> int:
         )
         keys = (*BASE, f"model.path={cold}/checkpoints/step-000000", f"train.num_steps={NUM_STEPS}")
         names = ("s a step", "learner works", "staleness", "others")
-        say(f"{'':32}" + "".join(f" {name:>16}" for name in names))
+        print_line(f"{'':32}" + "".join(f" {name:>16}" for name in names))
         traced = {
             name: train(plain, name.replace(" ", "-"), *keys, *overrides)
             for name, overrides in TRACED.items()
@@ -100,11 +100,11 @@ def main() -> int:
             found = recorded(read_trace(run))
             said = of(plain, (*keys, *overrides), work, model)
             worst = max(worst, show(name, found, said, others))
-    say(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
+    print_line(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
     return int(worst > ALLOWED)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -123,7 +123,7 @@ def show(name: str, real: Figures, simulated: Figures, others: float) -> float:
         (real.staleness, simulated.staleness),
     ]
     cells = [f"{one:6.2f} as {other:6.2f}" for one, other in pairs] + [f"{others:.1f} cores"]
-    say(f"{name:32}" + "".join(f" {cell:>16}" for cell in cells))
+    print_line(f"{name:32}" + "".join(f" {cell:>16}" for cell in cells))
     return max(abs(other - one) / max(one, 1e-9) for one, other in pairs)
 
 

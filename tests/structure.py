@@ -88,13 +88,13 @@ def main() -> None:
     figures = measured(repo)
     if not options.no_walks:
         figures["walks"] = walks(repo)
-    for line in told(figures):
+    for line in report_lines(figures):
         print(line)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def told(figures: dict[str, Any]) -> Iterator[str]:
+def report_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"files {figures['files']}, lines of code {figures['lines']:,}"
     for folder, (files, lines) in figures["folders"].items():
         yield f"  {folder:32} {files:4} files {lines:6,} lines"

@@ -200,7 +200,7 @@ def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:
     assert raised.group_contains(EngineDeadError, match="closed")
 
 
-class FailingBehindTheWindow(ScriptedEngine):
+class FailingAfterTheWindow(ScriptedEngine):
     """Fails in a turn that may fork, the second one, as soon as the fork has begun."""
 
     num_asked = 0
@@ -225,7 +225,7 @@ class SlowToCopy(CountingEnv):
 def test_the_env_of_a_failed_branch_stays_open_until_its_fork_has_a_copy() -> None:
     actor = make_actor(limits=Limits(max_failures=0, max_turn_retries=0))
     config = ScriptedConfig(max_model_len=9000)
-    actor.engine = FailingBehindTheWindow(config, CharTokenizer(), script=two_searches)
+    actor.engine = FailingAfterTheWindow(config, CharTokenizer(), script=two_searches)
     actor.make_env = SlowToCopy
     tree = rollout(actor, AlwaysFork(group_size=2))
     ends = {leaf.branch: leaf.end for leaf in tree.leaves()}
@@ -282,10 +282,12 @@ def test_an_env_that_cannot_be_copied_is_replayed_in_a_fresh_one() -> None:
     assert tree.num_retaken == calm.num_started - 1 == 2
     assert not tree.failures()
 
-    assert sorted(map(told, tree.trajectories())) == sorted(map(told, calm.trajectories()))
+    assert sorted(map(content_of, tree.trajectories())) == sorted(
+        map(content_of, calm.trajectories())
+    )
 
 
-def told(trajectory: Trajectory) -> list[Any]:
+def content_of(trajectory: Trajectory) -> list[Any]:
     """The branches of a trajectory, and the tokens sampled there."""
     return [(node.branch, list(node.action_ids), node.reward) for node in trajectory.path]
 

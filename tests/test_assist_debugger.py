@@ -25,13 +25,15 @@ def block(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def said(text: str, reason: str = "stop") -> Json:
+def debugger_reply(text: str, reason: str = "stop") -> Json:
     return reply(text, reason, (100, 20))
 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedEndpoint]:
-    with ScriptedEndpoint(lambda body, number: said(block("x = 20\nprint(x + 1)"))) as scripted:
+    with ScriptedEndpoint(
+        lambda body, number: debugger_reply(block("x = 20\nprint(x + 1)"))
+    ) as scripted:
         yield scripted
 
 
@@ -115,13 +117,13 @@ async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks
         ({"choices": []}, "not a chat completion"),
         ({"choices": [{"message": {"content": ["x"]}}]}, "not a chat completion"),
         (reply(None, refusal="I may not."), "not one block"),
-        (said("I would print x."), "not one block"),
-        (said(block("1") + "\nor\n" + block("2")), "not one block"),
-        (said(block("print(1)"), "length"), "not one block"),
-        (said(f"<think>{block('print(1)')}"), "not one block"),
-        (said(block(WRONG)), "not one block of changed code"),
-        (said(block("print(undefined)")), "the new code failed"),
-        (said(block("while True: pass")), "the new code failed"),
+        (debugger_reply("I would print x."), "not one block"),
+        (debugger_reply(block("1") + "\nor\n" + block("2")), "not one block"),
+        (debugger_reply(block("print(1)"), "length"), "not one block"),
+        (debugger_reply(f"<think>{block('print(1)')}"), "not one block"),
+        (debugger_reply(block(WRONG)), "not one block of changed code"),
+        (debugger_reply(block("print(undefined)")), "the new code failed"),
+        (debugger_reply(block("while True: pass")), "the new code failed"),
     ],
 )
 async def test_without_help_the_policy_reads_its_own_error(
@@ -202,7 +204,7 @@ async def test_code_and_error_are_data(server: ScriptedEndpoint) -> None:
 async def test_the_new_code_runs_within_the_sandbox(server: ScriptedEndpoint) -> None:
     """The policy can only make the debugger write code, which it can do itself."""
     escape = "import socket\nsocket.create_connection(('127.0.0.1', 80), timeout=1)"
-    server.script = lambda body, number: said(block(escape))
+    server.script = lambda body, number: debugger_reply(block(escape))
     async with Session(server) as session:
         text, record = await session.run(WRONG)
         assert "NameError" in text

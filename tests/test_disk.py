@@ -30,7 +30,7 @@ from agentenv.pipelines.run.rundir import RunDirectory
 ROOT = Path(__file__).parents[1]
 
 
-def broken_off() -> Iterator[bytes]:
+def interrupted_lines() -> Iterator[bytes]:
     yield b"new, line 1\n"
     raise KeyboardInterrupt
 
@@ -42,7 +42,7 @@ def test_a_file_keeps_its_content_until_the_new_one_is_complete(
     path = tmp_path / "rows.jsonl"
     write_whole(path, "früher\n", durable=durable)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, broken_off(), durable=durable)
+        write_whole(path, interrupted_lines(), durable=durable)
     assert path.read_text(encoding="utf-8") == "früher\n"
     write_whole(path, (line for line in (b"1\n", b"2\n")), durable=durable)
     assert path.read_bytes() == b"1\n2\n"

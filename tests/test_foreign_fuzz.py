@@ -93,7 +93,7 @@ def fuzzed(weight: float = 1.0) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _told() -> Iterator[None]:
+def _print_outcomes() -> Iterator[None]:
     yield
     for target in sorted({target for target, _ in outcomes}):
         ends = {end: number for (one, end), number in outcomes.items() if one == target}

@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     server.close()
 
 
-def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
+def fork_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
     """The fork, and its report of its environment and arguments."""
     assert process.stdout is not None
     pid, *words = process.stdout.readline().split()
@@ -69,7 +69,7 @@ def test_the_program_ends_with_the_status_of_the_fork(start: Start, word: str, s
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_program_ends_the_fork(start: Start, number: int) -> None:
     with start("-m", "forked", "wait") as process:
-        fork, _ = told(process)
+        fork, _ = fork_of(process)
         process.send_signal(number)
         fork.wait(30)
         assert process.wait(30) == -number

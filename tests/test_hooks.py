@@ -53,7 +53,7 @@ def test_a_prefix_is_context_that_counts_as_response() -> None:
     assert (leaf.limit, len(leaf.action_ids)) == (Limit.RESPONSE_TOKENS, 27)
 
 
-class TurnedBack(RolloutHooks):
+class Rewinding(RolloutHooks):
     """Repeats the first turn at a lower temperature, and continues from a new prompt after the
     second."""
 
@@ -75,7 +75,7 @@ class TurnedBack(RolloutHooks):
 
 def test_a_branch_continues_where_hooks_moved_it() -> None:
     actor = make_actor()
-    actor.make_hooks = TurnedBack
+    actor.make_hooks = Rewinding
     tree = rollout(actor, Independent(1))
     (leaf,) = tree.leaves()
     assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == [

@@ -207,7 +207,7 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
 
     assert run_virtual(third())
 
-    async def goes_back() -> int:
+    async def resume_older() -> int:
         """To an older checkpoint, whose trees grow again."""
         cluster = DeadlyCluster(where)
         cluster.workers.journal = journal(4)
@@ -219,8 +219,8 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
         await cluster.workers.journal.close()
         return cluster.num_killed
 
-    assert run_virtual(goes_back()) == 0
-    assert run_virtual(goes_back()) == 0
+    assert run_virtual(resume_older()) == 0
+    assert run_virtual(resume_older()) == 0
 
 
 def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Kept(Supervisor):
         return cast(Link, linked()[0])
 
 
-class Nowhere(LocalPlacement):
+class NullPlacement(LocalPlacement):
     async def ended(self, name: str) -> str:
         return "is gone"
 
@@ -85,7 +85,7 @@ def test_only_consecutive_losses_without_progress_count(
         members = Lost(lambda text: None)
         spec = WorkerSpec("module", "worker", "worker", 1, 10.0, 3, "cluster")
         setup = msgspec.defstruct("Setup", [])()
-        workers = Kept(spec, members, setup, tmp_path, lambda text: None, Nowhere())
+        workers = Kept(spec, members, setup, tmp_path, lambda text: None, NullPlacement())
         workers._kept = {0}
         starting = asyncio.create_task(workers._start(0))
         keeping = asyncio.create_task(workers._keep(0, starting))

@@ -163,7 +163,7 @@ def test_limits_include_the_given_turns(start: Start) -> None:
     assert REFUSED in tree.root.info, "no turn is left"
 
 
-class Otherwise(CountingEnv):
+class DifferingEnv(CountingEnv):
     """Answers otherwise than the env of the trajectory that the start comes from."""
 
     async def step(self, action: Message) -> StepResult:
@@ -173,13 +173,13 @@ class Otherwise(CountingEnv):
 
 def test_an_env_with_other_replies_begins_at_the_question(start: Start) -> None:
     actor = make_actor(searches)
-    actor.make_env = Otherwise
+    actor.make_env = DifferingEnv
     tree = run_virtual(actor.rollout(TASK, Independent(4), index=1, order=Order(start)))
     assert tree.root.info == {REFUSED: {"tree": 0, "success": True}}
     assert not tree.given
     assert not tree.failures()
     actor = make_actor(searches)
-    actor.make_env = Otherwise
+    actor.make_env = DifferingEnv
     scratch = run_virtual(actor.rollout(TASK, Independent(4), index=1))
     assert [path.token_ids for path in tree.trajectories()] == [
         path.token_ids for path in scratch.trajectories()
@@ -187,7 +187,7 @@ def test_an_env_with_other_replies_begins_at_the_question(start: Start) -> None:
     assert tree.num_roots == 4
 
 
-class Dying(Otherwise):
+class Dying(DifferingEnv):
     """The second one of them, in which the root begins, answers once."""
 
     num_made = 0

@@ -403,7 +403,7 @@ def test_a_request_to_an_unreachable_judge_is_the_only_part_retried(
     assert [t.reward for t in tree.trajectories()] == [calls_each + 1.0] * 2, "each turn once"
 
 
-class DeafJudge(Judge):
+class SilentJudge(Judge):
     """Requests fail only after 20 s."""
 
     async def grade(
@@ -417,7 +417,7 @@ class DeafJudge(Judge):
 
 def test_no_deadline_truncates_an_ended_trajectory_during_grading() -> None:
     """10 s for a trajectory, of which the judge needs 20, and is silent for 102."""
-    tree, num_calls = judged(replace(BY_ITSELF, max_seconds=10.0), DeafJudge(102.0), 2)
+    tree, num_calls = judged(replace(BY_ITSELF, max_seconds=10.0), SilentJudge(102.0), 2)
     assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 2
     assert num_calls == 6
 

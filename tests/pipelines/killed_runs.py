@@ -66,7 +66,7 @@ class KilledRun:
             yield process
             process.kill()
             process.wait()
-        self.look()
+        self.check()
 
     def start(self, plan: Plan = Plan()) -> int:  # noqa: B008
         """Its exit status, once it has ended by itself or was killed by its plan."""
@@ -94,7 +94,7 @@ class KilledRun:
             assert not goes_on or process.returncode == 0, f"{self.name}: {victim}, see its log"
         return f"{victim}: after {moment:.3f} s"
 
-    def look(self) -> None:
+    def check(self) -> None:
         for frame in self._reader.read():
             self.witness.add(frame)
 
@@ -131,7 +131,7 @@ class KilledRun:
         other = type(self)(self.workspace, name, *self._overrides)
         shutil.rmtree(other.path, ignore_errors=True)
         shutil.copytree(self.path, other.path)
-        other.look()
+        other.check()
         other.witness = Witness()
         for path in Checkpoints(other.path / "checkpoints").finished()[1:]:
             shutil.rmtree(path)

@@ -114,7 +114,7 @@ def test_tool_star_searches_wikipedia_for_its_four_sets_and_bing_for_the_others(
     assert len(sets) == 12
 
 
-def told() -> dict[str, dict[str, str]]:
+def documented_rows() -> dict[str, dict[str, str]]:
     """The table of docs/evaluation.md about the three files: cells by file and row."""
     text = (CONFIGS.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
     table = text.partition("each number in them names its source:\n\n")[2].partition("\n\n")[0]
@@ -127,7 +127,7 @@ def told() -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
 def test_the_documentation_matches_the_resolved_configurations(name: str) -> None:
-    config, row = load(name), told()[name]
+    config, row = load(name), documented_rows()[name]
     one = next(iter(config.sets.values()))
     assert one.env is not None
     calls = [str(tool.max_calls) for tool in one.env.tools]

@@ -215,7 +215,7 @@ def test_a_round_of_the_self_critic(small: Path) -> None:
 )
 def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     """Of two questions a set, graded by the rules and a judge."""
-    rows = ask(name, sets, small)
+    rows = evaluate_small(name, sets, small)
     assert all(SYSTEM in row.segments[0]["env"] for row in rows)
 
 
@@ -230,7 +230,7 @@ def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -
     with retriever("backend.name=faiss", *index) as address:
         url = f"sets.hotpotqa.search.backend.url={address}"
         refiner = "assist.refiner.min_response_tokens=64"
-        rows = ask("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
+        rows = evaluate_small("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
     told = {
         row.dataset: str([part["env"] for part in row.segments if "env" in part]) for row in rows
     }
@@ -238,7 +238,7 @@ def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -
     assert TEXTS[0] not in told["gsm8k"]
 
 
-def ask(name: str, sets: str, small: Path, *more: str) -> list[EvalRow]:
+def evaluate_small(name: str, sets: str, small: Path, *more: str) -> list[EvalRow]:
     """The rows of two questions of each of the sets by configs/NAME.toml."""
     out = small / "evals" / name
     paths = [f"sets.{one}.path={small}/{one}.jsonl" for one in sets.split(",")]

@@ -64,7 +64,7 @@ async def answer(request: Request) -> Reply:
     return Done([type(request).__name__])
 
 
-def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
+def run_with_socket(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
     """`act`, in a thread, while requests are answered."""
 
     async def main() -> None:
@@ -75,7 +75,7 @@ def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) 
     asyncio.run(main())
 
 
-def said(run: Path, data: bytes) -> bytes:
+def reply_to(run: Path, data: bytes) -> bytes:
     """The reply to these bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
@@ -97,7 +97,7 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
         with pytest.raises(ConfigError, match="not now"):
             ask(run, Pause())
 
-    beside(run, look)
+    run_with_socket(run, look)
     assert not (run / "ctl").exists()
     with pytest.raises(UnreachableError, match="no process listens"):
         ask(run, AskStatus())
@@ -105,7 +105,7 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_is_denied_by_the_folder_and_by_the_socket(run: Path) -> None:
-    def come() -> None:
+    def connect_as_other() -> None:
         socket_ = run / "ctl" / "socket"
         command = [sys.executable, "-c", CONNECT, str(socket_)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -115,7 +115,7 @@ def test_another_user_is_denied_by_the_folder_and_by_the_socket(run: Path) -> No
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert f"this run belongs to user 0, not to user {NOBODY}" in found.stdout
 
-    beside(run, come)
+    run_with_socket(run, connect_as_other)
 
 
 def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
         assert stat.S_IMODE((deep / "ctl" / "socket").stat().st_mode) == 0o600
         assert ask(deep, AskStatus()) == Done(["AskStatus"])
 
-    beside(deep, look)
+    run_with_socket(deep, look)
     assert not (deep / "ctl").exists()
 
 
@@ -137,7 +137,7 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
         left.bind(str(run / "ctl" / "socket"))
     with pytest.raises(UnreachableError, match="no process listens"):
         ask(run, AskStatus())
-    beside(run, lambda: ask(run, AskStatus()))
+    run_with_socket(run, lambda: ask(run, AskStatus()))
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
 ) -> None:
     def say() -> None:
         try:
-            assert expected in said(run, data)
+            assert expected in reply_to(run, data)
         except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
             assert len(data) > MAX_REQUEST
         assert ask(run, AskStatus()) == Done(["AskStatus"])
 
-    beside(run, say)
+    run_with_socket(run, say)
 
 
 def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
@@ -177,13 +177,13 @@ def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
             assert ask(run, AskStatus()) == Done(["AskStatus"])
             assert b"no request within 0.5 s" in silent.recv(4096)
 
-    beside(run, say)
+    run_with_socket(run, say)
 
 
 def test_a_run_continues_where_no_socket_can_be_created(run: Path) -> None:
     run.rmdir()
     warned: list[str] = []
-    beside(run, lambda: None, warned)
+    run_with_socket(run, lambda: None, warned)
     assert len(warned) == 1
     assert "agentenv ctl cannot reach this run" in warned[0]
     run.mkdir()
@@ -263,14 +263,14 @@ def test_a_folder_without_a_run_is_bad_input(
 
 def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes: list[int] = []
-    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
+    run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
     assert capsys.readouterr().out.splitlines() == [
         "Checkpoint",
         "",
         "next:",
         f"  agentenv view {run}  # its curves and trees",
     ]
-    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
+    run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
     assert "next" not in capsys.readouterr().out
     assert codes == [0, 0]
 

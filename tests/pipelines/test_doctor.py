@@ -45,7 +45,7 @@ def failed(results: Sequence[CheckResult]) -> list[str]:
 # The machine.
 
 
-def looked_at(of: Any, *names: str) -> list[CheckResult]:
+def run_checks(of: Any, *names: str) -> list[CheckResult]:
     async def look() -> list[CheckResult]:
         checks = [check for check in CHECKS if check.name in names]
         return [one async for one in Runner().run(checks, of)]
@@ -70,7 +70,7 @@ LIGHT = ("versions", "free memory", "free disk", "descriptors")
 
 
 def test_this_machine_passes_every_check(tmp_path: Path) -> None:
-    results = looked_at(tmp_path, *LIGHT)
+    results = run_checks(tmp_path, *LIGHT)
     assert [one.name for one in results] == list(LIGHT)
     assert failed(results) == []
 
@@ -101,7 +101,7 @@ def test_a_fault_of_the_machine_fails_exactly_its_check(
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(of, name, value)
-    results = looked_at(tmp_path, *LIGHT)
+    results = run_checks(tmp_path, *LIGHT)
     assert failed(results) == [expected]
     (found,) = [one for one in results if one.state == "failed"]
     assert remedy in found.remedy
@@ -115,7 +115,7 @@ def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
         return "read a file of the host"
 
     monkeypatch.setattr(sandboxes, "find_escape", escape)
-    (found,) = looked_at(tmp_path, "sandbox")
+    (found,) = run_checks(tmp_path, "sandbox")
     assert found.state == "failed"
     assert "read a file of the host" in found.message + found.remedy
     assert "bubblewrap" in found.message + found.remedy
@@ -126,7 +126,7 @@ def test_a_lower_level_of_the_sandbox_is_named_with_its_reason_and_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)  # no bubblewrap
-    (found,) = looked_at(tmp_path, "sandbox")
+    (found,) = run_checks(tmp_path, "sandbox")
     assert found.state == "passed"
     assert found.message.startswith("landlock: every tested escape was stopped; a lower level")
     assert "since namespaces: the sandbox needs bubblewrap" in found.message
@@ -142,7 +142,7 @@ def without_machine(monkeypatch: pytest.MonkeyPatch, *others: Check) -> None:
     monkeypatch.setattr(doctors, "CHECKS", (*others, *rest))
 
 
-def examined(
+def check_results(
     monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: str, quick: bool = True
 ) -> dict[str, CheckResult]:
     """The results on a configuration by name, without those on the machine."""
@@ -166,7 +166,7 @@ EXTRA = (
 def test_for_a_good_configuration_each_check_passes_or_is_skipped_with_a_reason(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == []
     assert set(EXTRA) <= found.keys()
     skipped = {name: one.message for name, one in found.items() if one.state == "skipped"}
@@ -196,7 +196,7 @@ async def _no_machine(*_: object) -> str:
 def test_a_fault_of_the_configuration_fails_exactly_its_check(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, fault: str, expected: str, remedy: str
 ) -> None:
-    found = examined(monkeypatch, warehouse, fault)
+    found = check_results(monkeypatch, warehouse, fault)
     assert failed(list(found.values())) == [expected]
     assert remedy in found[expected].remedy
     for one in found.values():  # checks that depend on it name it
@@ -204,7 +204,7 @@ def test_a_fault_of_the_configuration_fails_exactly_its_check(
             assert one.message == f"needs {expected!r}, which failed"
 
 
-def _deaf(self: object, completion: Completion, *_: object) -> Message:
+def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
     return Message("assistant", "")
 
 
@@ -216,7 +216,7 @@ def _deaf(self: object, completion: Completion, *_: object) -> Message:
         (shutil, "disk_usage", lambda _: _Disk(1e3), "room on the disk", "keep_last"),
         (machine, "find_machine", lambda *_: PlannedMachine(0, 0.0, 1e6, "tiny"), "room in memory",
          "--gpus"),
-        (TagRenderer, "parse", _deaf, "calls come back", "renderer.name"),
+        (TagRenderer, "parse", _parse_nothing, "calls come back", "renderer.name"),
         (TextCodec, "neutralise", lambda self, text, tools: text, "special tokens in results",
          "report it"),
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
@@ -227,7 +227,7 @@ def test_a_fault_of_a_part_fails_exactly_its_check(
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(of, name, value)
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == [expected]
     assert remedy in found[expected].message + found[expected].remedy
 
@@ -263,7 +263,7 @@ def test_a_grader_that_confuses_right_and_wrong_answers_is_found(
     import my_env  # type: ignore[import-not-found]
 
     monkeypatch.setattr(my_env, "ExactMatch", lambda: Grades(right))
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == (["grader sanity"] if problem else [])
     assert problem in found["grader sanity"].message
 
@@ -290,7 +290,7 @@ def test_a_search_service_without_a_key_or_a_reply_is_reported(
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     monkeypatch.setattr("agentenv.pipelines.diagnosis.contract.SERVICE_S", 0.5)
     config = replace(load_config(TrainConfig, warehouse), search=SearchConfig(backend=backend))
-    (found,) = looked_at(SimpleNamespace(config=config), "services")
+    (found,) = run_checks(SimpleNamespace(config=config), "services")
     assert found.state == "failed"
     assert problem in found.message + found.remedy
 
@@ -302,7 +302,7 @@ def test_a_search_service_without_a_key_or_a_reply_is_reported(
 def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
     """The results with learner and embedded engine started, of which no gap is small enough."""
     with pytest.MonkeyPatch.context() as patch:
-        yield examined(
+        yield check_results(
             patch, warehouse, "engine.name=embedded", "train.max_logprob_gap=1e-15",
             "train.stop_logprob_gap=1e-15", quick=False,
         )  # fmt: skip

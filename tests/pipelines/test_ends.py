@@ -100,7 +100,9 @@ def kept_steps(run: Path) -> list[int]:
     return [*found]
 
 
-def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str) -> None:
+def assert_resumes(
+    warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str
+) -> None:
     """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
     saved before their trajectories could be written."""
     assert train.main([*arguments(warehouse, name, *overrides), "--resume"]) == 0
@@ -212,7 +214,7 @@ def test_a_signal_saves_a_checkpoint_at_any_point(
     assert ("still shutting down" in out) == (number == 2) or point.startswith("Close")
     assert last_checkpoint(run)[0] == POINTS[point]
     assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
-    goes_on(warehouse, name)
+    assert_resumes(warehouse, name)
 
 
 def best(run: Path) -> int:
@@ -250,7 +252,7 @@ def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees
     assert last_checkpoint(run)[0] == 2
     assert kept_steps(run) == [1, 2]
     assert best(run) == 2
-    goes_on(warehouse, "best-late", frozenset(), BEST)
+    assert_resumes(warehouse, "best-late", frozenset(), BEST)
 
 
 def test_the_journal_records_trained_trees_before_a_checkpoint_does(
@@ -291,7 +293,7 @@ def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
     assert last_checkpoint(run)[0] == 2
     assert not (run / "checkpoints" / "best").exists()
     before = (run / "eval" / "step-000002" / "rows.jsonl").stat()
-    goes_on(warehouse, "best-next", frozenset(), BEST)
+    assert_resumes(warehouse, "best-next", frozenset(), BEST)
     after = (run / "eval" / "step-000002" / "rows.jsonl").stat()
     assert after.st_mtime_ns == before.st_mtime_ns, "nothing is asked again"
     assert best(run) == 2, "that of step 4 is no better"
@@ -376,7 +378,7 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
         assert train.main(arguments(warehouse, name, *overrides)) == 1
     assert told in capsys.readouterr().err.replace("\n", " ")
     assert last_checkpoint(warehouse.parent / "runs" / name)[0] in steps
-    goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
+    assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Alarms, "check_hits"), (report, "rollout_metrics")])
@@ -389,7 +391,7 @@ def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
         with pytest.raises(ExceptionGroup):
             train.main(arguments(warehouse, f"bug-{name}"))
     assert last_checkpoint(warehouse.parent / "runs" / f"bug-{name}")[0] == 1
-    goes_on(warehouse, f"bug-{name}", unwritten={1})
+    assert_resumes(warehouse, f"bug-{name}", unwritten={1})
 
 
 def test_weights_of_a_partial_step_are_not_saved(
@@ -410,7 +412,7 @@ def test_weights_of_a_partial_step_are_not_saved(
     assert "in the middle of a step" in err
     assert "step-000002" in err
     assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
-    goes_on(warehouse, "half")
+    assert_resumes(warehouse, "half")
 
 
 def test_a_checkpoint_that_hangs_is_abandoned(
@@ -432,7 +434,7 @@ def test_a_checkpoint_that_hangs_is_abandoned(
         assert train.main(given) == 1
     assert "checkpoint.finish_s" in capsys.readouterr().err
     assert last_checkpoint(warehouse.parent / "runs" / "hangs")[0] == 1
-    goes_on(warehouse, "hangs")
+    assert_resumes(warehouse, "hangs")
 
 
 def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
@@ -456,7 +458,7 @@ def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
         assert train.main(given) == 1
     assert "hangs; is its disk" in capsys.readouterr().err.replace("\n", " ")
     assert last_checkpoint(warehouse.parent / "runs" / "disk")[0] == 1
-    goes_on(warehouse, "disk")
+    assert_resumes(warehouse, "disk")
 
 
 def test_unwritable_trees_do_not_block_the_last_checkpoint(
@@ -477,7 +479,7 @@ def test_unwritable_trees_do_not_block_the_last_checkpoint(
     assert last_checkpoint(run)[0] == 2
     log = (run / "run.log").read_text()
     assert "the trees of the last step could not be written: writing" in log
-    goes_on(warehouse, "slow-trees")
+    assert_resumes(warehouse, "slow-trees")
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -681,7 +683,7 @@ def test_the_checkpoint_after_the_cold_start_is_kept_for_other_algorithms(
 OWN_ENGINE = 'eval.engine={name="scripted",script="tests.support.warehouse:warehouse_turn"}'
 
 
-def asked_at_step_2(
+def act_at_step_2(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """In place of each answer to the evaluation of step 2."""
@@ -715,7 +717,7 @@ def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also an evaluation on a separate engine: its failures are raised in training."""
-    asked_at_step_2(monkeypatch, break_down)
+    act_at_step_2(monkeypatch, break_down)
     assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
     told = (
         "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
@@ -741,7 +743,7 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    asked_at_step_2(monkeypatch, act)
+    act_at_step_2(monkeypatch, act)
     monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
     name = f"gap-{request.node.callspec.id}"
     given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
@@ -780,7 +782,7 @@ def test_learner_and_engine_start_during_the_checks(
     assert train.main(arguments(warehouse, "beside", "train.num_steps=1")) == 0
     commands.clear()
     is_there = lambda: "Load" in commands  # noqa: E731
-    goes_on(warehouse, "beside")
+    assert_resumes(warehouse, "beside")
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])

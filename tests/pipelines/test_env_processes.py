@@ -90,7 +90,7 @@ def test_killed_environment_processes_cost_no_trajectory(warehouse: Path, calm: 
             killed.append(processes()[step % 2])
             killed[-1].kill()
 
-    found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, beside=kill)
+    found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, during=kill)
     assert len(killed) == 2
     assert trees(found) == trees(calm)
     assert re.search(r"env-worker-1 is lost: it was killed by SIGKILL", log_of(found))

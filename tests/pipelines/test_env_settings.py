@@ -12,7 +12,7 @@ import pytest
 from agentenv.launchers import evaluate, train
 
 
-def insistent(prompt: str, rng: Random) -> str:
+def repeating_policy(prompt: str, rng: Random) -> str:
     """Calls twice for a known item, then answers with the result."""
     if prompt.count("<result>") < 2:
         return "<think>look</think><stock>bolts</stock>"
@@ -27,7 +27,7 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
         "limits.max_response_tokens=400",
         "limits.max_prompt_tokens=600",
     ]
-    arguments += ["engine.script=tests.pipelines.test_env_settings:insistent"]
+    arguments += ["engine.script=tests.pipelines.test_env_settings:repeating_policy"]
     assert evaluate.main([*arguments, *overrides]) == 0
     lines = (out / "rows.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

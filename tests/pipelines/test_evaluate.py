@@ -25,7 +25,7 @@ def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
 
 
@@ -101,7 +101,7 @@ def test_a_directory_of_something_else_or_in_use_is_refused(
 
 
 def test_sets_of_a_file_have_their_own_keys(
-    run: Run, warehouse: Path, tmp_path: Path, asked: list[str]
+    run: Run, warehouse: Path, tmp_path: Path, prompts: list[str]
 ) -> None:
     folder = warehouse.parent
     config = tmp_path / "eval.toml"
@@ -127,7 +127,7 @@ num_samples = 1
     saved = load_saved(tmp_path / "out").config["sets"]
     assert (saved["short"]["limits"]["max_turns"], saved["long"]["limits"]["max_turns"]) == (1, 5)
     assert run("out", "--config", str(config), "--set", "long", "--n", "4", data=False) == 0
-    assert len(asked) == 8
+    assert len(prompts) == 8
     assert len(read_rows(tmp_path / "out")) == 8, "the other set stays"
 
 

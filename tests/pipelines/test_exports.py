@@ -181,7 +181,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
     return " ".join((captured.out + captured.err).split())
 
@@ -195,7 +195,9 @@ def test_the_trees_of_a_run_are_written_with_one_file_per_trajectory(
 ) -> None:
     out = tmp_path / "out"
     assert transcripts(run, out, "--format", "atif") == 0
-    assert "8 trajectories of 1 question written" in said(capsys), "both steps ask the same one"
+    assert "8 trajectories of 1 question written" in output_of(capsys), (
+        "both steps ask the same one"
+    )
     files = sorted(out.rglob("*.json"))
     assert len(files) == 8
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -220,7 +222,7 @@ def test_questions_of_an_evaluation_are_counted_once_for_all_samples_in_each_set
     folder = write_evaluation(tmp_path / "e", rows)
     out = tmp_path / "out"
     assert transcripts(folder, out, "--format", "atif") == 0
-    assert "24 trajectories of 6 questions written" in said(capsys)
+    assert "24 trajectories of 6 questions written" in output_of(capsys)
     files = sorted(out.rglob("*.json"))
     assert len(files) == 24
     ends = [json.loads(one.read_text())["final_metrics"]["extra"] for one in files]
@@ -234,7 +236,7 @@ def test_evaluations_without_failures_or_with_failures_only_are_exported(
     rows = [row(str(n)) for n in range(num_right)] + [failed(str(n), 0) for n in range(num_failed)]
     folder = write_evaluation(tmp_path / "e", rows)
     assert transcripts(folder, tmp_path / "out", "--format", "atif") == 0
-    assert "3 trajectories of 3 questions written" in said(capsys)
+    assert "3 trajectories of 3 questions written" in output_of(capsys)
     for file in (tmp_path / "out").rglob("*.json"):
         extra = json.loads(file.read_text())["final_metrics"]["extra"]
         assert ("reward" in extra) is (num_failed == 0)
@@ -277,7 +279,7 @@ def test_an_impossible_export_is_refused(
 ) -> None:
     given = [one.format(run=run, out=tmp_path / "out") for one in arguments]
     assert transcripts(*given) == 2
-    assert expected in said(capsys)
+    assert expected in output_of(capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -290,12 +292,12 @@ def test_a_run_without_trees_or_tokenizer_is_refused(
     (bare / "eval" / "after_rl").mkdir(parents=True)
     (bare / "eval" / "after_rl" / "config.json").touch()
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "contains no trees" in (text := said(capsys))
+    assert "contains no trees" in (text := output_of(capsys))
     assert "evaluations are in" in text
     assert "after_rl" in text
     shutil.copytree(run / "trees", bare / "trees")
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "no tokenizer.json" in said(capsys)
+    assert "no tokenizer.json" in output_of(capsys)
 
 
 def test_the_inspect_format_requires_its_package(
@@ -306,7 +308,7 @@ def test_the_inspect_format_requires_its_package(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out", "--format", "inspect") == 2
-    assert install_hint("inspect") in said(capsys)
+    assert install_hint("inspect") in output_of(capsys)
 
 
 @pytest.mark.slow
@@ -314,9 +316,9 @@ def test_a_finished_run_and_its_evaluation_are_written(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert transcripts(finished, tmp_path / "trees", "--format", "atif", "--tokens") == 0
-    assert "32 trajectories of 8 questions" in said(capsys)
+    assert "32 trajectories of 8 questions" in output_of(capsys)
     rows = finished / "eval" / "after_rl"
     assert transcripts(rows, tmp_path / "rows", "--format", "atif") == 0
-    assert "3 trajectories of 3 questions" in said(capsys)
+    assert "3 trajectories of 3 questions" in output_of(capsys)
     assert transcripts(rows, tmp_path / "no", "--format", "atif", "--step", 1) == 2
-    assert "--step is for the trees of a run" in said(capsys)
+    assert "--step is for the trees of a run" in output_of(capsys)

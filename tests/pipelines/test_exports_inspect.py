@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def there(*command: object) -> str:
+def run_command(*command: object) -> str:
     """The output of a command of .venv-inspect."""
     assert (BIN.parent / ".complete").is_file(), "make it first: sh .ci/inspect"
     done = subprocess.run(
@@ -92,12 +92,12 @@ def there(*command: object) -> str:
 
 
 def exported(run: Path, out: Path, *arguments: str) -> Path:
-    there(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
+    run_command(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
     return out
 
 
 def read(program: str, path: Path) -> Any:
-    return json.loads(there(BIN / "python", "-c", program, path).splitlines()[-1])
+    return json.loads(run_command(BIN / "python", "-c", program, path).splitlines()[-1])
 
 
 def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
@@ -121,7 +121,9 @@ def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
         "model",
         "score",
     ]
-    there(BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site")
+    run_command(
+        BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site"
+    )
     assert (tmp_path / "site" / "index.html").is_file()
     listing = json.loads((tmp_path / "site" / "logs" / "listing.json").read_text())
     assert list(listing) == ["step-000001.eval"]

@@ -99,7 +99,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     calm = run(warehouse, "calm-beside-external", "eval.sets={}", "queue.max_staleness=1", *SLOW)
     first = start()
 
-    async def come_and_go(training: Training) -> None:
+    async def join_and_leave(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         start()
         assert training.workers is not None
@@ -112,7 +112,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 
     keys = [*EXTERNAL, f"cluster.port={port}", "train.num_steps=10000"]
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "external", *keys, beside=come_and_go)
+        run(warehouse, "external", *keys, during=join_and_leave)
     found = warehouse.parent / "runs" / "workers-external"
     both = trees(found)
     assert {index: both[index] for index in trees(calm)} == trees(calm)
@@ -142,7 +142,7 @@ def test_a_worker_exits_successfully_when_the_run_ends(
         main.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "not-over", *keys, "train.num_steps=10000", beside=interrupt)
+        run(warehouse, "not-over", *keys, "train.num_steps=10000", during=interrupt)
     assert worker.wait(RUN_S) != 0
     assert "without reporting the end of its run" in (tmp_path / "0.log").read_text()
 

@@ -187,7 +187,7 @@ def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
 
 
 @pytest.fixture
-def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home of a user who is not logged in."""
     for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
         monkeypatch.delenv(name)
@@ -200,27 +200,27 @@ LOGIN = "machine api.wandb.ai\n  login user\n  password " + "k" * 40 + "\n"
 
 @pytest.mark.parametrize("place", [".netrc", "_netrc", "elsewhere"])
 def test_a_stored_login_needs_no_variable(
-    place: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (nobody / place).write_text(LOGIN)
-    (nobody / place).chmod(0o600)
+    (empty_home / place).write_text(LOGIN)
+    (empty_home / place).chmod(0o600)
     if place == "elsewhere":
-        monkeypatch.setenv("NETRC", str(nobody / place))
+        monkeypatch.setenv("NETRC", str(empty_home / place))
     assert WandbConfig().mode == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(ConfigError, match=r"no netrc file has a key for wandb\.example\.org"):
         WandbConfig()
 
 
-def test_a_login_at_a_private_server_is_valid_for_that_server(nobody: Path) -> None:
-    settings = nobody / ".config/wandb/settings"
+def test_a_login_at_a_private_server_is_valid_for_that_server(empty_home: Path) -> None:
+    settings = empty_home / ".config/wandb/settings"
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
-    (nobody / ".netrc").write_text(LOGIN)
-    (nobody / ".netrc").chmod(0o600)
+    (empty_home / ".netrc").write_text(LOGIN)
+    (empty_home / ".netrc").chmod(0o600)
     with pytest.raises(ConfigError, match=r"wandb\.example\.org"):
         WandbConfig()
-    (nobody / ".netrc").write_text(LOGIN.replace("api.wandb.ai", "wandb.example.org"))
+    (empty_home / ".netrc").write_text(LOGIN.replace("api.wandb.ai", "wandb.example.org"))
     WandbConfig()
 
 
@@ -229,7 +229,7 @@ def test_a_login_at_a_private_server_is_valid_for_that_server(nobody: Path) -> N
     [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled"), ("", "online")],
 )
 def test_the_mode_of_the_environment_takes_precedence(
-    variable: str, mode: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, mode: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_mode("online") == mode
@@ -240,14 +240,14 @@ def test_the_mode_of_the_environment_takes_precedence(
         WandbConfig()
 
 
-def test_a_netrc_that_cannot_be_read_is_named(nobody: Path) -> None:
-    (nobody / ".netrc").write_text("machine\n")
+def test_a_netrc_that_cannot_be_read_is_named(empty_home: Path) -> None:
+    (empty_home / ".netrc").write_text("machine\n")
     with pytest.raises(ConfigError, match=r"\.netrc cannot be read.*set WANDB_API_KEY"):
         WandbConfig()
 
 
 def test_the_api_key_is_never_read_from_a_configuration(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"WANDB_API_KEY is not set.*offline"):
         WandbConfig()

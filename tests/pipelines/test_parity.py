@@ -28,7 +28,7 @@ LOGPROB = -1.0  # the learner's log-prob of every token
 NUM_TOKENS = 4
 
 
-class Knowing:
+class FixedLearner:
     """A learner that scores every token alike."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Knowing:
         return [Score([LOGPROB] * size, [0.0] * size, [True] * size) for size in sizes]
 
 
-def tell(server: FaultyServer, logprob: float) -> None:
+def set_logprob(server: FaultyServer, logprob: float) -> None:
     """Let it report this log-prob for every token."""
     ask = server.generate
 
@@ -59,11 +59,11 @@ def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: 
 
     async def main() -> None:
         async with bench(write_folder(tmp_path), 3) as b:
-            tell(b.servers[0], LOGPROB)
-            tell(b.servers[1], LOGPROB - 0.5)
-            tell(b.servers[2], LOGPROB + 0.25)
+            set_logprob(b.servers[0], LOGPROB)
+            set_logprob(b.servers[1], LOGPROB - 0.5)
+            set_logprob(b.servers[2], LOGPROB + 0.25)
             prompts = [b.tokenizer.encode(f"{text}|") for text in ("one word", "another")]
-            learner = Knowing()
+            learner = FixedLearner()
             probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
             assert await probe.finish() is None
             probe.start()
@@ -85,8 +85,8 @@ def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with bench(write_folder(tmp_path), 2) as b:
             for server in b.servers:
-                tell(server, LOGPROB)
-            learner, loop = Knowing(), asyncio.get_running_loop()
+                set_logprob(server, LOGPROB)
+            learner, loop = FixedLearner(), asyncio.get_running_loop()
             prompts = [b.tokenizer.encode("one word|")]
             probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
             b.servers[0].hanging, begin = True, loop.time()

@@ -44,7 +44,7 @@ def _light(warehouse: Path) -> Iterator[None]:
         yield
 
 
-def patiently(begin: Callable[[], Any]) -> Any:
+def retry_start(begin: Callable[[], Any]) -> Any:
     """Ray gives a node half a minute to come up, which a busy machine may not have."""
     for _ in range(5):
         with suppress(Exception):
@@ -59,7 +59,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self.cluster = retry_start(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.nodes: dict[str, Any] = {}
 
     @property
@@ -69,7 +69,7 @@ class Nodes:
     def add(self, num_cpus: int = 1) -> str:
         """The id of a new node."""
         keys = {"num_cpus": num_cpus, "object_store_memory": STORE_BYTES}
-        node = patiently(lambda: self.cluster.add_node(**keys))
+        node = retry_start(lambda: self.cluster.add_node(**keys))
         self.nodes[node.node_id] = node
         return str(node.node_id)
 
@@ -152,7 +152,7 @@ def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
         keys = on(nodes, "train.num_steps=10000", f"cluster.workers={num_nodes}")
         name = f"ray-killed-{num_nodes}-{nth}"
         with pytest.raises(asyncio.CancelledError):
-            run(warehouse, name, *keys, beside=storm)
+            run(warehouse, name, *keys, during=storm)
         found = warehouse.parent / "runs" / f"workers-{name}"
         assert told == ["worker-1"]
         assert taken(found)[: len(taken(calm))] == taken(calm)  # 0 lost, in their order
@@ -173,7 +173,7 @@ def test_a_run_continues_after_its_cluster_loses_the_head_node(
 ) -> None:
     nodes.add(2)
 
-    async def behead(training: Training) -> None:
+    async def kill_head(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         for kind in list(nodes.cluster.head_node.all_processes.values()):
             for info in kind:
@@ -181,7 +181,7 @@ def test_a_run_continues_after_its_cluster_loses_the_head_node(
         for node in nodes.nodes.values():
             node.kill_all_processes(check_alive=False)
 
-    found = run(warehouse, "ray-headless", *on(nodes), beside=behead)
+    found = run(warehouse, "ray-headless", *on(nodes), during=kill_head)
     assert trees(found) == trees(calm)
     assert rows_of(found)[-1]["workers/lost"] == 0
 
@@ -194,7 +194,7 @@ def test_a_drained_node_finishes_its_trees_first(warehouse: Path, calm: Path, no
         ray = ray_of(training)
         ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray reports a node
 
-    found = run(warehouse, "ray-drained", *on(nodes), beside=drain)
+    found = run(warehouse, "ray-drained", *on(nodes), during=drain)
     assert trees(found) == trees(calm)
     assert "worker-0 leaves within 30 s" in log_of(found)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
@@ -289,7 +289,7 @@ def killed_engine_node(
     more = ["cluster.host=127.0.0.1", "train.num_steps=10000"]
     folder = found = replaying.parent / "runs" / f"workers-{name}"
     with pytest.raises(asyncio.CancelledError):
-        run(replaying, name, *keys, *ray, *more, beside=kill)
+        run(replaying, name, *keys, *ray, *more, during=kill)
     assert told == ["moved"]
     expected, both = tasks(calm), tasks(found)
     assert {index: both[index] for index in expected} == expected  # 0 lost

@@ -29,7 +29,7 @@ class Slow(CountingEnv):
         return await super().step(action)
 
 
-async def looking(waits: Waits) -> None:
+async def check_waits(waits: Waits) -> None:
     """As Waits.run, by the clock of the test."""
     while True:
         await asyncio.sleep(LOOK_S)
@@ -42,7 +42,7 @@ def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
 
     async def main() -> None:
         waits = Waits(lambda: [actor], told.append)
-        watching = asyncio.create_task(looking(waits))
+        watching = asyncio.create_task(check_waits(waits))
         growing = asyncio.create_task(actor.rollout(TASK, Independent(3), index=5))
         await asyncio.sleep(1.0)
         rest(waits)
@@ -102,7 +102,7 @@ def test_a_finished_tree_waits_for_the_journal_only() -> None:
     actor, told = make_actor(), []
 
     async def main() -> None:
-        watching = asyncio.create_task(looking(Waits(lambda: [actor], told.append)))
+        watching = asyncio.create_task(check_waits(Waits(lambda: [actor], told.append)))
         await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
         watching.cancel()
 

@@ -77,11 +77,11 @@ def run(
     warehouse: Path,
     name: str,
     *overrides: str,
-    beside: Callable[[Training], Awaitable[None]] | None = None,
+    during: Callable[[Training], Awaitable[None]] | None = None,
     resume: str = "",
     servers: Sequence[MockServer] = (),
 ) -> Path:
-    """The directory of the run; `beside` runs in parallel to it, on open `servers`."""
+    """The directory of the run; `during` runs in parallel to it, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
     folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
     view = View()
@@ -91,7 +91,7 @@ def run(
     async def main() -> None:
         for server in servers:
             await server.open()
-        task = None if beside is None else asyncio.ensure_future(beside(training))
+        task = None if during is None else asyncio.ensure_future(during(training))
         try:
             await training.run_all()
         finally:
@@ -177,18 +177,18 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     killed: list[int] = []
 
     async def kill(training: Training) -> None:
-        def laden() -> bool:
+        def has_trees() -> bool:
             assert training.workers is not None
             found = training.workers.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):
-            await until(lambda step=step: training.state.step >= step and laden())
+            await until(lambda step=step: training.state.step >= step and has_trees())
             victim = workers()[number % 2]
             killed.append(victim.pid)
             victim.kill()
 
-    found = run(warehouse, "killed", *PROCESSES, *SLOW, beside=kill)
+    found = run(warehouse, "killed", *PROCESSES, *SLOW, during=kill)
     assert len(killed) == 3
     assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
     assert trees(found) == trees(calm)
@@ -208,7 +208,7 @@ def test_a_worker_that_hangs_is_replaced(
         workers()[0].send_signal(signal.SIGSTOP)
 
     monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
-    found = run(warehouse, "hanging", *PROCESSES, *SLOW, beside=stop)
+    found = run(warehouse, "hanging", *PROCESSES, *SLOW, during=stop)
     assert trees(found) == trees(calm)
     assert "no heartbeat for 5 s" in log_of(found)
 
@@ -226,7 +226,7 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
 
     monkeypatch.setattr(SpreadCluster, "max_restarts", 1)
     with pytest.raises(BaseExceptionGroup) as ended:
-        run(warehouse, "none", *PROCESSES, *SLOW, beside=kill)
+        run(warehouse, "none", *PROCESSES, *SLOW, during=kill)
     reason = first_reason(ended.value)
     assert isinstance(reason, WorkerError)
     assert "1 times in a row" in str(reason)
@@ -241,7 +241,7 @@ def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
         main.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "interrupted", *PROCESSES, *SLOW, beside=interrupt)
+        run(warehouse, "interrupted", *PROCESSES, *SLOW, during=interrupt)
     assert not workers()
 
 
@@ -261,7 +261,7 @@ SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
 
 
 @pytest.fixture(scope="module")
-def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
+def replay_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
     """A configuration whose policy two servers recite, and their ports."""
     folder = tmp_path_factory.mktemp("recited")
     make_model(folder)
@@ -270,8 +270,10 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
         yield folder / CONFIG, ports
 
 
-def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
-    path, ports = recited
+def run_served(
+    replay_servers: tuple[Path, list[int]], name: str, *overrides: str, **others: Any
+) -> Path:
+    path, ports = replay_servers
     model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
     recital = Replayed(model)
     servers = [MockServer("", port, recital, model, scale) for port in ports]
@@ -284,7 +286,7 @@ def tasks(run: Path, bound: int) -> dict[int, str]:
 
 
 def test_trees_of_a_killed_worker_continue_on_the_same_servers(
-    recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+    replay_servers: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers query the servers themselves: no token passes through the controller."""
     monkeypatch.delattr(Turns, "sample")
@@ -293,8 +295,8 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
         await until(lambda: training.state.step >= 2)
         workers()[1].kill()
 
-    calm = run_served(recited, "calm")
-    found = run_served(recited, "killed", *PROCESSES[:2], beside=kill)
+    calm = run_served(replay_servers, "calm")
+    found = run_served(replay_servers, "killed", *PROCESSES[:2], during=kill)
     witness = Witness()
     witness.begin()
     for frame in Reader(found / "journal").read():

@@ -32,7 +32,7 @@ class Dummy:
         pass
 
 
-class Warned(View):
+class WarningView(View):
     def __init__(self) -> None:
         super().__init__()
         self.warned: list[str] = []
@@ -65,7 +65,7 @@ async def test_saving_state_on_a_hanging_disk_does_not_block_the_loop(
             answers.wait(30)
         fsync(descriptor)
 
-    view = Warned()
+    view = WarningView()
     learner = cast(Any, Dummy())
     checkpoints = Checkpoints(tmp_path)
     config = SavingConfig(finish_s=0.5)

@@ -16,7 +16,7 @@ from tests.support.served import KEY, KEY_ENV, ServedPolicy
 from tests.support.warehouse import STOCK
 
 
-def asking(prompt: str, rng: Random) -> str:
+def search_policy(prompt: str, rng: Random) -> str:
     """Thinks, makes two calls, one of them such that it cannot be read, and guesses."""
     if "<tool_response>" in prompt:
         return (
@@ -31,7 +31,7 @@ def asking(prompt: str, rng: Random) -> str:
 ENGINES: dict[str, dict[str, Any]] = {
     "scripted": {"name": "scripted", "script": "tests.pipelines.evaluating:guessing"},
     "embedded": {"name": "embedded"},
-    "native": {"name": "scripted", "script": f"{__name__}:asking"},
+    "native": {"name": "scripted", "script": f"{__name__}:search_policy"},
 }
 
 

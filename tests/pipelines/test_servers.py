@@ -161,7 +161,7 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
 
 
 @contextmanager
-def leaving(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
+def guarded_server(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
     """A guard whose folder for temporary files is in `place`, its server, and the files of the
     server: one in the folder and two in shared memory, which the guard has recorded."""
     log, server = place / "log", script(place, LEAVING)
@@ -191,7 +191,7 @@ def begin_another(place: Path) -> None:
 
 def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> None:
     """Once the server is dead too: as long as it lives, it needs its folder."""
-    with leaving(tmp_path) as (guard, server, left):
+    with guarded_server(tmp_path) as (guard, server, left):
         guard.kill()
         guard.wait()
         begin_another(tmp_path)
@@ -218,7 +218,7 @@ def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
             path.touch()
         listed = [f"{anew.stat().st_ino + 1} {anew}", f"{ours.stat().st_ino} {ours}", "torn"]
         (dead / LIST).write_bytes("\n".join(listed).encode() + b"\n7 /dev/shm/psm_\0\xff")
-        with leaving(tmp_path) as (guard, _, left):
+        with guarded_server(tmp_path) as (guard, _, left):
             assert not dead.exists()
             begin_another(tmp_path)
             assert all(path.exists() for path in left)

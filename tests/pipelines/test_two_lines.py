@@ -134,7 +134,7 @@ def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_p
     assert all(version == written for version, written in world.evaluated)
 
 
-def told(run: Path) -> list[str]:
+def evaluated_phases(run: Path) -> list[str]:
     """The evaluations with rows of metrics."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["phase"] for row in rows if "eval/a/success" in row]
@@ -160,10 +160,10 @@ def test_a_finished_evaluation_stays_reported_after_resuming_an_older_checkpoint
     run = killed(tmp_path / "run", World(), when(has_ended), *keys, best)
     state = json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())
     assert state["evaluating"]["step"] == 2
-    assert told(run) == ["step-000002"]
+    assert evaluated_phases(run) == ["step-000002"]
     shutil.rmtree(run / "checkpoints" / "step-000002", ignore_errors=True)  # as if pruned since
     done = killed(run, World(), never, *keys, best)
-    assert told(done) == ["step-000002", "step-000004"]
+    assert evaluated_phases(done) == ["step-000002", "step-000004"]
     kept = json.loads((done / "checkpoints" / "best" / "state.json").read_text())
     assert kept["step"] in (2, 4)
 
@@ -181,6 +181,6 @@ def test_an_evaluation_whose_weights_are_missing_is_a_reported_gap(
     shutil.rmtree(run / "evaluating")
     done = killed(run, World(), never, *keys, "eval.sets.a.num_samples=40")
     assert "the evaluation step-000002 is missing: its weights were deleted" in caplog.text
-    assert told(done) == ["step-000004"]
+    assert evaluated_phases(done) == ["step-000004"]
     last = json.loads((done / "checkpoints" / "step-000004" / "state.json").read_text())
     assert last["evaluating"] is None

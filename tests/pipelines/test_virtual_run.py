@@ -119,7 +119,7 @@ def kept(warehouse: Path) -> Iterator[Path]:
     monkeypatch.undo()
 
 
-def goes_on(
+def resume_frames(
     warehouse: Path,
     kept: Path,
     name: str,
@@ -150,7 +150,7 @@ def test_a_scheduled_tree_that_never_began_starts_immediately(
 ) -> None:
     """Of a process that was killed in between. Without such frames the others wait their turn."""
     name = f"virtual-started-{started.start}-{started.stop}"
-    written = goes_on(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
+    written = resume_frames(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
     places = range(2, 16)  # not trained in the checkpoint
     assert [frame.tree for frame in of(Started, written)] == sorted({*places} - {*started})
     assert {frame.tree for frame in of(Began, written)} == {*places}
@@ -164,7 +164,7 @@ def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Pat
     twice."""
     old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
     done = {frame.tree for frame in of(Finished, old)}
-    written = goes_on(warehouse, kept, "virtual-old", old)
+    written = resume_frames(warehouse, kept, "virtual-old", old)
     assert not of(Started, written)
     assert not done & {frame.tree for frame in of(Began, written)}
     assert [frame.trees for frame in of(Trained, written)] == [
@@ -183,7 +183,7 @@ def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Pa
     )
     others = dict(zip(drawn, reversed(drawn.values()), strict=True))
     for name, known in (("alike", drawn), ("others", others), ("anew", {})):
-        written = goes_on(
+        written = resume_frames(
             warehouse,
             run,
             f"virtual-drawn-{name}",
@@ -229,7 +229,7 @@ def test_a_resumed_run_has_the_prefix_starts_of_an_uninterrupted_one(warehouse: 
     assert max(given) < 2 * last
     for name, known in (("alike", chosen), ("anew", {})):
         journal = [Started(tree, 1, 0.0, "", Order(start)) for tree, start in known.items()]
-        written = goes_on(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
+        written = resume_frames(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
         again = starts(written)
         assert {tree: {**again, **known}[tree] for tree in range(2, 20)} == {
             tree: chosen[tree] for tree in range(2, 20)
@@ -245,7 +245,7 @@ def test_a_resumed_run_has_the_prefix_starts_of_an_uninterrupted_one(warehouse: 
                 start = chosen[left.index]
                 assert left.given == ([] if start is None else start.turns)
     journal = [Started(tree, 1, 0.0) for tree in range(2, 20)]
-    goes_on(warehouse, run, "virtual-starts-others", journal, STARTS)
+    resume_frames(warehouse, run, "virtual-starts-others", journal, STARTS)
     rows = [row for row in rows_of(run.parent / "virtual-starts-others") if "score/value" in row]
     assert not any(row["starts/share"] for row in rows[1:]), "as the journal says"
 
@@ -281,7 +281,7 @@ def test_a_resumed_run_has_the_forecasts_of_an_uninterrupted_one(warehouse: Path
     assert any("forecast/log_loss" in row for row in rows)
     for name, known in (("alike", made), ("anew", {})):
         journal = [Started(tree, 1, 0.0, "", order) for tree, order in known.items()]
-        written = goes_on(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
+        written = resume_frames(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
         again = {**orders(written), **known}
         assert {tree: again[tree] for tree in range(2, 12)} == {
             tree: made[tree] for tree in range(2, 12)
