@@ -1,12 +1,12 @@
 """Simulations against real runs: `python -m tests.simulated`, a part of `make long`.
 
-The quick start's model, behind its cold start, is trained a few steps on the CPU by the real
+The quick start's model, after its cold start, is trained a few steps on the CPU by the real
 command, with the embedded engine, real tools and a real learner. Two runs, of a light and of a full
-load, give the traces: steps of one alone are too much alike to tell what grows with the work. Two
-others, with settings that these did not have, are compared with what a simulation says of them from
-the traces alone, beside the cores that others used meanwhile, sessions of the sandbox among them:
-where these are not the same for all runs, a difference says little. Exit status: 1 if seconds a
-step, the share of the time in which the learner works, or staleness are over 15 % off.
+load, provide the traces: the steps of one are too similar to show how durations grow with the work.
+Two others, with other settings, are compared with their simulations from the traces alone, next to
+the cores used by other processes meanwhile, sessions of the sandbox among them: if these differ
+between runs, a difference means little. Exit status: 1 if seconds per step, the busy share of the
+learner, or staleness are over 15 % off.
 """
 
 from __future__ import annotations

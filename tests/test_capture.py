@@ -548,7 +548,7 @@ def test_an_altered_context_can_be_forked() -> None:
 
 
 def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
-    """Its stop strings and its limit of tokens; the turn goes back as it was served."""
+    """The turn is sent back as it was served."""
 
     async def program(client: Client) -> float:
         messages = [user("one")]

@@ -153,7 +153,7 @@ def test_an_invalid_byte_is_a_bad_row(tmp_path: Path) -> None:
         questions(tmp_path / "x.jsonl")
 
 
-def test_bad_rows_are_left_out_and_listed_on_demand(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_listed_on_request(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n{\n\n{"answer": "b"}\n')
     said: list[str] = []

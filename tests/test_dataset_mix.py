@@ -33,7 +33,7 @@ def test_parts_take_turns_by_weight() -> None:
         assert Counter(name[0] for name in ids[start : start + 4]) == {"a": 3, "b": 1}
 
 
-def test_each_part_has_epochs_and_orders_of_its_own() -> None:
+def test_each_part_has_its_own_epochs_and_order() -> None:
     mix = TaskMix([part("a", 6), part("b", 6)], [1, 1])
     ids = drawn(TaskStream(mix, seed=0), 24)
     a, b = [i for i in ids if i[0] == "a"], [i for i in ids if i[0] == "b"]

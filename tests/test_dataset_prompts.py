@@ -1,4 +1,4 @@
-"""Prompts beyond limits.max_prompt_tokens: refused, left out, or cut, before a run starts."""
+"""Prompts beyond limits.max_prompt_tokens: refused, skipped, or truncated, before a run starts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_all_overlong_prompts_are_refused_in_one_error() -> None:
         await Fitting("error").fitter.fit(tasks(32, 5, 50))
 
 
-async def test_an_overlong_prompt_is_left_out_and_counted() -> None:
+async def test_an_overlong_prompt_is_skipped_and_counted() -> None:
     fitting = Fitting("skip")
     assert [task.id for task in await fitting.fitter.fit(tasks(32, 5, 50, 31))] == ["1", "3"]
     (text,) = fitting.said

@@ -66,7 +66,7 @@ def test_profiles_of_parts_merge_to_that_of_all() -> None:
         assert merged.curves()[name].mean == pytest.approx(curve.mean)
 
 
-def test_made_up_tools_do_not_grow_a_merged_profile() -> None:
+def test_invented_tools_do_not_grow_a_merged_profile() -> None:
     merged = EntropyProfile()
     for number in range(3 * MAX_TOOLS):
         tree = TrajectoryTree(Task("t", "toy", "q", ("a",)))

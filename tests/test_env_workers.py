@@ -404,7 +404,7 @@ def test_an_abandoned_close_leaves_no_task(timeout_s: float) -> None:
     hosted(work, make=Stuck)
 
 
-async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) -> None:
+async def test_a_process_applies_the_limit_of_its_configuration(tmp_path: Path) -> None:
     env_id = f"{__name__}:Stuck"
     limits = Limits(env_timeout_s=0.01)
     settings = EnvSettings(env=EnvConfig(id=env_id), limits=limits, prompt=PromptConfig())

@@ -78,7 +78,7 @@ def test_a_failure_is_retried_with_the_same_seeds() -> None:
     assert actor.envs.count == 0
 
 
-def test_at_most_concurrency_many_tasks_are_in_flight() -> None:
+def test_the_number_of_tasks_in_flight_is_bounded_by_concurrency() -> None:
     actor, seen = make_actor(), []
     generate = actor.engine.generate
 

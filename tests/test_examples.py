@@ -102,7 +102,7 @@ async def test_the_environment_keeps_its_contract(name: str) -> None:
     await close_shared()
 
 
-async def test_an_order_in_a_fork_leaves_the_shop_of_its_parent() -> None:
+async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> None:
     from agentenv import Message
     from agentenv.tags import tag_calls
 

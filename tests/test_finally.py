@@ -1,10 +1,10 @@
 """The cleanup of a coroutine also runs if it is cancelled again meanwhile.
 
-A second cancellation of a task is ordinary: the deadline of a branch fires, and its tree is given
-up while the request that it had still ends. It is raised by whatever the task awaits then. So
-nothing may stand behind an await in a `finally`, nor in an `except` for cancellations, but in the
-`finally` of a `try` around that await. `uncancelled` is such an await too: it comes to its end, and
-then it raises the cancellation.
+A second cancellation of a task is ordinary: the deadline of a branch fires, and its tree is
+cancelled while the request of the branch still ends. The current await of the task raises it. So no
+statement may follow an await in a `finally`, nor in an `except` for cancellations, except in the
+`finally` of a `try` around that await. `uncancelled` is such an await too: it ends, and then it
+raises the cancellation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program that stands in for Python ends as Python would, and takes its fork with it."""
+"""A stand-in for Python ends like Python, and its fork ends with it."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ async def test_responses_are_json_values_texts_or_none(
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 
-async def test_a_login_is_made_once_and_again_when_its_token_ends(
+async def test_a_login_happens_once_and_again_when_its_token_expires(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     logins: list[str] = []

@@ -160,7 +160,7 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         check_finish((reward, {}))
 
 
-def test_messages_may_come_in_any_sequence() -> None:
+def test_messages_may_be_any_kind_of_sequence() -> None:
     message = Message("tool", "7")
     assert check_step(((message,), 1, 0, 1, {})) == ([message], 1.0, False, True, {})  # type: ignore[arg-type]
     assert check_reset(((message,), {})) == ([message], {})  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ def test_an_env_that_cannot_be_closed_does_not_end_the_run() -> None:
 
 
 class FailsAtFirst(CountingEnv):
-    """The first so many episodes of a test fail as they begin."""
+    """The first episodes of a test fail at their reset."""
 
     left = 0
 

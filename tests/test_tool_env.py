@@ -75,8 +75,8 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
 
 
 async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
-    """It goes into the tree, the journal, the archive and frames of workers; the policy reads its
-    text as that of any result."""
+    """It is stored in the tree, the journal, the archive and frames of workers; the policy reads
+    its text like any result."""
     text = "head" + "x" * 5_000_000 + "tail"
     counter = Counter()
     counter.faults = [ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]

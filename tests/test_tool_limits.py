@@ -266,7 +266,7 @@ def test_an_unavailable_tool_is_refused(entry: dict[str, Any], says: str) -> Non
     assert says in str(caught.value)
 
 
-def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optional_tool_that_is_unavailable_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
     assert "nowhere:tool is skipped" in caplog.text

@@ -3,13 +3,13 @@
 A call counts as such a wait if it is one of OUTSIDE below: of sockets, programs, threads, HTTP,
 locks of files, queues. It has a deadline if one of these holds:
 
-    it stands, in its function, inside of asyncio.timeout, timeout_at or Deadline, or is given to
+    it is, in its function, inside of asyncio.timeout, timeout_at or Deadline, or an argument of
     within or asyncio.wait_for
-    it is given a time itself: timeout=.., timeout_s=.., or what its own library calls so
-    it is in ALLOWED, where the reason says who bounds it
+    it has a time limit itself: timeout=.., timeout_s=.., or the equivalent of its library
+    it is in ALLOWED, where the reason names its bound
 
-`in_thread`, `start_process` and `kill` of agentenv/offload.py bound what they start. Tasks and
-futures of the same loop do not count: what they wait for does.
+`in_thread`, `start_process` and `kill` of agentenv/offload.py bound the work that they start. Tasks
+and futures of the same loop do not count: their own waits do.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
 
 
 def test_a_step_that_never_fills_ends_the_run_too() -> None:
-    """Where trees without a signal are replaced, so many in a row are a step without any."""
+    """Where trees without a signal are replaced, one step's number in a row is an empty step."""
     ours = builder(ARPO(group_size=4))
     config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
     ours.config = replace(config, queue=replace(config.queue, groups_per_step=4))

@@ -72,7 +72,7 @@ def test_engine_and_learner_share_the_gpus_at_the_same_time_too() -> None:
             learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
 
 
-async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
+async def test_servers_that_share_a_gpu_get_separate_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is computed, since no server can measure what is free while others start."""

@@ -1,7 +1,7 @@
 """Every shipped configuration: read, planned for 8 GPUs, and run for a step on the CPU.
 
-In the runs nothing is changed but what stands in the lists below: paths, the sizes of model and
-data, and the machine.
+The runs change only the keys in the lists below: paths, the sizes of model and data, and the
+machine.
 """
 
 from __future__ import annotations

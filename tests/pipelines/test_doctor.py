@@ -1,5 +1,5 @@
-"""launchers/doctor.py: every check passes where all is well, and of one fault exactly its check
-fails, with what to do."""
+"""launchers/doctor.py: every check passes without a fault, and one fault fails exactly its check,
+with a remedy."""
 
 from __future__ import annotations
 

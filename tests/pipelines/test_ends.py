@@ -499,7 +499,7 @@ def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
 
 
 def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
-    """A tool, one in so many of whose calls fails."""
+    """A tool that fails in every n-th call."""
     numbers = count(1)
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:

@@ -1,6 +1,6 @@
 """Every key is used: a configuration or an example sets it, or a page or a test names it.
 
-A key that nothing uses is a constant beside its use.
+A key without a use should be a constant next to its code.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What holds of every run, whatever goes wrong in it: a whole run under the virtual clock, with
-faults, signals, kills, jumps of the clock and frames that are written twice, at moments that
-hypothesis chooses.
+"""The laws of every run under any faults: a whole run under the virtual clock, with faults,
+signals, kills, jumps of the clock and duplicate frames, at moments chosen by hypothesis.
 
-conservation     each tree that was offered is trained once, filtered, failed, or still held
-staleness        no token that is trained is older than `queue.max_staleness`
+conservation     each offered tree is trained once, filtered, failed, or still held
+staleness        no trained token is older than `queue.max_staleness`
 envs             every env is closed once
-nothing is left  no task, no slot, no request to the engine
+no leftovers     no task, no slot, no request to the engine
 no tree twice    in the weights that survive
-no deadlock      virtual time can always go on, until the run ends
+no deadlock      virtual time can always advance until the run ends
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def test_room_for_keys_and_values() -> None:
         (2e-5, 3.1, ""),
     ],
 )
-def test_a_rate_of_the_cold_start_far_from_the_usual_is_named(
+def test_an_unusual_rate_of_the_cold_start_is_reported(
     rate: float, billions: float, word: str
 ) -> None:
     advice = rate_advice(ColdStartOptimizer(learning_rate=rate), int(billions * 1e9))

@@ -180,7 +180,7 @@ def test_two_updates_that_train_on_sglang(on_sglang: Path) -> None:
         pytest.param("on_sglang", marks=pytest.mark.engine_sglang),
     ],
 )
-def test_engine_and_learner_agree_and_no_server_is_left(
+def test_engine_and_learner_agree_and_no_server_remains(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
     run: Path = request.getfixturevalue(engine)

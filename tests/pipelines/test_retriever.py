@@ -60,7 +60,7 @@ async def retrieve(client: Any, body: Any) -> Any:
         return response.status, await response.json()
 
 
-async def test_both_dialects(client: Any) -> None:
+async def test_the_retriever_serves_both_dialects(client: Any) -> None:
     status, found = await retrieve(client, {"queries": ["peru", "norway"], "topk": 1})
     assert status == 200
     assert [rows[0]["document"]["id"] for rows in found["result"]] == ["lima", "oslo"]

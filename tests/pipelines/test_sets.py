@@ -230,7 +230,7 @@ def test_a_run_without_a_curve_is_named(
         compare(made_up, "base")
 
 
-def test_a_comparison_is_shown_in_80_columns_and_written(
+def test_a_comparison_is_printed_in_80_columns_and_written(
     made_up: dict[str, dict[int, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = Made(

@@ -137,7 +137,7 @@ def test_a_bad_row_is_refused_with_file_and_row(
     assert message in told
 
 
-def test_bad_rows_can_be_left_out_and_a_split_measures(
+def test_bad_rows_can_be_skipped_and_a_split_is_evaluated(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = (workspace / "sharegpt.jsonl").read_text().splitlines()[:9]

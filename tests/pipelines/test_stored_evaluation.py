@@ -1,4 +1,4 @@
-"""Evaluations that an earlier version stored are reported, compared and graded again as before.
+"""Evaluations stored by an earlier version have the same reports, comparisons and regrades.
 
 `tests/fixtures/stored_evaluation` was written at commit 3420bb4 and has the keys of commit
 7183755: two evaluations of 14 questions with three samples, a judge, failures, limits and helpers;

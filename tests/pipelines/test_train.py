@@ -131,7 +131,7 @@ def test_no_legend_covers_a_curve() -> None:
         assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
 
 
-def test_evaluations_are_joined_only_where_some_lie_between() -> None:
+def test_evaluations_are_connected_only_if_some_lie_between() -> None:
     for steps, is_joined in (((0, 40), False), ((10, 20, 30), True)):
         rows = [{"step": step, "eval/a/success": step / 40} for step in steps]
         markers, line = learning_curve(rows, "run").axes[1].get_lines()

@@ -1,5 +1,5 @@
-"""The page of launchers/view.py in Chromium: all it shows, hostile text, torn rows, a run that goes
-on, an exported file."""
+"""The page of launchers/view.py in Chromium: all its views, hostile text, partial rows, a live run,
+an exported file."""
 
 from __future__ import annotations
 
