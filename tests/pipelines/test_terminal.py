@@ -1,4 +1,5 @@
-"""What a command says reaches its terminal, and where there is a log file nothing depends on it."""
+"""The output of a command reaches its terminal, and with a log file nothing depends on the
+terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ sys.exit(exit_code_of(work, view, writing="it"))
 """
 
 
-def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path) -> None:
+def test_an_output_on_a_full_disk_ends_only_a_command_without_a_log(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     with open("/dev/full", "w") as full:
         for arguments, code in (([str(log)], 0), ([], 1)):
@@ -47,8 +48,8 @@ def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path)
     assert said.count("the terminal, or its file, could not be written") == 1
 
 
-def test_a_reader_that_has_gone_is_no_end(tmp_path: Path) -> None:
-    """As behind `| head`."""
+def test_a_closed_output_pipe_does_not_end_a_command(tmp_path: Path) -> None:
+    """As with `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", TELLING, str(tmp_path / "run.log")]
@@ -61,7 +62,7 @@ def test_a_reader_that_has_gone_is_no_end(tmp_path: Path) -> None:
     assert "line 2" in (tmp_path / "run.log").read_text()
 
 
-def test_what_is_said_follows_the_streams_of_the_process(
+def test_messages_and_warnings_use_the_current_streams(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     view = View()
@@ -116,10 +117,10 @@ sys.exit(exit_code_of(work, view, writing="it"))
 
 
 @pytest.mark.parametrize("num_lines", [2000, LogFile.MAX_LINES + 2000])
-def test_a_disk_that_hangs_holds_up_neither_what_is_said_nor_the_end(
+def test_a_hanging_disk_delays_neither_the_output_nor_the_exit(
     tmp_path: Path, num_lines: int
 ) -> None:
-    """A pipe that nobody reads takes no more than its buffer, as a disk that hangs."""
+    """A pipe without a reader accepts no more than its buffer, like a hanging disk."""
     log = tmp_path / "run.log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -146,7 +147,7 @@ def test_the_last_lines_are_in_the_log(tmp_path: Path) -> None:
     view.close()
 
 
-def test_lines_that_a_full_disk_does_not_take_are_counted(
+def test_lines_lost_to_a_full_disk_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.log").symlink_to("/dev/full")
