@@ -19,12 +19,14 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.launchers import compare as compare_command
 from agentenv.launchers import sweep as sweep_command
 from agentenv.pipelines.sets.comparison import (
+    Curve,
     Ratio,
     _holm,
     arms_by_keys,
     as_json,
     calls_to,
     compare,
+    compare_curves,
     crossings,
     tables,
 )
@@ -185,6 +187,21 @@ def test_crossings_match_those_of_single_curves() -> None:
     calls, success = np.array([0.0, 10.0, 30.0, 40.0]), rng.random((200, 4))
     one_by_one = [calls_to(calls, row, 0.7)[0] for row in success]
     assert crossings(calls, success, 0.7).tolist() == pytest.approx(one_by_one)
+
+
+def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
+    def curve(calls: list[float], success: list[float]) -> Curve:
+        right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
+        return Curve(np.array(calls), right, np.array(calls) * 10)
+
+    learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
+    gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
+    found = compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
+    ratio = found.arms["collapsed"].calls_ratio["0.5"]
+    assert ratio.value == pytest.approx(300 / 200)
+    assert ratio.low is not None
+    assert ratio.low >= 1.0
+    assert found.arms["collapsed"].calls_to["0.5"] == 300
 
 
 def test_a_level_that_is_never_reached_is_counted(made_up: dict[str, dict[int, Path]]) -> None:
