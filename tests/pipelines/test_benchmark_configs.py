@@ -135,7 +135,7 @@ def test_the_documentation_matches_the_resolved_configurations(name: str) -> Non
     sampling = (one.sampling.temperature, one.sampling.top_p, one.sampling.repetition_penalty)
     said = row["temperature, top-p, repetition penalty"].split(", ")
     assert tuple(map(float, said)) == sampling
-    numbers = re.findall(r"[\d,]*\d", row["tokens a turn, seconds a question, at a time"])
+    numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
     limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
     assert tuple(int(number.replace(",", "")) for number in numbers) == limits
     times = {1: "once", 5: "five times"}[config.num_samples]
