@@ -138,11 +138,11 @@ def test_the_documentation_matches_the_resolved_configurations(name: str) -> Non
     numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
     limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
     assert tuple(int(number.replace(",", "")) for number in numbers) == limits
-    times = {1: "once", 5: "five times"}[config.num_samples]
-    assert row["asked"].startswith(times)
-    more = {f"AIME {set_.num_samples} times" for set_ in config.sets.values()
+    times = {1: "one", 5: "five"}[config.num_samples]
+    assert row["samples"].startswith(times)
+    more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()
             if set_.num_samples != config.num_samples}  # fmt: skip
-    assert {row["asked"].removeprefix(f"{times}, ")} >= more
+    assert {row["samples"].removeprefix(f"{times}, ")} >= more
     modes = {set_.search.sizes.mode for set_ in config.sets.values() if set_.search is not None}
     assert ("browser agent" in row["search"]) == ("summaries" in modes)
     backends = {set_.search.backend.__class__.__name__ for set_ in config.sets.values()
