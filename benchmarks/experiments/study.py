@@ -269,7 +269,7 @@ class Study:
                 continue
             costs = {
                 arm: fmean(
-                    calls_to(one.calls, one.success(), level)[0]
+                    calls_to(one.calls, one.success(), level, 2 * self._most[task])[0]
                     for one in curves[arm].values()
                     for level in self.plan["levels"]
                 )
