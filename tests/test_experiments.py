@@ -45,7 +45,7 @@ from benchmarks.experiments.signals import (
     spearman,
     worth,
 )
-from benchmarks.experiments.tables import BEGIN, END, README_ROW, publish
+from benchmarks.experiments.tables import BEGIN, END, publish
 
 CALLS = np.array([0.0, 100.0, 300.0])
 
@@ -296,20 +296,17 @@ def test_tables_take_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = study(tmp_path, ("grpo-4", "arpo"))
     assert result["runs"]["arpo"][7]["points"][1] == {"step": 1, "calls": 80, "right": "1" * 8}
     (tmp_path / "docs" / "img").mkdir(parents=True)
-    page, readme = tmp_path / "docs" / "experiments.md", tmp_path / "README.md"
+    page = tmp_path / "docs" / "experiments.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    readme.write_text(f"| one | 1 | |\n{README_ROW}, old | 0 | |\n| two | 2 | |\n")
     (tmp_path / "a.png").write_bytes(b"picture")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     publish(result, tmp_path / "a.png")
-    assert "old" not in page.read_text() + readme.read_text()
+    assert "old" not in page.read_text()
     assert "| `arpo` | 1 | 1 | 0.12 | 1.00 |" in page.read_text()
     assert page.read_text().endswith("after\n")
-    assert readme.read_text().count("\n") == 3
-    assert "0.80 to 0.7; 0.80 to 0.8" in readme.read_text()
     assert (tmp_path / "docs" / "img" / "algorithms.png").read_bytes() == b"picture"
-    readme.write_text("nothing\n")
-    with pytest.raises(DataError, match=r"README.md: expected one place for the tables, found 0"):
+    page.write_text("nothing\n")
+    with pytest.raises(DataError, match=r"experiments.md: expected one place for the tables, found 0"):
         publish(result, tmp_path / "a.png")
 
 

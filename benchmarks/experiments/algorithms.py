@@ -13,8 +13,7 @@ FOLDER are not run again, so the command can be interrupted, repeated, and given
 the report covers all finished arms.
 
 Written: FOLDER/results.json, tables.md and algorithms.png. --publish writes the tables and the
-picture to docs/ and the row to the README. The statistics: intervals.py. The arms: runs.py. The
-value of forks: forks.py.
+picture to docs/. The statistics: intervals.py. The arms: runs.py. The value of forks: forks.py.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=128, help="held-out questions")
     parser.add_argument("--task", choices=TASKS, default="quickstart")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
-    parser.add_argument("--publish", action="store_true", help="write tables into docs and README")
+    parser.add_argument("--publish", action="store_true", help="write tables into docs")
     return parser.parse_args(argv)
 
 

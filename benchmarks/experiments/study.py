@@ -271,10 +271,13 @@ class Study:
         """Print the comparison of a stage, task by task, as far as its runs go."""
         for task in self.plan["stages"][stage]["tasks"]:
             curves: dict[str, dict[int, Curve]] = {}
+            summaries: dict[str, list[Row]] = {}
             for cell in self.known:
                 if cell.task == task and cell.seed in self.plan["stages"][stage]["seeds"]:
                     arm = cell.arm if stage in "cd" else f"{cell.arm}@{cell.rate:g}"
                     curves.setdefault(arm, {})[cell.seed] = self.curve(cell)
+                    used = {"cpu_s": {"total": self.known[cell]["cpu_s"]}}
+                    summaries.setdefault(arm, []).append(used)
             sizes = [arm for arm in curves if self.is_grpo(arm.partition("@")[0])]
             if not sizes:
                 continue
@@ -288,7 +291,8 @@ class Study:
             }
             baseline = min(costs, key=costs.__getitem__)
             print(f"\nstage {stage}, {task}; baseline {baseline}")
-            for table in tables(compare_curves(curves, baseline, self.plan["levels"])):
+            found = compare_curves(curves, baseline, self.plan["levels"], summaries)
+            for table in tables(found):
                 rich.print(as_rich(table))
 
 

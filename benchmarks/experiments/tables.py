@@ -1,4 +1,4 @@
-"""The tables of `algorithms.py` in Markdown, and their places in README and documentation."""
+"""The tables of `algorithms.py` in Markdown, and their place in the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 BEST = "against the best GRPO"
-README_ROW = "| tool calls for the same success"
 PICTURE = "![success against tool calls](img/algorithms.png)"
 BEGIN, END = (
     "<!-- benchmarks/experiments/algorithms.py --publish: begin -->",
@@ -85,43 +84,17 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def readme_row(result: Row, when: str) -> str:
-    """ARPO's calls divided by those of the GRPO arm that needs the fewest, for the README."""
-    found = result["arms"]["arpo"][BEST]
-    figures = []
-    for level in result["levels"]:
-        figure = found[f"calls to {level}"]
-        missed = f" ({figure['num_missed']} seeds never)" if figure["num_missed"] else ""
-        figures.append((f"{spread(figure)} to {level}{missed}", _group(figure["base"])))
-    groups = sorted({group for _, group in figures})
-    seeds = len(result["arms"]["arpo"]["seeds"])
-    return (
-        f"{README_ROW}, ARPO over the best GRPO (groups of 4 to 8); above 1, ARPO needs more | "
-        f"{'; '.join(text for text, _ in figures)} (groups of {', '.join(groups)}) | "
-        f"quick start, {seeds} seeds in pairs, {when} ([experiments](docs/experiments.md)) |"
-    )
-
-
-def _group(arm: str) -> str:
-    return arm.partition("-")[2] or "8"
-
-
 def publish(result: Row, picture: Path) -> None:
-    """Write the tables, the picture and the README's row. Raises DataError if a place for them is
+    """Write the tables and the picture into the documentation. Raises DataError if their place is
     missing, or no GRPO arm has the seeds of ARPO."""
     if not result["arms"].get("arpo", {}).get(BEST):
         raise DataError("--publish needs the arm arpo, and a GRPO arm with all of its seeds")
     when = datetime.now(UTC).date().isoformat()
-    page, readme = ROOT / "docs" / "experiments.md", ROOT / "README.md"
+    page = ROOT / "docs" / "experiments.md"
     section = f"{BEGIN}\n\nOf {when}.\n\n{PICTURE}\n\n{tables_of(result)}\n\n{END}"
-    pages = {
-        page: (f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}", section),
-        readme: (f"(?m)^{re.escape(README_ROW)}.*$", readme_row(result, when)),
-    }
-    for path, (place, text) in pages.items():
-        before = path.read_text(encoding="utf-8")
-        changed, count = re.subn(place, text.replace("\\", r"\\"), before)
-        if count != 1:
-            raise DataError(f"{path}: expected one place for the tables, found {count}")
-        write_whole(path, changed.encode())
+    before, place = page.read_text(encoding="utf-8"), f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}"
+    changed, count = re.subn(place, section.replace("\\", r"\\"), before)
+    if count != 1:
+        raise DataError(f"{page}: expected one place for the tables, found {count}")
+    write_whole(page, changed.encode())
     shutil.copy(picture, ROOT / "docs" / "img" / "algorithms.png")
