@@ -92,7 +92,7 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
     return before | {
         f"python -m pytest {name}": "test of the environment",
         f"{train} --dry-run": "check everything",
-        train: "cold start, then ARPO: minutes",
+        train: "cold start, then RL: minutes",
     }
 
 

@@ -110,7 +110,7 @@ def test_a_generated_environment_trains(
     assert train.main(["dice_trained/train.toml", *SMALL, "--dry-run"]) == 0
     assert train.main(["dice_trained/train.toml", *SMALL]) == 0
     run = tmp_path / "runs" / "dice_trained"
-    assert json.loads((run / "summary.json").read_text())["algorithm"] == "arpo"
+    assert json.loads((run / "summary.json").read_text())["algorithm"] == "grpo"
     assert (run / "checkpoints" / "step-000002").is_dir()
 
 
