@@ -152,7 +152,8 @@ def expressions(answer: str, gold: str) -> tuple[str, str]:
 
 def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
-    return any(_gold(gold, False).rivals(answer).certain for gold in golds)
+    found = [_gold(gold, False) for gold in golds]
+    return any(gold.rivals(gold.undecorated(answer)).certain for gold in found)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
@@ -188,6 +189,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     found, wanted = clean(answer), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
+    answer = _gold(gold, ordered).undecorated(answer)
+    found = clean(answer)
     if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
         return Finding(True, "words")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
