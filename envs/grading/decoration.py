@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from agentenv.envs.grading.quantities import unit_of
 from agentenv.envs.grading.text import Tables
 
 _TABLES = Tables("decoration")
@@ -21,17 +22,27 @@ _NAMING = _TABLES.pattern("naming", re.IGNORECASE)
 _DENYING = _TABLES.pattern("denying", re.IGNORECASE)
 _AMOUNT = _TABLES.pattern("amount", re.IGNORECASE)
 _OPENS = re.compile(rf"(?:{_TABLES.text('openers')})\b", re.IGNORECASE)
-_PLAIN = re.compile(r"""["'\u201c\u2018]*[A-Z]?(?:[a-z]+|I)?(?:(?:\s+|-)(?:[a-z]+(?:'[a-z]+)?|I(?:'[a-z]+)?)|'[a-z]+)*["'\u201d\u2019]*""")
-_SINGLE = re.compile(r"\b(?![aiAI]\b)[A-Za-z]\b(?<!'[stdm])")
+_PLAIN = re.compile(
+    r"""["'\u201c\u2018]*[A-Z]?(?:[a-z]+|I)?(?:(?:\s+|-)(?:[a-z]+(?:'[a-z]+)?|I(?:'[a-z]+)?)|'[a-z]+)*["'\u201d\u2019]*"""
+)
+_SINGLE = re.compile(r"\b(?![aiI]\b)[A-Za-z]\b(?<!'[stdm])")
 _PIECE = re.compile(r"((?:[.!?;:,\n]+[\"'\u201d\u2019)]*(?=\s|$)|\n)\s*|$)")
-_QUESTION = re.compile(r"[\"'(\u201c]*(?:so,? )?(?:what|who|whom|whose|when|where|which|how|why)\s(?!about|if|else)", re.I)
+_QUESTION = re.compile(
+    r"[\"'(\u201c]*(?:so,? )?(?:what|who|whom|whose|when|where|which|how|why)\s(?!about|if|else)",
+    re.I,
+)
 _TAG = re.compile(r"<([A-Za-z][A-Za-z0-9]*)>")
 _ATTRIBUTES = re.compile(r"<([A-Za-z]\w*)((?:\s+[\w-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*/?>")
 _ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 _STYLE = {"class", "style", "id", "href", "color", "type", "lang", "align", "size", "face", "src"}
 _VOID = {"br", "hr", "p", "li", "td", "tr", "th", "item"}
-_MARK = re.compile(r"(?m)^\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\*{1,2}|\u2020)(?![*\w].*\1)\s*(.+)$")
-_CITATION = re.compile(r"\b(?:box|pp?\.|page|vol\.|volume|chapter|ch\.|no\.|archives?|isbn|doi|https?|www)\b|\b(?:1\d|20)\d\d\b|et al", re.I)
+_MARK = re.compile(r"(?m)(?:^|;)\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\u2020)\s*(.+)$")
+_CITATION = re.compile(
+    r"\b(?:box|pp?\.|page|vol\.|volume|chapter|ch\.|no\.|archives?|isbn|doi|https?|www)\b|\b(?:1\d|20)\d\d\b|et al",
+    re.I,
+)
+_BUT = re.compile(r"(?:but|yet|still|however)\b", re.I)
+_ALTHOUGH = re.compile(r"(?:although|though|while|unless|despite|even)\b", re.I)
 MIN_WORDS = 3  # of a clause; fewer may be a name
 
 
@@ -75,7 +86,9 @@ def _with_tags(text: str) -> str:
     """Tags that close nothing, and what an attribute says, as notes: 5 <6>, <answer alt="6">."""
 
     def spoken(match: re.Match[str]) -> str:
-        said = [one[1] or one[2] for one in _ATTRIBUTE.findall(match[2]) if one[0].lower() not in _STYLE]
+        said = [
+            one[1] or one[2] for one in _ATTRIBUTE.findall(match[2]) if one[0].lower() not in _STYLE
+        ]
         return f"<{match[1]}>" + "".join(f"({one}) " for one in said)
 
     def noted(match: re.Match[str]) -> str:
@@ -105,23 +118,32 @@ def _of_names(text: str, holds: Callable[[str], bool]) -> str:
     kept, is_before = [], True
     for place in range(0, len(pieces) - 1, 2):
         piece, end = pieces[place], pieces[place + 1]
-        is_before = is_before and not holds(piece)
+        is_gold = holds(piece)
+        is_before = is_before and not is_gold
         starts = not kept or re.search(r"[.!?\n:,;]\s*$", kept[-1]) is not None
         after = "".join(pieces[place + 2 :])
-        concedes = is_before and re.match(r"(?:but|yet|still|however)\b", after, re.I) is not None
-        concedes |= is_before and re.match(r"(?:although|though|while|unless|despite|even)\b", piece, re.I) is not None
-        if starts and is_clause(piece, end, holds, concedes=concedes) and (after.strip() or not is_before):
+        concedes = is_before and bool(_BUT.match(after) or _ALTHOUGH.match(piece))
+        is_plain = starts and not is_gold and (not is_before or after.strip() != "")
+        if is_plain and _is_clause(piece, end, is_before=is_before, concedes=concedes):
             continue
         kept.append(piece + end)
     return "".join(kept)
 
 
-def is_clause(piece: str, end: str, holds: Callable[[str], bool], *, concedes: bool) -> bool:
+def _is_count(noun: str | None) -> bool:
+    """Whether a number word counts things: two encyclopedias, not three years."""
+    return noun is not None and unit_of(noun) is None
+
+
+def _is_clause(piece: str, end: str, *, is_before: bool, concedes: bool) -> bool:
     """Whether a piece of a text is plain words that name, doubt and deny nothing."""
     bare = piece.strip(" \"'\u201c\u201d()")
-    if not bare or holds(piece) or _NAMING.search(bare) or _SINGLE.search(bare):
+    if not bare or _NAMING.search(bare) or _SINGLE.search(bare):
         return False
-    if _AMOUNT.search(bare) or (_DENYING.search(bare) and not concedes):
+    amounts = [*_AMOUNT.finditer(bare)]
+    if amounts and not (is_before and all(_is_count(one["noun"]) for one in amounts)):
+        return False
+    if _DENYING.search(bare) and not concedes:
         return False
     if "?" in end:
         return _QUESTION.match(piece) is not None and not re.search(r"\d", bare)
