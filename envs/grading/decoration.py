@@ -1,7 +1,7 @@
 """Decoration: what stands round an answer and can be none, taken off before any layer reads it.
 
 Wrappers, a stated confidence, numbers of pages and steps, footnotes, lead-ins, and clauses of plain
-words, which name nothing. A kind of decoration stays whole where the gold stands in it, so that an
+words, which name nothing. A kind of decoration stays whole if it holds the gold, so that an
 answer is never right for what was taken off: "page 12" keeps its number for the gold 12.
 """
 
@@ -22,25 +22,18 @@ _NAMING = _TABLES.pattern("naming", re.IGNORECASE)
 _DENYING = _TABLES.pattern("denying", re.IGNORECASE)
 _AMOUNT = _TABLES.pattern("amount", re.IGNORECASE)
 _OPENS = re.compile(rf"(?:{_TABLES.text('openers')})\b", re.IGNORECASE)
-_PLAIN = re.compile(
-    r"""["'\u201c\u2018]*[A-Z]?(?:[a-z]+|I)?(?:(?:\s+|-)(?:[a-z]+(?:'[a-z]+)?|I(?:'[a-z]+)?)|'[a-z]+)*["'\u201d\u2019]*"""
-)
+_PLAIN = _TABLES.pattern("plain")
 _SINGLE = re.compile(r"\b(?![aiI]\b)[A-Za-z]\b(?<!'[stdm])")
 _PIECE = re.compile(r"((?:[.!?;:,\n]+[\"'\u201d\u2019)]*(?=\s|$)|\n)\s*|$)")
-_QUESTION = re.compile(
-    r"[\"'(\u201c]*(?:so,? )?(?:what|who|whom|whose|when|where|which|how|why)\s(?!about|if|else)",
-    re.I,
-)
+_QUESTION = _TABLES.pattern("question", re.IGNORECASE)
 _TAG = re.compile(r"<([A-Za-z][A-Za-z0-9]*)>")
 _ATTRIBUTES = re.compile(r"<([A-Za-z]\w*)((?:\s+[\w-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*/?>")
 _ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 _STYLE = {"class", "style", "id", "href", "color", "type", "lang", "align", "size", "face", "src"}
 _VOID = {"br", "hr", "p", "li", "td", "tr", "th", "item"}
 _MARK = re.compile(r"(?m)(?:^|;)\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\u2020)\s*(.+)$")
-_CITATION = re.compile(
-    r"\b(?:box|pp?\.|page|vol\.|volume|chapter|ch\.|no\.|archives?|isbn|doi|https?|www)\b|\b(?:1\d|20)\d\d\b|et al",
-    re.I,
-)
+_CITATION = _TABLES.pattern("citation", re.IGNORECASE)
+_RUN = re.compile(r"(\s)\1{3,}")
 _BUT = re.compile(r"(?:but|yet|still|however)\b", re.I)
 _ALTHOUGH = re.compile(r"(?:although|though|while|unless|despite|even)\b", re.I)
 MIN_WORDS = 3  # of a clause; fewer may be a name
@@ -50,7 +43,8 @@ def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
     """The answer without its decoration, or as it is if nothing would be left. `is_named`: the gold
     is a name, an amount or a date, which no clause of plain words can be."""
     holds = _holder(golds)
-    text = _with_notes(_with_tags(answer), holds)
+    text = _RUN.sub(r"\1\1\1", answer)  # the forms below try each space of a run
+    text = _with_notes(_with_tags(text), holds)
     for name, forms in _KINDS.items():
         text = _without(text, forms, holds, keeps=name in ("wrapper", "table", "lead"))
     if is_named:
@@ -73,7 +67,7 @@ def _without(
     keeps: bool,
 ) -> str:
     """The text without the places of one kind, if no gold is lost with them; what a kind that
-    `keeps` takes off is no number and no name."""
+    `keeps` takes off is neither a number nor a name."""
     before = text
     for form, plain in forms:
         if not keeps and any(holds(match[0]) for match in form.finditer(text)):
@@ -115,7 +109,8 @@ def _with_notes(text: str, holds: Callable[[str], bool]) -> str:
 def _of_names(text: str, holds: Callable[[str], bool]) -> str:
     """Without clauses of plain words, and without the question said again."""
     pieces = _PIECE.split(text)
-    kept, is_before = [], True
+    kept: list[str] = []
+    is_before = True
     for place in range(0, len(pieces) - 1, 2):
         piece, end = pieces[place], pieces[place + 1]
         is_gold = holds(piece)
