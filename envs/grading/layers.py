@@ -189,10 +189,10 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     found, wanted = clean(answer), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
-    answer = _gold(gold, ordered).undecorated(answer)
-    found = clean(answer)
     if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
         return Finding(True, "words")
+    answer = _gold(gold, ordered).undecorated(answer)
+    found = clean(answer)
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
     if _gold(gold, ordered).is_framed_by(answer):
