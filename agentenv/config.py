@@ -38,7 +38,7 @@ from agentenv.registry import (
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
 # Marks of a key, set by Meta(extra=...): shown by --help; names files that must exist; names
@@ -59,16 +59,16 @@ def load_config(
     path: Path,
     overrides: Sequence[str] = (),
     *,
-    say: Say | None = None,
+    report: Reporter | None = None,
     explain: Callable[[Tree, str], None] | None = None,
 ) -> T:
     """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
 
-    `say` reports keys that `override_kinds` removes. `explain` gets rejected values and the path,
-    and may raise a better error. Raises ConfigError.
+    `report` gets the keys that `override_kinds` removes. `explain` gets rejected values and the
+    path, and may raise a better error. Raises ConfigError.
     """
     return resolve_config(
-        config_type, read_toml(path), str(path), overrides, say=say, explain=explain
+        config_type, read_toml(path), str(path), overrides, report=report, explain=explain
     )
 
 
@@ -78,11 +78,11 @@ def resolve_config(
     source: str,
     overrides: Sequence[str] = (),
     *,
-    say: Say | None = None,
+    report: Reporter | None = None,
     explain: Callable[[Tree, str], None] | None = None,
 ) -> T:
     """As `load_config`, from plain values, which it modifies; errors name `source`."""
-    override_kinds(config_type, raw, overrides, say)
+    override_kinds(config_type, raw, overrides, report)
     with blaming(source, overrides):
         try:
             return build_config(config_type, raw, source)
@@ -120,25 +120,25 @@ def _meant(path: Path) -> str:
 
 
 def override_kinds(
-    config_type: type[T], raw: Tree, overrides: Sequence[str], say: Say | None = None
+    config_type: type[T], raw: Tree, overrides: Sequence[str], report: Reporter | None = None
 ) -> None:
     """Apply overrides to `raw`. If one selects another kind of a part (algorithm.name=grpo), keys
-    that only the old kind has are removed, unless they are overrides themselves; `say` reports
+    that only the old kind has are removed, unless they are overrides themselves; `report` reports
     them, by default as a warning."""
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides, config_type)
     named = {override.partition("=")[0].strip() for override in overrides}
-    leave_out_old_kinds(config_type, raw, before, named, say)
+    leave_out_old_kinds(config_type, raw, before, named, report)
 
 
 def leave_out_old_kinds(
-    config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
+    config_type: type[T], raw: Tree, before: Tree, named: set[str], report: Reporter | None = None
 ) -> None:
     """If a part of `raw` has another kind than in `before`, remove the keys that only the old kind
-    has, except those in `named`; `say` reports each that was set.
+    has, except those in `named`; `report` reports each that was set.
     """
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
-        (say or logger.warning)(line)
+        (report or logger.warning)(line)
 
 
 def keys_in(raw: Tree, path: str = "") -> Iterator[str]:

@@ -58,7 +58,7 @@ def load_tasks(
     *,
     max_samples: int = 0,
     ends: int = 0,
-    say: Callable[[str], None] = logger.warning,
+    report: Callable[[str], None] = logger.warning,
     adapt: Adapt | None = None,
     held_out: bool = False,
     key: str = "data",
@@ -66,14 +66,14 @@ def load_tasks(
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that name none; `max_samples` takes the first n (0: all);
-    `ends` reads only that many rows at each end of a file (0: all). `say` reports rows that
+    `ends` reads only that many rows at each end of a file (0: all). `report` reports rows that
     `config.skip_bad_rows` skips. `adapt` converts a row to a known schema, or returns None to skip
     it. Generated rows are those of training unless `held_out`. `key` is the prefix of the keys of
     `config` in messages. Raises DataError with file, row, key and expectation, also if there are no
     rows, and ConfigError for an environment of `config.env_by` that no row selects.
     """
     reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None, key=key)
-    tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends, held_out=held_out)
+    tasks = _read(reader, _listed(paths), max_samples, report, adapt, ends, held_out=held_out)
     if not (max_samples or ends):
         _check_env_by([reader])
     return tasks
@@ -86,7 +86,7 @@ def load_mix(
     resolve: Callable[[str], Path] = Path,
     *,
     ends: int = 0,
-    say: Callable[[str], None] = logger.warning,
+    report: Callable[[str], None] = logger.warning,
 ) -> TaskMix:
     """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` converts its paths."""
     readers, loaded = [], []
@@ -101,7 +101,7 @@ def load_mix(
         key = f"data.mix[{number}]" if part.columns else "data"
         reader = RowReader(own, part.env_id or env_id, key=key)
         paths = [resolve(str(path)) for path in _listed(part.path)]
-        loaded.append(_read(reader, paths, part.max_samples, say, ends=ends))
+        loaded.append(_read(reader, paths, part.max_samples, report, ends=ends))
         readers.append(reader)
     if not (ends or any(part.max_samples for part in parts)):
         _check_env_by(readers)
@@ -208,7 +208,7 @@ def _read(
     reader: RowReader,
     paths: Iterable[str | Path],
     max_samples: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     adapt: Adapt | None = None,
     ends: int = 0,
     *,
@@ -246,11 +246,13 @@ def _read(
         raise DataError(f"{names}: the dataset is empty; expected a question in each row{why}")
     for path, found in reader.doubts.items():
         for what, (number, first) in found.items():
-            say(f"{path}: {number} {what}; the first: {first}")
+            report(f"{path}: {number} {what}; the first: {first}")
     if bad:
         more = f"\n  and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])
-        say(f"{names}: {len(bad)} invalid rows are skipped, {len(tasks)} are used:{listed}{more}")
+        report(
+            f"{names}: {len(bad)} invalid rows are skipped, {len(tasks)} are used:{listed}{more}"
+        )
     return tasks
 
 
@@ -328,11 +330,11 @@ class PromptFitter:
     limits: Limits
     mode: Overlong
     key: str
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
-        self._num_started = 0  # environments that start processes of their own
+        self._num_started = 0  # environments that start processes
         self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
 
     async def fit(self, tasks: Sequence[Task]) -> list[Task]:
@@ -362,7 +364,7 @@ class PromptFitter:
         """Warn about tasks whose rollouts would fail if the failure repeats."""
         if self._not_begun:
             task_id, problem = next(iter(self._not_begun.items()))
-            self.say(
+            self.report(
                 f"{len(self._not_begun)} of {num_tasks} environments failed to reset in the trial "
                 "before the start, and their rollouts fail if that repeats; the first is that of "
                 f"task {task_id}: {problem}"
@@ -379,7 +381,7 @@ class PromptFitter:
         done = (
             "are skipped" if self.mode == "skip" else "are truncated in the middle of the question"
         )
-        self.say(f"{self.key}: {found}; they {done}")
+        self.report(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
         """The prompt of a task; None if its env could not be reset, which is reported and left to

@@ -302,7 +302,7 @@ class _Timed:
     def __init__(self, when: float, clock: Clock) -> None:
         self._when, self._clock = when, clock
         self.timer: asyncio.TimerHandle | None = None
-        self.span: dict[_Timed, None] | None = None  # its span, while it has no timer of its own
+        self.span: dict[_Timed, None] | None = None  # its span, while it has no own timer
         self.check_at = 0.0
 
     def ring(self) -> None:

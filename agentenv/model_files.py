@@ -289,16 +289,16 @@ def find_on_hub(text: str, kind: HubKind) -> Path | None:
     return place
 
 
-def fetch_from_hub(text: str, kind: HubKind, say: Callable[[str], None]) -> Path | None:
+def fetch_from_hub(text: str, kind: HubKind, report: Callable[[str], None]) -> Path | None:
     """As `find_on_hub`, but downloads it if necessary; None if the text is not an id. Raises
     DataError with the download command for a machine that can reach the hub."""
     place, found = find_on_hub(text, kind), hub_id(text)
     if found is None:
         return place
     if place is not None:
-        say(f"{text}: found in the hub's cache, revision {_commit(place)[:12]}")
+        report(f"{text}: found in the hub's cache, revision {_commit(place)[:12]}")
         return place
-    say(f"{text}: not in the cache; downloading the {kind} from the hub")
+    report(f"{text}: not in the cache; downloading the {kind} from the hub")
     try:
         folder = _snapshot(found, kind)
     except (ImportError, OSError, ValueError, RuntimeError) as error:  # errors of requests
@@ -310,7 +310,7 @@ def fetch_from_hub(text: str, kind: HubKind, say: Callable[[str], None]) -> Path
     place = find_on_hub(text, kind)
     if place is None:
         raise DataError(f"{text}: {folder} lacks files of the {kind}; {_command(found, kind)}")
-    say(f"{text}: downloaded, revision {_commit(place)[:12]}")
+    report(f"{text}: downloaded, revision {_commit(place)[:12]}")
     return place
 
 

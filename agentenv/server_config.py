@@ -35,7 +35,7 @@ def read_key(variable: str, key: str) -> str:
     return found
 
 
-MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of others
+MAX_SHARE = 0.9  # of a GPU's memory, for servers, besides the CUDA contexts of others
 
 
 class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.tables import bare_table
 from agentenv.pipelines.run.terminal import View
 
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,9 +163,9 @@ def check_target(file: Path) -> None:
         file.unlink()
 
 
-def reporter_of(options: argparse.Namespace, view: View) -> Say:
+def reporter_of(options: argparse.Namespace, view: View) -> Reporter:
     """Return the function that reports the progress of a part."""
-    return (lambda text: None) if is_alone(options) else view.say
+    return (lambda text: None) if is_alone(options) else view.log
 
 
 def report_figures(options: argparse.Namespace, figures: Any, show: Callable[[], None]) -> None:
@@ -191,8 +191,8 @@ def run_learner(options: argparse.Namespace, view: View) -> int:
     """Compare trees with flat layouts."""
     from benchmarks.parts import layouts  # loads torch
 
-    say = reporter_of(options, view)
-    figures, tables = layouts.run(options.shapes, options.repeats, options.dense, say)
+    report = reporter_of(options, view)
+    figures, tables = layouts.run(options.shapes, options.repeats, options.dense, report)
 
     def show() -> None:
         for table in tables:
@@ -274,7 +274,7 @@ def run_captures(options: argparse.Namespace, view: View) -> int:
     costs: dict[str, list[float]] = {"ours": []}
     pythons: dict[str, tuple[str, Path]] = {}
     for name in options.beside:
-        python = python_of(name, known[name], default_folder(), 1800, view.say)
+        python = python_of(name, known[name], default_folder(), 1800, view.log)
         shown = f"{name} {version_of(known[name], python)}"
         pythons[shown], costs[shown] = (name, python), []
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
@@ -350,12 +350,12 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
                         "" if one.speed is None else f"{one.speed:.2f}",
                     )
             view.show(table)
-        view.say(
+        view.log(
             "children: CPU of the processes that it started; /ours: CPU above the floor, relative "
             "to ours; speed: env steps per second, relative to a loop that only waits"
         )
         for name, peer in report.peers.items():
-            view.say(f"{name}: {peer.error or peer.version}")
+            view.log(f"{name}: {peer.error or peer.version}")
 
     report_figures(options, msgspec.to_builtins(report), show)
     return 0
@@ -417,7 +417,7 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
                 f"{one.tools_wait_s:.2f} s",
             )
         view.show(table)
-        view.say(advice(config, found))
+        view.log(advice(config, found))
 
     rows = {name: asdict(one) for name, one in found.items()}
     report_figures(options, {"model": asdict(model), **rows}, show)

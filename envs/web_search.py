@@ -33,11 +33,11 @@ _TIMEOUT_S: dict[Mode, float] = {"snippets": 60.0, "pages": 120.0, "summaries": 
 
 
 class SearchTool(StatelessTool):
-    """Search a JSONL corpus of {"id", "title", "text"} rows; one index a process and corpus.
+    """Search a JSONL corpus of {"id", "title", "text"} rows; one index per process and corpus.
 
-    The policy reads the texts of the `top_k` best passages, a line each and cut to
-    `max_chars_per_result`, or "No results.". For large corpora and everything else there is
-    `agentenv.envs.search.service.SearchPagesTool`: this one builds its index when it is made.
+    The policy reads the texts of the `top_k` best passages, one per line and cut to
+    `max_chars_per_result`, or "No results.". The constructor builds the index; for large corpora
+    use `agentenv.envs.search.service.SearchPagesTool`.
     """
 
     name = "search"
@@ -52,7 +52,7 @@ class SearchTool(StatelessTool):
         self, corpus: str | Path, top_k: int = 1, max_chars_per_result: int = 1000
     ) -> None:
         path = Path(corpus).resolve()
-        load_bm25s()  # missing, it is named before a corpus that is still to be made
+        load_bm25s()  # a missing package is reported before a missing corpus
         self.index = shared(("bm25", path), lambda: BM25Index(read_corpus(path)))
         self.top_k = top_k
         self.max_chars_per_result = max_chars_per_result
@@ -69,8 +69,8 @@ class SearchTool(StatelessTool):
 
 
 class WebSearchEnv(ToolEnv):
-    """Search and open pages, graded by the published ARPO reward unless `grader` says otherwise:
-    its rule over the layered grader, with partial credit for words.
+    """Search and open pages. The default `grader` is the published ARPO reward: its rule over the
+    layered grader, with partial credit for words.
 
     `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
     "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched. `grader`
@@ -102,13 +102,13 @@ class WebSearchEnv(ToolEnv):
         )
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
-        """Run the calls; the tools know the question and what was written before."""
+        """Run the calls; the tools know the question and the earlier text."""
         update_episodes(self._open_states("step").values(), self.task.question, action)
         return await super().step(action)
 
 
 def search_config(search: Mapping[str, Any] | SearchConfig | None) -> SearchConfig:
-    """The configuration, checked once a process."""
+    """The configuration, checked once per process."""
 
     def build() -> SearchConfig:
         if isinstance(search, SearchConfig):

@@ -184,13 +184,13 @@ def _run(
         config_type,
         arguments.config,
         arguments.overrides,
-        say=left_out.append,
+        report=left_out.append,
         explain=refuse_verl_keys,
     )
     folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
     if arguments.dry_run:
         for line in left_out:
-            view.say(line)
+            view.log(line)
         from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
@@ -202,7 +202,7 @@ def _run(
     run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)
     view.log_to(run.path / LOG_FILE)
     for line in left_out:
-        view.say(line)
+        view.log(line)
     code = EXIT_FAILED
     view.wait_for(f"getting {folder} ready", then)
     try:
@@ -215,7 +215,7 @@ def _run(
     except KeyboardInterrupt:
         view.end()
         hint = "to continue from the last checkpoint, repeat the command with --resume"
-        view.say(f"interrupted; {hint if run.has_begun else 'training had not started'}")
+        view.log(f"interrupted; {hint if run.has_begun else 'training had not started'}")
         code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)

@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "comparison.json", comparison.as_json(found))
     comparison.plot(curves, out / "comparison.png")
-    view.say(f"wrote comparison.json and comparison.png to {out}")
+    view.log(f"wrote comparison.json and comparison.png to {out}")
     return 0
 
 

@@ -123,7 +123,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
             found = {"type": "finished", "step": num_steps, "num_steps": num_steps}
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
         else:
-            view.say(text)
+            view.log(text)
             view.suggest({f"agentenv view {run}": "its curves and trees"})
         return 0
     view.end()
@@ -192,7 +192,7 @@ def show(reply: Reply, view: View) -> None:
             _show_why(reply, view)
         case ask.Done():
             for line in reply.lines:
-                view.say(line)
+                view.log(line)
         case ask.Refused():
             view.fail(reply.why)
 
@@ -221,9 +221,9 @@ def _seconds(seconds: float) -> str:
 
 def _show_status(one: ask.Status, view: View) -> None:
     paused = ", paused" if one.is_paused else ""
-    view.say(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
+    view.log(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
     total = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
-    view.say(f"phase {one.phase}{paused}, step {one.step}{total}")
+    view.log(f"phase {one.phase}{paused}, step {one.step}{total}")
     for title, text in (
         ("doing", one.doing),
         ("evaluation", one.evaluating),
@@ -236,7 +236,7 @@ def _show_status(one: ask.Status, view: View) -> None:
         ("longest wait", one.longest_wait),
     ):
         if text:
-            view.say(f"  {title:<18} {text}")
+            view.log(f"  {title:<18} {text}")
 
 
 def _figures(figures: dict[str, int] | dict[str, float]) -> str:
@@ -256,24 +256,24 @@ def _show_waits(reply: ask.Waits, view: View) -> None:
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
         _show_advice(((one.what, one.advice) for one in reply.waits), view)
     else:
-        view.say("no rollout of this process waits")
+        view.log("no rollout of this process waits")
     for line in reply.lines:
-        view.say(line)
+        view.log(line)
 
 
 def _show_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
     """Print the likely cause of each kind of wait, once."""
     for what, advice in dict(waits).items():
         if advice:
-            view.say(f"{what}: {advice}")
+            view.log(f"{what}: {advice}")
 
 
 def _show_why(reply: ask.Why, view: View) -> None:
     one = reply.row
     worker = f", in {one.worker}" if one.worker else ""
-    view.say(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
+    view.log(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
     if one.question is not None:
-        view.say(f"question: {one.question}")
+        view.log(f"question: {one.question}")
     rows = [
         [
             branch.branch or "(tree)",
@@ -292,14 +292,14 @@ def _show_why(reply: ask.Why, view: View) -> None:
         view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
         _show_advice(((branch.what, branch.advice) for branch in reply.branches), view)
     if reply.ends:
-        view.say(f"ended: {_figures(reply.ends)}")
+        view.log(f"ended: {_figures(reply.ends)}")
     if reply.failures:
-        view.say(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
+        view.log(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
     for line in reply.lines:
-        view.say(line)
+        view.log(line)
     for branch in reply.branches:
         if branch.text is not None:
-            view.say(f"--- {branch.branch}, last turn ---\n{branch.text}")
+            view.log(f"--- {branch.branch}, last turn ---\n{branch.text}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
         arguments.overrides,
         is_offline=arguments.offline,
         is_quick=arguments.quick,
-        say=lambda text: None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]"),
+        report=lambda text: (
+            None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]")
+        ),
         on_begin=lambda name: None if arguments.json else view.wait_for(f"checking {name}"),
     ):
         view.end()

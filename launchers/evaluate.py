@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
             f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
             "directory, or http(s)://HOST[:PORT]"
         )
-    config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.say)
+    config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
         from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     with gpus_for_others(config):
         outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:
-        view.say(f"{outcome.num_failed} trajectories failed; the same command retries them")
+        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
     view.wait_for("scoring", "the report")
     write_report(out, view)
     view.end()
@@ -116,7 +116,7 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
     if arguments.dry_run:
         find_on_hub(arguments.subject, "model")
     else:
-        fetch_from_hub(arguments.subject, "model", view.say)
+        fetch_from_hub(arguments.subject, "model", view.log)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
         )
         view.end()
-        view.say(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
+        view.log(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
         path = shlex.quote(str(arguments.out))
         view.suggest(
             {

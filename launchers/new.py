@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make(name: str, parent: Path, view: View) -> int:
     check_name(name)
     folder = make_folder(name, parent)
-    view.say(f"created {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    view.log(f"created {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     view.suggest(next_commands(name, parent))
     return 0
 

@@ -177,13 +177,13 @@ async def serve(config: RetrieverConfig, view: View) -> None:
         stop = stop_event()
         view.end()
         url = f"http://{config.host}:{listener.port}"
-        view.say(f"serving on {url} (POST /retrieve, /search, /batch_search)")
-        view.say("Ctrl-C stops the server; in another terminal:")
-        view.say(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
-        view.say("or in the configuration of a run:")
-        view.say(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
+        view.log(f"serving on {url} (POST /retrieve, /search, /batch_search)")
+        view.log("Ctrl-C stops the server; in another terminal:")
+        view.log(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
+        view.log("or in the configuration of a run:")
+        view.log(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
         await stop.wait()
-        view.say("stopping")
+        view.log("stopping")
     finally:
         try:
             await listener.close()

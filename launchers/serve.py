@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentenv.config import Say, Tree, build_config
+from agentenv.config import Reporter, Tree, build_config
 from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import make_parser, parse, run_command, stop_event
 from agentenv.model_files import fetch_from_hub
@@ -63,13 +63,13 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     """Start all servers, print their addresses, and wait for a signal."""
     stop = stop_event()
     async with AsyncExitStack() as stack:
-        factory = ServerFactory(run.path, stack, view.say)
+        factory = ServerFactory(run.path, stack, view.log)
         urls = await start_servers(config.roles, run.resolve, factory)
         view.end()
         for name, url in urls.items():
-            view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
+            view.log(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()
-        view.say("stopping")
+        view.log("stopping")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Serve the subject of the arguments; returns the exit code."""
     require_train("torch", "transformers")
-    fetch_from_hub(arguments.subject, "model", view.say)
+    fetch_from_hub(arguments.subject, "model", view.log)
     subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
     if subject.model is None or not subject.model.is_dir():
         raise ConfigError(
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     def build(raw: Tree, source: str) -> PolicyConfig:
         return build_config(PolicyConfig, raw, source)
 
-    config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.say)
+    config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.log)
     view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
         run_until_done(_until_stopped(config, subject, view), view)
@@ -118,26 +118,26 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
     stop = stop_event()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         view.end()
-        view.say(text)
+        view.log(text)
 
-    await serve_policy(config, subject, say, stop)
-    view.say("stopping")
+    await serve_policy(config, subject, report, stop)
+    view.log("stopping")
 
 
 _OF_RUN = ("prompt", "renderer", "sampling", "engine")
 
 
 async def serve_policy(
-    config: PolicyConfig, subject: Subject, say: Say, stop: asyncio.Event
+    config: PolicyConfig, subject: Subject, report: Reporter, stop: asyncio.Event
 ) -> None:
     """Start the engine, listen, print how to reach the model, and serve until `stop`."""
     from agentenv.endpoint.server import ApiServer, only
 
     key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
     async with AsyncExitStack() as stack:
-        handler = await PolicyAssembly(config, subject, stack, say).handler()
+        handler = await PolicyAssembly(config, subject, stack, report).handler()
         name, created = handler.names[0], int(time.time())
         model = {
             "id": name, "object": "model", "type": "model", "display_name": name,
@@ -150,11 +150,11 @@ async def serve_policy(
         await server.start(config.host, config.port)
         url = f"http://{config.host}:{server.port}"
         shown = f"${config.api_key_env}" if config.api_key_env else key
-        say(f"{name} is at {url}")
-        say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
-        say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
-        say("Ctrl-C stops the server; in another terminal, with the variables above:")
-        say(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
+        report(f"{name} is at {url}")
+        report(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
+        report(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        report("Ctrl-C stops the server; in another terminal, with the variables above:")
+        report(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
         await stop.wait()
 
 
@@ -162,9 +162,9 @@ class PolicyAssembly(Assembly[PolicyConfig]):
     """Builds the parts of one served policy."""
 
     def __init__(
-        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, say: Say
+        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, report: Reporter
     ) -> None:
-        super().__init__(config, subject.run, stack, say)
+        super().__init__(config, subject.run, stack, report)
         self.subject = subject
 
     def _logs(self) -> Path:
@@ -189,7 +189,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
             policy_version=0,
             limits=Limits(max_prompt_tokens=1, max_response_tokens=context - 1),
             stack=self.stack,
-            servers=ServerFactory(self._logs, self.stack, self.say),
+            servers=ServerFactory(self._logs, self.stack, self.report),
         )
         renderer: Any = await self.renderer(config.prompt)
         engine = await config.engine.start(start)

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from agentenv.config import (
-    Say,
+    Reporter,
     Tree,
     blaming,
     build_config,
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
     raw, folder = _settings_of(arguments.subject)
-    override_kinds(ServeEnvConfig, raw, arguments.overrides, view.say)
+    override_kinds(ServeEnvConfig, raw, arguments.overrides, view.log)
     if "data" not in raw:
         raise ConfigError(
             f"{arguments.subject}: neither a run nor a configuration with [data]; to serve an "
@@ -135,40 +135,40 @@ def _settings_of(subject: str) -> tuple[Tree, Path]:
 async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -> None:
     view.wait_for("reading the questions", "the address")
     try:
-        server = await env_server(config, resolve, view.say)
+        server = await env_server(config, resolve, view.log)
         try:
             await server.start(config.host, config.port)
             stop = stop_event()
             view.end()
-            _print_address(server.name, f"http://{config.host}:{server.port}", config, view.say)
+            _print_address(server.name, f"http://{config.host}:{server.port}", config, view.log)
             await stop.wait()
-            view.say("stopping")
+            view.log("stopping")
         finally:
             await server.close()
     finally:
         await close_shared()
 
 
-def _print_address(name: str, url: str, config: ServeEnvConfig, say: Say) -> None:
+def _print_address(name: str, url: str, config: ServeEnvConfig, report: Reporter) -> None:
     """Print how to stop the server, query it, and train on it."""
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if config.api_key_env else ""
-    say(f"{name} is at {url}")
-    say("Ctrl-C stops the server; in another terminal:")
-    say(f"  curl {url}/metadata{key}")
-    say("or in the configuration of a run (docs/openenv.md):")
-    say('  env.id = "agentenv/OpenEnv-v0"')
-    say(f'  env.kwargs.url = "{url}"')
-    say(f'  data.train = "openenv:{url}"')
+    report(f"{name} is at {url}")
+    report("Ctrl-C stops the server; in another terminal:")
+    report(f"  curl {url}/metadata{key}")
+    report("or in the configuration of a run (docs/openenv.md):")
+    report('  env.id = "agentenv/OpenEnv-v0"')
+    report(f'  env.kwargs.url = "{url}"')
+    report(f'  data.train = "openenv:{url}"')
 
 
-async def env_server(config: ServeEnvConfig, resolve: Resolve, say: Say) -> EnvServer:
+async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter) -> EnvServer:
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
     env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
-    splits = {"train": await load_training(config.data, env_id, resolve, say)}
+    splits = {"train": await load_training(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
         number = one.max_tasks
-        splits[name] = await load_set(one.path, env_id, one, resolve, say, name, number)
+        splits[name] = await load_set(one.path, env_id, one, resolve, report, name, number)
     make_env.check_read([task for tasks in splits.values() for task in tasks])
     return EnvServer(
         env_id.rpartition("/")[2].rpartition(":")[2],

@@ -114,24 +114,24 @@ def _run(options: argparse.Namespace, view: View) -> int:
     waiting = [run for run in runs if run.state() != "finished"]
     if options.dry_run:
         view.console.print(as_rich(_plan(runs, made)))
-        view.say(f"{len(waiting)} of {len(runs)} runs to train; nothing was started")
+        view.log(f"{len(waiting)} of {len(runs)} runs to train; nothing was started")
         return 0
-    view.say(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")
+    view.log(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")
     done = len(runs) - len(waiting)
 
     def report(run: SweepRun, outcome: str, why: str) -> None:
         nonlocal done
         done += outcome == "finished"
-        view.say(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
+        view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
     runner = Runner(made.config, jobs=options.jobs, nice=options.nice, report=report)
     asyncio.run(runner.run_all(runs))
     for run in runner.failed:
         view.warn(f"{run} failed: see {run.log}")
     if runner.failed:
-        view.say("next: fix the cause and repeat the command; finished runs are kept")
+        view.log("next: fix the cause and repeat the command; finished runs are kept")
         return 1
-    view.say(f"next: agentenv compare {folder}")
+    view.log(f"next: agentenv compare {folder}")
     return 0
 
 

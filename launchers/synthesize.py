@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     view.wait_for("getting ready", "the questions")
     num_failed = run_until_done(synthesize(plan, subject, out, view), view)
     if num_failed:
-        view.say(f"{num_failed} trajectories failed; the same command retries them")
+        view.log(f"{num_failed} trajectories failed; the same command retries them")
     view.end()
     path = shlex.quote(str(out))
     view.suggest(
@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     """The plan of the arguments; it uses the subject's settings, but not its sets."""
     settings = {key: value for key, value in subject.raw.items() if key != "sets"}
     subject = subject._replace(raw=settings)
-    plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)
+    plan = configured(arguments, subject, SynthesisConfig, make_plan, view.log)
     if not arguments.n:
         return plan
     sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
@@ -130,13 +130,13 @@ async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: Vie
     """Sample the trajectories that `out` lacks and write the data; returns the number of failed
     trajectories."""
     async with AsyncExitStack() as stack:
-        assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.say)
+        assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.log)
         await refuse(assembly, "model")
         endpoint = await assembly.endpoint()
         _check_hints(plan, endpoint)
         await refuse(assembly)
         sets = await assembly.questions()
-        pairs, dropped = await read_questions(plan, assembly, sets, view.say)
+        pairs, dropped = await read_questions(plan, assembly, sets, view.log)
         tools = await tool_names(pairs, plan, sets)
         claim(out, plan)
         store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
@@ -171,7 +171,7 @@ async def _write(
     write_data(out, sft, rl, rejected_rows(found, dropped), summary)
     view.show(class_table(summary))
     view.show(reason_table(summary))
-    view.say(f"{out}: {len(sft)} dialogues in sft.jsonl, {len(rl)} questions in rl.jsonl")
+    view.log(f"{out}: {len(sft)} dialogues in sft.jsonl, {len(rl)} questions in rl.jsonl")
 
 
 async def _prompt(questions: Questions, one: Sorted) -> list[Message]:

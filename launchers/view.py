@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     view = View()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         view.end()
-        view.say(text)
+        view.log(text)
 
     def work() -> int:
         from agentenv.pipelines.run.terminal import run_until_done
@@ -81,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from agentenv.pipelines.viewing.page import export
 
                 for line in export(folder, arguments.export, arguments.max_mb):
-                    say(line)
+                    report(line)
                 return 0
             server = FolderServer(folder, arguments.port)
         try:
-            run_until_done(serve(server, say, opens=arguments.open), view)
+            run_until_done(serve(server, report, opens=arguments.open), view)
         except KeyboardInterrupt:
             return 0  # the usual end
         return 0

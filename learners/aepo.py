@@ -45,7 +45,7 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     policy, so that z depends neither on micro-batches nor on the step; the multiplier is clamped to
     [0, 2], so that no advantage changes its sign; missing entropies are an error. compat =
     "reference" is the released code, `reference.algorithms`: z over the micro-batch, from current
-    entropies, not clamped; forks and split of its own (its scripts have budget_split = false).
+    entropies, not clamped; its own forks and split (its scripts have budget_split = false).
     """
 
     budget_split: Annotated[
@@ -133,7 +133,7 @@ class AEPOPlan(ARPOPlan):
         return roots or super().on_leaf_end(tree, leaf)
 
     def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
-        """m, from the probe that ended at leaf `probe`; at most what its forks have left."""
+        """m, from the probe that ended at leaf `probe`; at most the budget that its forks leave."""
         turns = tree.history(probe)[1:]
         after_tools = [
             self.entropy(turn.entropies)

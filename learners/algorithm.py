@@ -244,7 +244,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def needs_leaves(self) -> bool:
-        """Whether the loss needs more than the sums over the leaves below a token."""
+        """True if the loss needs more than the sums over the leaves below a token."""
         whole = self.clips_sequences or self.kl_reward > 0 or self.sequence_mask is not None
         return whole or self.aggregation != "token-mean"
 
@@ -396,7 +396,7 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Group-normalized advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" selects the behavior of ARPO's released code, a class of its own:
+    compat = "reference" selects the behavior of ARPO's released code, a separate class:
     `agentenv.reference.algorithms` builds it from these keys.
     """
 

@@ -15,9 +15,8 @@ in [0, 1] for a vocabulary of V tokens.
 
 With the paper's beta of 0.2 "paper" is a coin toss: on the quick start one standard deviation of
 dH moves P = 0.5 by 0.001 to 0.003. "relative" lies within +-1 and keeps its scale when entropies
-fall during training. Whether a rise says anything about what a fork is worth depends on the
-window: the window has to reach the tokens in which the turn is decided, after a fixed phrase at
-the start of the turn. docs/experiments.md has the evidence.
+fall during training. Whether a rise predicts the value of a fork depends on the window, which must
+reach the deciding tokens of the turn, after its fixed opening phrase (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     without KL.
 
     The paper's signal is inert: with entropy_weight = 0.2 a standard deviation of dH moves the
-    fork probability by 0.001 to 0.003 (quick start; docs/experiments.md), so what is gained comes
-    from forking as such. fork_criterion = "relative" lets the signal decide; the signal carries
+    fork probability by 0.001 to 0.003 (quick start; docs/experiments.md), so the gain comes
+    from forking itself. fork_criterion = "relative" lets the signal decide; the signal carries
     information only with an entropy_window that reaches past a turn's opening phrase.
 
     compat = "reference" is the released code, `reference.algorithms`; entropy_window is
-    then 20 tokens whatever is set.
+    then always 20 tokens.
     """
 
     initial_rollouts: Annotated[
@@ -127,11 +126,11 @@ class ARPOPlan:
 
     P = clip(alpha + beta * `rise_term`, 0, 1). fork_rule "sample": each of beam_size - 1 siblings
     starts with probability P; fork_rule "threshold", the paper's text: all of them start if
-    P > tau. Forks share the first turn of their root, so they inherit its baseline. What is left
-    of the budget when nothing is growing any more starts from scratch, all at once.
+    P > tau. Forks share the first turn of their root, so they inherit its baseline. When no
+    branch grows, the rest of the budget starts from scratch, all at once.
 
-    Differs from the paper: it prints dH as a sum over k divided by V, which leaves beta without
-    influence; here dH is a mean over the tokens and divided by ln V.
+    Differs from the paper: it prints dH as a sum over k divided by V, which makes beta
+    ineffective; here dH is a mean over the tokens, divided by ln V.
     """
 
     rules: ARPO

@@ -9,8 +9,8 @@ to compute that:
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
     dense     elsewhere, and on the CPU through a window: a [tokens, tokens] mask
-    segments  each segment between forks against the keys of its path, which are gathered for it
-    padded    the tokens are rows of equal length, each a path: plain causal attention
+    segments  each segment between forks against the gathered keys of its path
+    padded    rows of equal length, one per path: plain causal attention
 
 A layer that looks through a window of w tokens sees k only if depth[q] - depth[k] < w too. A window
 at least as long as the longest path is ignored.
@@ -109,7 +109,7 @@ def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
     stops = [*starts[1:], len(end)]
     ends = end[starts].tolist()
     causal, full = list[Block](), list[Block]()
-    chain = 0  # first token of the chain that goes on
+    chain = 0  # first token of the current chain
     for i, (stop, subtree) in enumerate(zip(stops, ends, strict=True)):
         if stop == subtree:  # a leaf ends the chain
             causal.append(Block(chain, stop, chain, stop, "causal"))
@@ -265,7 +265,7 @@ def visible_blocks(
 ) -> tuple[Tensor, Tensor]:
     """bool [query blocks, key blocks], twice: some but not all pairs are visible; all are.
 
-    A last block that is not full counts as one with more tokens after it, which see themselves.
+    An incomplete last block counts as padded with tokens that see only themselves.
     """
     by_block = _whole_blocks(end, block_size)
     block = torch.arange(len(by_block), device=end.device)
@@ -319,16 +319,16 @@ _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attent
 _HARMLESS |= {"output_router_logits", "tree_cu_seqlens_q", "tree_segment_parents"}
 Form = Literal["blocked", "flex", "dense", "segments", "padded"]
 
-# Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
-# of a tree for those of packed sequences and build a wrong [tokens, tokens] mask from them.
+# Transformers passes a four-dimensional mask on unchanged. Without one it would read a tree as
+# packed sequences, from its positions, and build a wrong [tokens, tokens] mask.
 NO_MASK = torch.empty(1, 1, 0, 0, dtype=torch.bool)
 
 
 class TreeLayout:
     """Which keys each token of a micro-batch sees: k <= q < end[k].
 
-    end: int64 [tokens]. The data of a form are built once and shared by all layers. `share`: which
-    of the tokens are this rank's, where several compute the micro-batch together. `rows`: of equal
+    end: int64 [tokens]. The data of a form are built once and shared by all layers. `share`: this
+    rank's tokens, if several ranks compute the micro-batch together. `rows`: of equal
     length, in the form "padded".
     """
 
@@ -418,7 +418,7 @@ def use_tree_attention(model: Any, *, is_known: bool = False) -> None:
     """Let the model's attention read tree layouts.
 
     Raises ConfigError for models whose attention cannot be replaced, and for attention dropout.
-    `is_known`: it can be, although the model does not say so.
+    `is_known`: it can be replaced, although the model does not declare it.
     """
     config, name = model.config, type(model).__name__
     if getattr(config, "attention_dropout", 0.0):

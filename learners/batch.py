@@ -80,7 +80,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     weight: bytes
     returns: bytes = b""
     advantages: bytes = b""
-    whole: Whole | None = None  # of which this is a part
+    whole: Whole | None = None  # the tree that this is a part of
     is_counted: bool = False
 
     @property

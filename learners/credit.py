@@ -54,12 +54,12 @@ class TreeCredit:
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
-    """The leaves that are in the group: neither failed nor masked."""
+    """The leaves in the group: neither failed nor masked."""
     return [tree.nodes[index] for index in np.flatnonzero(~np.isnan(credit.advantages)).tolist()]
 
 
 def parents(tree: TrajectoryTree) -> NDArray[np.int64]:
-    """The node before each, that of the context before where one begins; the root's is itself."""
+    """The previous node of each, across contexts; the root's is itself."""
     found = [node.continues if node.parent is None else node.parent for node in tree.nodes]
     return np.array([0 if one is None else one for one in found], np.int64)
 
@@ -224,7 +224,7 @@ def normalize_over_batch(
 ) -> list[TreeCredit | None]:
     """(A - mean) / (std + epsilon), statistics over the policy tokens of all trajectories
     (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased. Trees whose credit is None are in no
-    statistics. A mean that is rounding alone is 0.
+    statistics. A mean within rounding is 0.
     """
     parts = []
     for tree, credit in zip(trees, credits, strict=True):
@@ -299,7 +299,7 @@ def step_score(
                 num_accepted += len(node.action_ids)
                 num_new += len(node.action_ids) * (index >= first_new)
                 for span in node.version_spans:
-                    age = max(0, policy_version - span.version)  # of a checkpoint that is gone: 0
+                    age = max(0, policy_version - span.version)  # of a lost checkpoint: 0
                     sum_ages += (span.end - span.start) * age
     num_sampled = sum(map(_num_sampled, delivered))
     num_trained = sum(_num_sampled(tree) for tree, _ in trained)

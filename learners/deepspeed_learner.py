@@ -408,7 +408,7 @@ class LearnerSender:
                 command = wire.WriteModel(str(path), publish=False, unmoved=True)
                 try:
                     await self.learner.call_all(command)
-                except LearnerError as error:  # training itself reports a learner that is gone
+                except LearnerError as error:  # training itself reports a lost learner
                     raise EngineError(f"writing the weights failed: {error}") from error
                 self._written = path
             return self._written
@@ -453,7 +453,7 @@ class MemorySender:
                 path = self.folder / f"v{version}"
                 try:
                     await self.learner.call_asleep(wire.WriteShared(str(path), version))
-                except LearnerError as error:  # training itself reports a learner that is gone
+                except LearnerError as error:  # training itself reports a lost learner
                     raise EngineError(f"writing the weights failed: {error}") from error
                 if version != self._version:
                     raise EngineError("the learner has moved on to newer weights")

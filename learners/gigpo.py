@@ -13,7 +13,7 @@ from agentenv.learners.credit import Floats, TreeCredit, parents
 from agentenv.learners.turnwise import PlanName, Turnwise
 from agentenv.tree import Node, TrajectoryTree
 
-STATE = "state_key"  # of the facts of a step or reset: the state that the next turn begins in
+STATE = "state_key"  # in the info of a step or reset: the state before the next turn
 
 
 class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):

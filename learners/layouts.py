@@ -2,7 +2,7 @@
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`
-    padded    every trajectory in a row of its own (`learners.partition.pack`)
+    padded    one row per trajectory (`learners.partition.pack`)
 
 Loss and gradient are the same, up to rounding. The time of a micro-batch in layout L is fitted, by
 non-negative least squares of the relative error, as

@@ -26,7 +26,7 @@ from agentenv.learners.context import ContextGroup, Share, padded
 from agentenv.learners.partition import MicroBatch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
-# Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.
+# Of a float32 copy of some rows of the weight; on a GPU, which needs no copy, of their gradient.
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 

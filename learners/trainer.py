@@ -85,7 +85,7 @@ class Reference:
                 kept.copy_(other)
 
     def load(self, saved: Checkpoint) -> None:
-        """Restore the reference from a checkpoint; there is none before its first use."""
+        """Restore the reference from a checkpoint; checkpoints before its first use have none."""
         self.num_updates, self.weights = saved.meta.reference_updates, None
         if self.num_updates:
             self.weights = {
@@ -191,7 +191,7 @@ class Trainer:
                     self.backend.backward(0.0 * (logprobs.sum() + entropies.sum()))
                 self.figures(trees)
             self.backend.skip()
-        gpu_peak(self.backend)  # counted anew from here
+        gpu_peak(self.backend)  # reset here
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """The scores of each sequence's predicted tokens, in order."""
@@ -245,7 +245,7 @@ class Trainer:
             or self.config.proximal == "always"
             or self.agreement == "unknown"
             or tree.max_staleness > 0
-            or algorithm.token_mask is not None  # which would find every ratio to be 1
+            or algorithm.token_mask is not None  # a mask would see only ratios of 1
             or algorithm.sequence_mask is not None
             or (algorithm.needs_entropies and not has_entropies)
         ) and (algorithm.needs_entropies or not tree.is_counted)

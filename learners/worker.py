@@ -369,7 +369,7 @@ def serve(
 
 
 def interrupted(connection: socket.socket) -> bool:
-    """Whether the controller aborts the running command; it sends nothing else during a
+    """True if the controller aborts the running command; it sends nothing else during a
     command."""
     readable = select.select([connection], [], [], 0)[0]
     return bool(readable) and isinstance(receive(connection), wire.Abort | None)
@@ -445,7 +445,7 @@ def main() -> None:
             import deepspeed  # noqa: F401 - while the controller checks its configuration
         try:
             serve(connection, partial(join_ranks, position, store), own)
-        except ConnectionError:  # the controller is gone
+        except ConnectionError:  # the controller has ended
             sys.exit(1)
     sys.stderr.flush()
     os._exit(0)  # leaving the group could wait for ranks that have ended

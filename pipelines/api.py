@@ -210,7 +210,7 @@ def train(
             raw,
             source,
             list(_texts(overrides)),
-            say=left_out.append,
+            report=left_out.append,
             explain=refuse_verl_keys,
         )
         _refuse_elsewhere(given, built.env.workers, getattr(built.cluster, "workers", 0))
@@ -224,7 +224,7 @@ def train(
         stack.callback(run.close)
         view.log_to(run.path / LOG_FILE)
         for line in left_out:
-            view.say(line)
+            view.log(line)
         code = EXIT_FAILED
         try:
             if not which:
@@ -281,7 +281,7 @@ def evaluate(
             found = find_subject(str(memory / "model"))._replace(name=name)
         else:
             if not is_url(str(subject)):
-                fetch_from_hub(str(subject), "model", view.say)
+                fetch_from_hub(str(subject), "model", view.log)
             where = str(tokenizer or "")
             chosen = [] if raw else list(sets)
             found = find_subject(
@@ -305,7 +305,7 @@ def evaluate(
             given.id,
             EvaluateConfig,
             resolve_sets,
-            view.say,
+            view.log,
         )
         built = chosen_sets(built, sets, max_tasks)
         for one in built.sets.values():
@@ -415,7 +415,7 @@ def _replace_keys(
         place = f"{{run}}/{INPUTS}/model" if _is_model(model) else str(model)
         raw["model"] = {**raw.get("model", {}), "path": place}
     if env_id:
-        raw["env"] = {**of_env(raw, env_id, view.say).get("env", {}), "id": env_id}
+        raw["env"] = {**of_env(raw, env_id, view.log).get("env", {}), "id": env_id}
     if data is not None:
         others = {k: v for k, v in raw.get("data", {}).items() if k not in ("train", "mix")}
         raw["data"] = {**others, "train": path_of(data, "train")}
@@ -522,7 +522,7 @@ def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
         return outcome.result()
     except KeyboardInterrupt:
         activity = f"; waiting for {view.activity}" if view.activity else ""
-        view.say(f"interrupted{activity}")
+        view.log(f"interrupted{activity}")
         if task is not None:
             loop.call_soon_threadsafe(task.cancel)
         wait([outcome])

@@ -1,4 +1,4 @@
-"""What forks save an agent as it is: `make long PARTS=agent`.
+"""The saving by forks for an unmodified agent: `make long PARTS=agent`.
 
 examples/agent is trained with and without forks (all of a group from scratch) from equal seeds. For
 each run: tool calls, calls of the policy and programs up to the first of two updates in a row with

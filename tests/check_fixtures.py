@@ -1,4 +1,4 @@
-"""Check a directory of fixture files against losses and graders, and say which cases pass.
+"""Check a directory of fixture files against losses and graders, and report the passing cases.
 
     python tests/check_fixtures.py DIR
 

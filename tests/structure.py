@@ -88,13 +88,13 @@ def main() -> None:
     figures = measured(repo)
     if not options.no_walks:
         figures["walks"] = walks(repo)
-    for line in told(figures):
+    for line in report_lines(figures):
         print(line)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def told(figures: dict[str, Any]) -> Iterator[str]:
+def report_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"files {figures['files']}, lines of code {figures['lines']:,}"
     for folder, (files, lines) in figures["folders"].items():
         yield f"  {folder:32} {files:4} files {lines:6,} lines"
@@ -112,7 +112,7 @@ def told(figures: dict[str, Any]) -> Iterator[str]:
         yield f"walk {name:10} {len(files):4} files"
 
 
-# What the text of the code tells.
+# Static analysis.
 
 
 def measured(repo: Path) -> dict[str, Any]:
@@ -189,7 +189,8 @@ def module_name(path: Path, repo: Path) -> str:
 
 
 def imports(path: Path, modules: set[str], *, types: bool = False) -> set[str]:
-    """The modules that a file imports, inside functions too; those for `types` alone if asked."""
+    """The modules that a file imports, including imports inside functions; imports for `types` only
+    on request."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own = {
         child
@@ -232,7 +233,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups) if len(group) > 1]
 
 
-# What runs tell.
+# Analysis of runs.
 
 
 def walks(repo: Path) -> dict[str, list[str]]:
@@ -299,7 +300,7 @@ def trace() -> None:
     import contextvars
     import threading
 
-    is_rank = "learners." in " ".join(sys.orig_argv)  # it leaves without its last functions
+    is_rank = "learners." in " ".join(sys.orig_argv)  # it exits without exit handlers
     repo, _, place = os.environ["AGENTENV_TRACE"].partition(":")
     prefixes = tuple(f"{repo}/{place}{one}/" for place in ("", "agentenv/") for one in PACKAGES)
     active: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("walks", default=())
@@ -309,7 +310,8 @@ def trace() -> None:
     kinds: dict[Any, tuple[str, tuple[str, ...], bool] | None] = {}
 
     def kind(code: Any) -> tuple[str, tuple[str, ...], bool] | None:
-        """File, walks that begin here, whether the window does; None for what does not count."""
+        """File, walks that begin here, whether the window begins; None for code that does not
+        count."""
         path = code.co_filename
         if not path.startswith(prefixes) or code.co_name == "<module>" or not code.co_flags & 2:
             return None

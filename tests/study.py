@@ -36,14 +36,14 @@ def command(clone: Path, script: str, *arguments: str | Path) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def study(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One seed of ARPO, and then of GRPO with groups of 4 beside it, published."""
+    """One seed of ARPO, then one of GRPO with groups of 4, published."""
     out = tmp_path_factory.mktemp("study")
     alone = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     first = (out / "seed-7" / "arpo" / "metrics.jsonl").stat()
     both = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo", "grpo-4")
     assert both.returncode == 0, both.stdout + both.stderr
-    assert (out / "seed-7" / "arpo" / "metrics.jsonl").stat() == first  # what is done is kept
+    assert (out / "seed-7" / "arpo" / "metrics.jsonl").stat() == first  # finished runs are kept
     return out
 
 

@@ -83,7 +83,7 @@ class AlwaysFork(Independent):
         return 0 if tree.num_live else self.group_size - tree.num_started
 
 
-def test_a_trajectory_is_exactly_what_the_engine_saw() -> None:
+def test_a_trajectory_has_exactly_the_tokens_of_the_engine() -> None:
     tree = rollout(make_actor(), Independent(1))
     (trajectory,) = tree.trajectories()
     text = CharTokenizer().decode(trajectory.token_ids)
@@ -120,7 +120,7 @@ def test_forks_start_from_the_node_that_holds_the_tool_result() -> None:
 
 
 @pytest.mark.parametrize("speed", [0.0, 50.0])
-def test_every_node_was_sampled_from_exactly_the_tokens_above_it(speed: float) -> None:
+def test_every_node_is_sampled_from_exactly_the_tokens_of_its_ancestors(speed: float) -> None:
     actor = make_actor(engine={"tokens_per_s": speed})
     prompts = []
     generate = actor.engine.generate
@@ -142,7 +142,7 @@ def test_every_node_was_sampled_from_exactly_the_tokens_above_it(speed: float) -
     assert sorted(seen) == sorted(prompts)
 
 
-def test_the_parent_is_not_stopped_and_steps_only_after_its_forks_hold_their_env() -> None:
+def test_a_parent_steps_only_after_its_forks_have_their_env() -> None:
     actor = make_actor(engine={"tokens_per_s": 100.0}, latency_s=1.0)
     tree = rollout(actor, AlwaysFork(group_size=6))
     for trajectory in tree.trajectories():
@@ -159,7 +159,7 @@ def test_the_parent_is_not_stopped_and_steps_only_after_its_forks_hold_their_env
         (Limits(max_seconds=1.5), Limit.SECONDS),
     ],
 )
-def test_each_limit_truncates_and_the_env_grades_what_is_there(
+def test_each_limit_truncates_and_the_env_grades_the_truncated_trajectory(
     limits: Limits, limit: Limit
 ) -> None:
     actor = make_actor(limits=limits, engine={"latency_s": 1.0})
@@ -172,15 +172,15 @@ def test_each_limit_truncates_and_the_env_grades_what_is_there(
         assert num_response <= limits.max_response_tokens
 
 
-def test_a_fork_has_the_seconds_that_are_left_to_its_parent() -> None:
-    """Three turns of 1 s each, so a fork with seconds of its own would end by itself."""
+def test_a_fork_has_the_remaining_seconds_of_its_parent() -> None:
+    """Three turns of 1 s each, so a fork with a separate budget would end by itself."""
     actor = make_actor(limits=Limits(max_seconds=2.5), engine={"latency_s": 1.0})
     tree = rollout(actor, AlwaysFork(group_size=2))
     assert tree.num_forks == 1
     assert [leaf.limit for leaf in tree.leaves()] == [Limit.SECONDS] * 2
 
 
-def test_a_prompt_over_its_limit_stops_with_the_task_named() -> None:
+def test_a_prompt_over_its_limit_raises_an_error_that_names_the_task() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         rollout(make_actor(limits=Limits(max_prompt_tokens=3)), Independent(1))
     assert raised.group_contains(DataError, match="task t: its prompt has 10 tokens")
@@ -200,7 +200,7 @@ def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:
     assert raised.group_contains(EngineDeadError, match="closed")
 
 
-class FailingBehindTheWindow(ScriptedEngine):
+class FailingAfterTheWindow(ScriptedEngine):
     """Fails in a turn that may fork, the second one, as soon as the fork has begun."""
 
     num_asked = 0
@@ -222,10 +222,10 @@ class SlowToCopy(CountingEnv):
         return await super().fork()
 
 
-def test_the_env_of_a_branch_that_failed_stays_open_until_its_fork_has_a_copy() -> None:
+def test_the_env_of_a_failed_branch_stays_open_until_its_fork_has_a_copy() -> None:
     actor = make_actor(limits=Limits(max_failures=0, max_turn_retries=0))
     config = ScriptedConfig(max_model_len=9000)
-    actor.engine = FailingBehindTheWindow(config, CharTokenizer(), script=two_searches)
+    actor.engine = FailingAfterTheWindow(config, CharTokenizer(), script=two_searches)
     actor.make_env = SlowToCopy
     tree = rollout(actor, AlwaysFork(group_size=2))
     ends = {leaf.branch: leaf.end for leaf in tree.leaves()}
@@ -233,7 +233,7 @@ def test_the_env_of_a_branch_that_failed_stays_open_until_its_fork_has_a_copy() 
 
 
 class Caching(ScriptedEngine):
-    """Says that it had half of each prompt but the first."""
+    """Reports half of each prompt except the first as cached."""
 
     async def generate(self, prompt_ids: Any, *rest: Any, **keys: Any) -> Completion:
         done = await super().generate(prompt_ids, *rest, **keys)
@@ -242,7 +242,7 @@ class Caching(ScriptedEngine):
         return done
 
 
-def test_prefix_hits_of_turns_and_forks_are_counted_apart() -> None:
+def test_prefix_hits_of_turns_and_forks_are_counted_separately() -> None:
     actor = make_actor()
     actor.engine = Caching(ScriptedConfig(max_model_len=9000), CharTokenizer(), script=two_searches)
     rollout(actor, AlwaysFork(group_size=4))
@@ -261,7 +261,7 @@ class Updated(Caching):
         return done
 
 
-def test_a_prefix_that_new_weights_have_dropped_is_no_missed_one() -> None:
+def test_a_prefix_dropped_for_new_weights_is_not_a_cache_miss() -> None:
     actor = make_actor()
     actor.engine = Updated(ScriptedConfig(max_model_len=9000), CharTokenizer(), script=two_searches)
     tree = rollout(actor, Independent(1))
@@ -276,21 +276,23 @@ def test_an_env_that_cannot_fork_gets_roots_only() -> None:
     assert tree.num_roots == 3
 
 
-def test_where_no_copy_can_be_had_a_fresh_env_is_led_to_the_same_place() -> None:
+def test_an_env_that_cannot_be_copied_is_replayed_in_a_fresh_one() -> None:
     tree = rollout(make_actor(faults={"fork": 1.0}), AlwaysFork(group_size=3))
     calm = rollout(make_actor(), AlwaysFork(group_size=3))
     assert tree.num_retaken == calm.num_started - 1 == 2
     assert not tree.failures()
 
-    assert sorted(map(told, tree.trajectories())) == sorted(map(told, calm.trajectories()))
+    assert sorted(map(content_of, tree.trajectories())) == sorted(
+        map(content_of, calm.trajectories())
+    )
 
 
-def told(trajectory: Trajectory) -> list[Any]:
-    """Which branches a trajectory is of, and what was sampled there."""
+def content_of(trajectory: Trajectory) -> list[Any]:
+    """The branches of a trajectory, and the tokens sampled there."""
     return [(node.branch, list(node.action_ids), node.reward) for node in trajectory.path]
 
 
-def test_a_failed_fork_gives_its_place_to_a_fresh_root() -> None:
+def test_a_failed_fork_is_replaced_by_a_fresh_root() -> None:
     never_again = Limits(max_turn_retries=0)
     actor = make_actor(faults={"fork": 1.0}, limits=never_again)
     tree = rollout(actor, AlwaysFork(group_size=3))
@@ -299,14 +301,14 @@ def test_a_failed_fork_gives_its_place_to_a_fresh_root() -> None:
     assert len(list(tree.trajectories())) == 3
 
 
-def test_when_failures_outlast_the_retries_the_group_stays_short() -> None:
+def test_a_group_stays_incomplete_if_failures_exceed_the_retries() -> None:
     actor = make_actor(limits=Limits(max_failures=2), faults={"step": 1.0})
     tree = rollout(actor, Independent(4))
     assert list(tree.trajectories()) == []
     assert len(tree.failures()) == 6
 
 
-def test_sampling_depends_on_place_not_on_time() -> None:
+def test_sampling_depends_on_the_position_not_on_time() -> None:
     trees = [
         rollout(make_actor(engine={"tokens_per_s": speed}), AlwaysFork(group_size=8), index=3)
         for speed in (0.0, 50.0)
@@ -334,7 +336,7 @@ PLANS: list[RolloutPlan] = [
     fault=st.sampled_from([0.0, 0.1, 0.4]),
     latency=st.sampled_from([0.0, 0.5]),
 )
-def test_any_plan_under_any_faults_fills_its_group_or_says_why(
+def test_any_plan_under_any_faults_fills_its_group_or_reports_failures(
     plan: RolloutPlan, seed: int, fault: float, latency: float
 ) -> None:
     rng = Random(seed)
@@ -359,10 +361,10 @@ def test_any_plan_under_any_faults_fills_its_group_or_says_why(
 
 @pytest.mark.parametrize("fault", [0.0, 0.4])
 @pytest.mark.parametrize("plan", PLANS[1:4:2])
-def test_tokens_are_gone_with_the_last_that_refers_to_their_tree(
+def test_tokens_are_freed_with_the_last_reference_to_their_tree(
     plan: RolloutPlan, fault: float
 ) -> None:
-    """What the collector would have to find stays for minutes."""
+    """Objects that only the collector finds stay for minutes."""
     faults = {"reset": fault, "step": fault, "fork": fault}
     actor = make_actor(
         limits=Limits(max_seconds=1e6, max_failed_share=1.0), faults=faults, rng=Random(1)

@@ -1,4 +1,5 @@
-"""The archive: every tree of a step with what became of it, read one at a time, cut off or not."""
+"""The archive: every tree of a step with its fate, read one at a time, from whole and truncated
+files."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def grown(index: int) -> TrajectoryTree:
 
 
 def kept(index: int) -> KeptTree:
-    """A tree with all that a learner may say of it."""
+    """A tree with all values that a learner may add."""
     tree, rng = grown(index), Random(index)
     for leaf in tree.leaves():
         leaf.reward = rng.random()
@@ -79,13 +80,13 @@ def written(folder: Path, trees: list[KeptTree], step: int = 1, max_gb: float = 
 
 
 def content(tree: TrajectoryTree) -> bytes:
-    """All that a tree says, but for what no encoder takes."""
+    """All content of a tree except unencodable values."""
     for node in tree.nodes:
         node.info = {}
     return to_frame(tree)
 
 
-def test_a_tree_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_tree_is_read_back_unchanged(tmp_path: Path) -> None:
     trees = [kept(index) for index in range(3)]
     short = KeptTree(grown(9), "failed", "EnvError")
     step = read_step(written(tmp_path, [*trees, short]))
@@ -109,7 +110,7 @@ def test_a_tree_is_read_as_it_was_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_columns_say_everything_of_each_token(tmp_path: Path) -> None:
+def test_columns_have_all_values_of_each_token(tmp_path: Path) -> None:
     step = read_step(written(tmp_path, [kept(4)]))
     found = step.tree(step.entries[0])
     assert found.credit is not None
@@ -143,7 +144,7 @@ def places(path: Path) -> Iterator[int]:
         yield from (entry.place - 5, entry.place, entry.place + 5, (entry.place + end) // 2)
 
 
-def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_up_to_its_last_whole_tree(tmp_path: Path) -> None:
     path = written(tmp_path, [kept(index) for index in range(3)])
     whole, data = read_step(path), path.read_bytes()
     for place in places(path):
@@ -159,7 +160,7 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
         read_step(path)
 
 
-def test_damage_costs_one_tree(tmp_path: Path) -> None:
+def test_damage_loses_only_one_tree(tmp_path: Path) -> None:
     path = written(tmp_path, [kept(index) for index in range(3)])
     step, data = read_step(path), bytearray(path.read_bytes())
     data[step.entries[1].place + 400] ^= 1
@@ -171,7 +172,7 @@ def test_damage_costs_one_tree(tmp_path: Path) -> None:
     assert step.tree(step.entries[2]).tree.index == 2
 
 
-def test_the_oldest_steps_go_first(tmp_path: Path) -> None:
+def test_the_oldest_steps_are_removed_first(tmp_path: Path) -> None:
     one = [kept(1)]
     size = written(tmp_path, one).stat().st_size
     for step in range(2, 6):
@@ -181,7 +182,7 @@ def test_the_oldest_steps_go_first(tmp_path: Path) -> None:
     assert list(steps_of(tmp_path)) == [6], "the newest is always there"
 
 
-def test_what_no_weights_know_is_forgotten(tmp_path: Path) -> None:
+def test_steps_after_the_resumed_checkpoint_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         written(tmp_path, [kept(step)], step)
     Archive(tmp_path, ArchiveConfig()).forget_after(2)
@@ -209,7 +210,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_each_step_whose_trees_are_missing_is_named(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trees of a step are written whatever became of those of the step before."""
+    """The trees of a step are written even if those of the previous step failed."""
     archive, trees = Archive(tmp_path, ArchiveConfig()), [kept(1)]
     for step in (1, 2) if is_full else (1,):
         (tmp_path / f"step-{step:06d}.frames").symlink_to("/dev/full")
@@ -225,13 +226,13 @@ def test_each_step_whose_trees_are_missing_is_named(
     assert is_full or read_step(tmp_path / "step-000002.frames").is_whole
 
 
-def test_none_is_kept_where_none_is_wanted(tmp_path: Path) -> None:
+def test_a_disabled_archive_writes_no_tree(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "trees", ArchiveConfig(max_gb=0))
     asyncio.run(archive.write_behind(header(1, 1), [kept(1)]))
     assert not (tmp_path / "trees").exists()
 
 
-def test_a_sampled_token_takes_little(tmp_path: Path) -> None:
+def test_a_sampled_token_takes_at_most_20_bytes(tmp_path: Path) -> None:
     one: Any = kept(1)
     tree = one.tree
     for node in tree.nodes:
@@ -246,8 +247,9 @@ def test_a_sampled_token_takes_little(tmp_path: Path) -> None:
     assert size <= 20 * num_sampled + 4 * observed + 600 * len(tree.nodes)
 
 
-def test_a_fork_that_ended_otherwise_than_its_branch_is_counted() -> None:
-    """By success, or where the env reports none by the return; beside a failed branch none is."""
+def test_forks_with_another_outcome_than_their_branch_are_counted() -> None:
+    """By success, or by the return if the env reports no success; failed branches are not
+    compared."""
     tree = TrajectoryTree(TASK)
     root = tree.add(None)
     asked = tree.add(root, branch="0")

@@ -1,4 +1,4 @@
-"""The backtracer: when a turn is taken again, from where, and what is left behind."""
+"""The backtracer: when a turn is repeated, from which point, and what is abandoned."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def python(code: str) -> str:
     return f"<think>try</think><python>{code}</python>"
 
 
-async def test_it_goes_back_to_before_the_thought_and_the_env_with_it() -> None:
+async def test_the_backtracer_rewinds_the_turn_and_the_env() -> None:
     turns = Turns(python("x = 1"), python("x = 99\n1/0"), python("print(x)"), ANSWER)
     rollout = await Rollout(turns, python_env, backtracer={}).grow()
     assert " <result>\n1\n</result>" in rollout.text, "the env is as it was"
@@ -71,7 +71,7 @@ async def test_an_error_of_the_first_turn_and_of_search_counts_too() -> None:
     assert "bad" not in rollout.text
 
 
-async def test_it_acts_max_uses_times_then_the_policy_reads_the_error() -> None:
+async def test_after_max_uses_the_policy_reads_the_error() -> None:
     turns = Turns(look("bad1"), look("bad2"), look("bad3"), ANSWER)
     rollout = await Rollout(turns, search_env, backtracer={"max_uses": 2}).grow()
     assert "the index does not know bad3" in rollout.text
@@ -79,7 +79,7 @@ async def test_it_acts_max_uses_times_then_the_policy_reads_the_error() -> None:
     assert rollout.counts["backtracer_ok"] == 0
 
 
-async def test_a_greedy_policy_is_sampled_for_the_turn_that_is_taken_again() -> None:
+async def test_a_greedy_policy_is_sampled_for_the_repeated_turn() -> None:
     turns = Turns(look("bad"), look("good"), look("more"), ANSWER)
     rollout = await Rollout(turns, search_env, temperature=0.0, backtracer={}).grow()
     assert [one.temperature for one in rollout.engine.samplings] == [0, 0.6, 0, 0]
@@ -92,7 +92,7 @@ async def test_only_errors_of_its_tools_count(tools: list[str]) -> None:
     assert ("does not know bad" in rollout.text) == (tools == ["python"])
 
 
-async def test_beyond_the_limit_of_calls_the_policy_reads_so_and_is_stopped_at_its_calls() -> None:
+async def test_beyond_the_limit_of_calls_the_policy_is_notified_and_not_rewound() -> None:
     def limited(task: Task) -> ToolEnv:
         env = search_env(task)
         env.configure(max_tool_calls=1, on_limit="result")
@@ -106,15 +106,15 @@ async def test_beyond_the_limit_of_calls_the_policy_reads_so_and_is_stopped_at_i
     assert {one.stop for one in rollout.engine.samplings} == {("</search>",)}
 
 
-async def test_a_call_that_was_taken_back_is_not_counted_toward_the_limit() -> None:
+async def test_a_rewound_call_does_not_count_toward_the_limit() -> None:
     turns = Turns(look("bad"), look("good"), ANSWER)
     rollout = await Rollout(turns, search_env, Limits(max_tool_calls=1), backtracer={}).grow()
     assert (rollout.leaf.end, rollout.leaf.limit) == ("terminated", None)
 
 
-async def test_it_waits_for_the_debugger(server: ScriptedEndpoint) -> None:
-    """Two errors: the first is corrected, the second taken back, the third is read, since the
-    debugger does not count anew after going back."""
+async def test_the_backtracer_acts_only_after_the_debugger(server: ScriptedEndpoint) -> None:
+    """Two errors: the first is corrected, the second rewound; the third is read, since a rewind
+    does not reset the uses of the debugger."""
     server.script = lambda body, number: reply("```\nprint(5)\n```", "stop", (30, 3))
     turns = Turns(python("a"), python("b"), python("c"), ANSWER)
     helpers = {"debugger": {"url": server.url}, "backtracer": {}}
@@ -127,7 +127,7 @@ async def test_it_waits_for_the_debugger(server: ScriptedEndpoint) -> None:
     assert expected.items() <= rollout.counts.items()
 
 
-async def test_a_debugger_that_has_uses_left_keeps_the_turn(server: ScriptedEndpoint) -> None:
+async def test_a_debugger_with_remaining_uses_keeps_the_turn(server: ScriptedEndpoint) -> None:
     server.script = lambda body, number: reply("no idea", "stop", (30, 3))
     helpers = {"debugger": {"url": server.url, "max_uses": 2}, "backtracer": {}}
     turns = Turns(python("a"), python("b"), python("c"), ANSWER)
@@ -166,7 +166,7 @@ def copied() -> Iterator[Callable[[Task], Env]]:
     assert CountingEnv.num_open == 0
 
 
-async def test_the_env_is_copied_only_while_it_may_be_needed(
+async def test_the_env_is_copied_only_while_a_rewind_is_possible(
     copied: Callable[[Task], Env], server: ScriptedEndpoint
 ) -> None:
     script = [look("a"), look("b"), look("c"), ANSWER]
@@ -179,14 +179,16 @@ async def test_the_env_is_copied_only_while_it_may_be_needed(
     assert Copied.num_copies == 2, "none once it is used up"
 
 
-async def test_an_env_that_cannot_be_copied_here_goes_on(copied: Callable[[Task], Env]) -> None:
+async def test_an_env_that_cannot_be_copied_continues_without_a_rewind(
+    copied: Callable[[Task], Env],
+) -> None:
     turns = Turns(look("stuck"), look("bad"), ANSWER)
     rollout = await Rollout(turns, copied, backtracer={}).grow()
     assert "2:bad" in rollout.text
     assert rollout.counts == {"backtracer_refused": 1}
 
 
-def test_every_env_is_closed_whatever_fails(copied: Callable[[Task], Env]) -> None:
+def test_every_env_is_closed_after_any_failure(copied: Callable[[Task], Env]) -> None:
     """Errors, refused copies, failing engines, time-outs: one leaf, and no env left open."""
     ends = set()
     for seed in range(60):

@@ -71,7 +71,7 @@ THOUGHTS = {
 }
 
 
-def test_every_parser_is_a_style_and_shown_here() -> None:
+def test_every_parser_is_a_style_and_has_examples() -> None:
     assert {*get_args(Style)} == {"auto", *PARSERS}
     assert {*WELL} == {*PARSERS}
 
@@ -86,7 +86,7 @@ def test_a_call_is_read(style: str, text: str) -> None:
 def test_a_call_within_thoughts_does_not_count(style: str) -> None:
     thoughts = THOUGHTS.get(style, "<think>{}</think>{}")
     text = WELL[style][0]
-    if style != "harmony":  # there the address is outside of what is said
+    if style != "harmony":  # there the recipient is outside of the content
         assert PARSERS[style](thoughts.format(text, "Lima"), TOOLS) == ()
     assert PARSERS[style](thoughts.format("Which?", text), TOOLS) == (CALL,)
 
@@ -119,7 +119,7 @@ def test_a_call_within_thoughts_does_not_count(style: str) -> None:
     ],
 )
 def test_a_value_without_a_type_has_that_of_the_schema(key: str, text: str, value: object) -> None:
-    """What is not of that type stays a text, and the tool says what is wrong with it."""
+    """A value of another type stays a text, and the error of the tool explains it."""
     (call,) = PARSERS["qwen_xml"](qwen((key, text)), TOOLS)
     assert call == ToolCall("search", {key: value})
     assert type(call.arguments[key]) is type(value)
@@ -173,7 +173,9 @@ BADLY = [
 
 
 @pytest.mark.parametrize(("style", "text", "problem"), BADLY)
-def test_the_policy_reads_what_is_wrong(style: str, text: str, problem: str) -> None:
+def test_the_policy_reads_the_error_of_a_malformed_call(
+    style: str, text: str, problem: str
+) -> None:
     (call,) = PARSERS[style](text, TOOLS)
     assert call.name == MALFORMED_CALL
     assert problem.replace("\\|", "|") in call.arguments["problem"]
@@ -255,10 +257,10 @@ CALLS = st.builds(ToolCall, st.just("search"), st.dictionaries(st.sampled_from("
 @pytest.mark.parametrize("style", WRITERS)
 @settings(max_examples=300, deadline=None)
 @given(first=CALLS, second=CALLS, quoted=CALLS, is_thought=st.booleans())
-def test_any_arguments_come_back_whatever_markers_their_texts_hold(
+def test_arguments_with_any_markers_survive_the_round_trip(
     style: str, first: ToolCall, second: ToolCall, quoted: ToolCall, is_thought: bool
 ) -> None:
-    """Also behind a thought that quotes a call, whose texts close no thought."""
+    """Also after a thought that quotes a call, whose texts close no thought."""
     write = WRITERS[style]
     calls = (first,) if style in ("llama", "harmony") else (first, second)
     text = "\n".join(map(write, calls))
@@ -282,10 +284,10 @@ PLAIN = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(value=PLAIN, is_thought=st.booleans())
 @example(value='</think><atem:parameter name="x">', is_thought=True)
-def test_a_value_in_tags_is_read_as_it_is_or_malformed(
+def test_a_tagged_value_is_read_unchanged_or_reported_as_malformed(
     style: str, form: str, value: str, is_thought: bool
 ) -> None:
-    """Never as another one; closing tags of an argument cannot be told from its end."""
+    """Never as another value; a closing tag within an argument is ambiguous with its end."""
     text = form.replace("QUERY", "{}").replace("{}", value)
     if is_thought:
         thought = THOUGHTS.get(style, "<think>{}</think>{}")
@@ -347,7 +349,7 @@ def test_no_text_makes_a_parser_raise(text: str) -> None:
         ("atem", '<atem:invoke name="search">{}</atem:invoke>'),
     ],
 )
-def test_openings_that_nothing_closes_are_searched_once(style: str, text: str) -> None:
+def test_unclosed_openings_are_searched_once(style: str, text: str) -> None:
     """Each of them to the end of the text would take minutes, more than a test may."""
     for opening in (
         "<parameter=a>",

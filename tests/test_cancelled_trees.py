@@ -1,4 +1,5 @@
-"""A tree that is given up, and once more at each await of any of its tasks, leaves nothing open."""
+"""A tree that is cancelled, and cancelled again at each await of any of its tasks, leaves nothing
+open."""
 
 from __future__ import annotations
 
@@ -49,25 +50,27 @@ def linked_one() -> tuple[Actor, Any]:
     turns, engine = Turns(actor.engine, ours), LinkedEngine(theirs)
     actor.engine = engine
 
-    async def hear_worker() -> None:
+    async def receive_from_worker() -> None:
         while True:
             told = read_answer(await ours.receive())
             turns.quit(told.number) if isinstance(told, Quit) else turns.sample(told)  # type: ignore
 
-    async def hear_controller() -> None:
+    async def receive_from_controller() -> None:
         while True:
             engine.handle(read_asked(await theirs.receive()))  # type: ignore[arg-type]
 
-    hearing = [asyncio.create_task(one) for one in (hear_worker(), hear_controller())]
+    receivers = [
+        asyncio.create_task(one) for one in (receive_from_worker(), receive_from_controller())
+    ]
 
     async def end() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         assert not engine._pending
         assert not turns._running
-        for one in hearing:
+        for one in receivers:
             one.cancel()
-        await asyncio.gather(*hearing, return_exceptions=True)
+        await asyncio.gather(*receivers, return_exceptions=True)
 
     return actor, end
 
@@ -108,7 +111,7 @@ async def one(make: Any, plan: RolloutPlan, *at: int) -> int:
     "plan",
     [Independent(2), AlwaysFork(3), Uniform(3, 1), Uniform(3, 1, keep_forks=1), Spread(3, 1)],
 )
-def test_nothing_is_left_open(make: Any, plan: RolloutPlan) -> None:
+def test_a_tree_cancelled_twice_leaves_nothing_open(make: Any, plan: RolloutPlan) -> None:
     num = run_virtual(one(make, plan))
     assert num > 10
     for first in range(1, num, 3):

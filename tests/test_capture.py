@@ -47,7 +47,7 @@ TASK = Task("t", "toy", "how many?", ("2",))
 
 @dataclass(frozen=True)
 class ForkOnce(Independent):
-    """Roots fork once at each tool result: whatever the order of events, the same forks."""
+    """Roots fork once at each tool result, with the same forks for any order of events."""
 
     fork_window: int = 4
 
@@ -111,7 +111,7 @@ def places(tree: TrajectoryTree) -> dict[Any, Any]:
 
 
 async def loop(client: Client) -> float:
-    """The agent of everybody: asks, runs the calls, asks again."""
+    """The usual agent loop: query, run the calls, query again."""
     messages: list[Json] = [{"role": "user", "content": client.task.question}]
     calls = 0
     while True:
@@ -137,7 +137,7 @@ def test_the_tree_is_that_of_the_same_environment_in_process(plan: RolloutPlan) 
 
 
 class ThreeTimes(CountingEnv):
-    """Answers whatever the policy says, three times."""
+    """Replies to any text of the policy, three times."""
 
     async def step(self, action: Message) -> StepResult:
         self.calls.append(action.content)
@@ -159,7 +159,7 @@ async def three_times(client: Client) -> float:
 
 @pytest.mark.slow
 def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
-    """One request at a time: batches change the last bits of what it computes."""
+    """One request at a time: batches change the last bits of results."""
     build_model(tmp_path, seed=0)
     keys: dict[str, Any] = {"model": tmp_path, "stop": tuple("aeiou"), "max_response_tokens": 900}
     keys["max_prompt_tokens"] = 100
@@ -170,7 +170,7 @@ def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     assert places(other) == places(own)
 
 
-def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -> None:
+def test_a_failed_step_is_repeated_by_a_replayed_program() -> None:
     """The calls before are answered with the same actions."""
     failed: list[ProgramEnv] = []
 
@@ -189,8 +189,8 @@ def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -
     assert places(tree) == places(grown(CountingEnv))
 
 
-def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
-    """Side contexts are no places that are there twice."""
+def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
+    """Side contexts are not duplicate nodes."""
 
     async def grow() -> tuple[TrajectoryTree, TrajectoryTree]:
         tokenizer = CharTokenizer()
@@ -218,11 +218,11 @@ def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
     assert [node.continues for node in again.nodes] == [node.continues for node in tree.nodes]
 
 
-# Programs that do other things with what they have, each in the words of one kind.
+# Programs that change their contexts, each with the text of one kind.
 
 
 def said(prompt: str, rng: Random) -> str:
-    """Every turn is told from all others."""
+    """Every turn is distinguishable from all others."""
     return f"answer number {rng.randrange(10**9)} to it"
 
 
@@ -246,7 +246,7 @@ async def parallel(client: Client) -> float:
 
 
 async def sub_agent(client: Client) -> float:
-    """A worker in between; the planner goes on."""
+    """A worker in between; then the planner continues."""
     messages = [system("planner"), user("plan it")]
     messages.append(await client.ask(messages))
     worker = await client.ask([system("worker"), user("work")])
@@ -266,7 +266,7 @@ async def compaction(client: Client) -> float:
 
 
 async def compaction_not_used(client: Client) -> float:
-    """It asks for a summary and goes on without it."""
+    """It requests a summary and continues without it."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
     result = {"role": "tool", "tool_call_id": "x", "content": "a long result"}
@@ -276,7 +276,7 @@ async def compaction_not_used(client: Client) -> float:
 
 
 async def compaction_apart_not_used(client: Client) -> float:
-    """The summary is asked for in a context of its own, and nothing comes of it."""
+    """The summary is requested in a separate context and not used."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
     quoted = messages[-1]["content"]
@@ -327,7 +327,7 @@ ALTERED: dict[str, Callable[[Json], Json]] = {
 
 
 @pytest.mark.parametrize("cause", ALTERED)
-def test_an_altered_message_never_stands_for_sampled_tokens(cause: str) -> None:
+def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> None:
     tree = captured(altering(ALTERED[cause]), calling)
     root, first, context, last = tree.nodes
     assert context.parent is None
@@ -341,7 +341,7 @@ def test_an_altered_message_never_stands_for_sampled_tokens(cause: str) -> None:
     }  # fmt: skip
 
 
-def test_an_unchanged_message_stands_for_its_tokens() -> None:
+def test_an_unchanged_message_is_mapped_to_its_tokens() -> None:
     tree = captured(altering(lambda message: dict(reversed(message.items()))), calling)
     assert [node.parent for node in tree.nodes] == [None, 0, 1]
     assert not tree.is_captured
@@ -379,7 +379,7 @@ def test_arguments_are_served_as_the_client_writes_json(
     assert not tree.is_captured
 
 
-def test_thoughts_in_the_text_come_back_from_a_program_that_drops_them() -> None:
+def test_thoughts_in_the_text_are_restored_if_a_program_drops_them() -> None:
     class InText(ProgramEnv):
         thoughts = "text"
 
@@ -484,8 +484,8 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     )
 
 
-def test_calls_that_come_at_once_are_replayed_in_whatever_order_they_come() -> None:
-    """Each gets its own answer, and what follows extends the right turn, to the token."""
+def test_concurrent_calls_are_replayed_in_any_order() -> None:
+    """Each call gets its own reply, and its continuation extends the right turn, to the token."""
     runs = iter(range(100))
 
     async def program(client: Client) -> float:
@@ -522,8 +522,8 @@ class Forks(ForkOnce):
         return 1
 
 
-def test_an_altered_context_is_a_place_to_fork() -> None:
-    """As much as one that goes on token for token; so is a message of the user in its middle."""
+def test_an_altered_context_can_be_forked() -> None:
+    """Like one that continues token for token; so can a message of the user in its middle."""
     for role in ("tool", "user"):
 
         async def program(client: Client, role: str = role) -> float:
@@ -547,8 +547,8 @@ def test_an_altered_context_is_a_place_to_fork() -> None:
         encoded_right(tree, credit)
 
 
-def test_what_a_program_asks_of_a_turn_is_done() -> None:
-    """Its stop strings and its limit of tokens; the turn goes back as it was served."""
+def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
+    """The turn is sent back as it was served."""
 
     async def program(client: Client) -> float:
         messages = [user("one")]
@@ -569,8 +569,8 @@ def test_what_a_program_asks_of_a_turn_is_done() -> None:
     assert [node.observation_ids[0] for node in tree.nodes[1:3]] == [0, 0], "the end of the turn"
 
 
-def test_what_a_program_asks_passes_between_processes() -> None:
-    """As environments in processes of their own give it."""
+def test_the_next_turn_of_a_program_passes_between_processes() -> None:
+    """As environments in separate processes return it."""
     then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
     info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
     branch = Branch("0", Node(0, None), WorkClock())
@@ -629,7 +629,7 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])
 def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
-    """The run goes on, whatever the program asks for."""
+    """The run continues after any request of the program."""
     tokenizer = make_tokenizer(QWEN3)
     renderer = NativeRenderer(tokenizer) if protocol == "native" else None
 
@@ -647,7 +647,7 @@ def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["tags", "native"])
-def test_damaged_calls_of_programs_end_with_the_right_name(protocol: str) -> None:
+def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
     """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""
     tokenizer, seen, rng = make_tokenizer(QWEN3), Counter[str](), Random(5)
     renderer = NativeRenderer(tokenizer) if protocol == "native" else None

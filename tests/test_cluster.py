@@ -1,5 +1,5 @@
-"""Trees that rollout workers grow are those of an actor in the controller's process, whatever
-becomes of the workers."""
+"""Trees of rollout workers equal those of an actor in the controller's process, through any loss of
+workers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _no_env_left_open() -> Iterator[None]:
 
 
 class Cluster:
-    """A controller and its workers within one process. `make` makes the actor of a worker, and of
-    the controller, whose engine all of them ask."""
+    """A controller and its workers within one process. `make` creates the actor of a worker, and
+    that of the controller, whose engine all of them use."""
 
     def __init__(self, make: Callable[[], Actor], *, linked_engine: bool = True) -> None:
         actor = make()
@@ -70,7 +70,7 @@ class Cluster:
         self._joined[name] = asyncio.create_task(self.workers.join(name, ours))
 
     async def kill(self, name: str) -> None:
-        """The worker is gone at once, as by SIGKILL."""
+        """The worker dies immediately, as by SIGKILL."""
         self.links[name].abort()
         self._serving[name].cancel()
         await asyncio.gather(self._serving[name], return_exceptions=True)
@@ -85,7 +85,7 @@ class Cluster:
 
 
 def clustered(work: Callable[[Cluster], Awaitable[T]], names: str = "ab", **actor: Any) -> T:
-    """What `work` gives with workers of these names, which end behind it."""
+    """The result of `work` with workers of these names, which are closed afterward."""
 
     async def main() -> T:
         cluster = Cluster(lambda: make_actor(**actor))
@@ -105,7 +105,7 @@ def alone(index: int, **actor: Any) -> TrajectoryTree:
 
 
 def grown(tree: TrajectoryTree) -> Any:
-    """What a tree says, whatever the order in which its branches went on."""
+    """The content of a tree, independent of the order in which its branches grew."""
     nodes = tree.nodes
     return sorted(
         (
@@ -118,7 +118,7 @@ def grown(tree: TrajectoryTree) -> Any:
     )
 
 
-def test_trees_of_workers_are_those_of_an_actor() -> None:
+def test_trees_of_workers_equal_those_of_an_actor() -> None:
     async def three(cluster: Cluster) -> list[TrajectoryTree]:
         return await asyncio.gather(*map(cluster.rollout, range(3)))
 
@@ -127,7 +127,7 @@ def test_trees_of_workers_are_those_of_an_actor() -> None:
     assert len(list(found[0].trajectories())) == 4
 
 
-def test_a_tree_goes_to_the_worker_with_the_fewest() -> None:
+def test_a_tree_is_assigned_to_the_worker_with_the_fewest_trees() -> None:
     async def work(cluster: Cluster) -> list[float]:
         rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(6)]
         await asyncio.sleep(1.0)
@@ -149,7 +149,7 @@ def test_trees_wait_for_the_first_worker() -> None:
     assert grown(clustered(work, "")) == grown(alone(0))
 
 
-def test_a_rollout_that_is_cancelled_is_dropped_by_its_worker() -> None:
+def test_a_cancelled_rollout_is_dropped_by_its_worker() -> None:
     async def drop(cluster: Cluster) -> None:
         dropped = asyncio.create_task(cluster.rollout(0))
         await asyncio.sleep(1.0)
@@ -162,7 +162,7 @@ def test_a_rollout_that_is_cancelled_is_dropped_by_its_worker() -> None:
     clustered(drop, "a", latency_s=100.0)
 
 
-def test_what_a_rollout_raises_is_raised_at_the_controller() -> None:
+def test_an_error_of_a_rollout_is_raised_in_the_controller() -> None:
     async def ask(cluster: Cluster) -> None:
         with pytest.raises(DataError, match=r"its prompt has 10 tokens"):
             await cluster.rollout(0)
@@ -170,7 +170,7 @@ def test_what_a_rollout_raises_is_raised_at_the_controller() -> None:
     clustered(ask, limits=Limits(max_prompt_tokens=3))
 
 
-def test_a_bug_of_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("a bug of the core")
 
@@ -231,10 +231,10 @@ def test_a_dead_engine_ends_rollouts() -> None:
         st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), max_size=NUM_LOSSES + NUM_TRIALS - 1
     ),
 )
-def test_the_trees_of_killed_workers_are_those_that_would_have_grown(
+def test_trees_of_killed_workers_equal_those_of_uninterrupted_ones(
     seed: int, kills: list[float]
 ) -> None:
-    """Each tree once, and what was journaled of it is not sampled again."""
+    """Each tree is returned once, and its journaled turns are not sampled again."""
     CountingEnv.num_open = 0
     rng = Random(seed)
 
@@ -256,8 +256,8 @@ def test_the_trees_of_killed_workers_are_those_that_would_have_grown(
         assert grown(tree) == grown(alone(index, **keys))
 
 
-def test_a_tree_goes_on_elsewhere_from_its_last_turn() -> None:
-    """What is sampled again are the turns that were under way."""
+def test_a_tree_resumes_on_another_worker_from_its_last_turn() -> None:
+    """Only turns in progress are sampled again."""
 
     async def work(cluster: Cluster) -> tuple[float, float]:
         growing = asyncio.create_task(cluster.rollout(0))
@@ -280,10 +280,10 @@ async def count_requests(cluster: Cluster) -> float:
 
 @pytest.mark.parametrize("kills_after_s", [0.0, 5.0])
 @pytest.mark.parametrize("begins", [0.0, 25.0], ids=["anew", "goes on"])
-def test_a_tree_that_kills_its_workers_is_given_up_and_no_other_one(
+def test_only_a_tree_that_kills_its_workers_is_cancelled(
     begins: float, kills_after_s: float
 ) -> None:
-    """Each worker that has it is dead before any turn there is done."""
+    """Each worker that gets it dies before any turn is finished there."""
 
     async def work(cluster: Cluster) -> tuple[list[TrajectoryTree], int]:
         rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
@@ -303,14 +303,14 @@ def test_a_tree_that_kills_its_workers_is_given_up_and_no_other_one(
 
     keys: dict[str, Any] = {"engine": {"latency_s": 10.0}}
     found, num_killed = clustered(work, **keys)
-    # the first ones may have told how the tree begins, which is further than before
+    # the first ones may have sent the beginning of the tree, which is progress
     assert NUM_LOSSES + NUM_TRIALS <= num_killed <= NUM_LOSSES + NUM_TRIALS + 2
     for index in (0, 1, 3):
         assert grown(found[index]) == grown(alone(index, **keys))
     assert "failed" in {node.end for node in found[2].nodes}
 
 
-def test_a_worker_that_says_nothing_is_given_up() -> None:
+def test_a_worker_without_heartbeats_is_lost() -> None:
     async def work(cluster: Cluster) -> tuple[str, TrajectoryTree]:
         serving, joined = cluster._serving["a"], cluster._joined["a"]
         growing = asyncio.create_task(cluster.rollout(0))
@@ -366,7 +366,7 @@ def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Pa
     assert clustered(work, latency_s=1.0) == run_virtual(read())
 
 
-def test_a_tree_that_an_earlier_process_began_goes_on_in_a_worker(tmp_path: Path) -> None:
+def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) -> None:
     def journal() -> Journal:
         return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
 
@@ -392,7 +392,7 @@ def test_a_tree_that_an_earlier_process_began_goes_on_in_a_worker(tmp_path: Path
     assert grown(clustered(go_on, latency_s=1.0)) == grown(alone(0, latency_s=1.0))
 
 
-def test_a_worker_begins_a_tree_where_it_is_asked_to() -> None:
+def test_a_worker_begins_a_tree_at_the_ordered_prefix() -> None:
     path = next(alone(0).trajectories())
     turn = GivenTurn(path.turns[0].action_ids, path.turns[0].observation_ids)
     start = Start(0, True, path.path[0].observation_ids, [turn])
@@ -407,7 +407,7 @@ def test_a_worker_begins_a_tree_where_it_is_asked_to() -> None:
     )
 
 
-def test_what_a_linked_turn_waits_does_not_count() -> None:
+def test_the_wait_of_a_linked_turn_does_not_count_as_work() -> None:
     class Waiting:
         policy_version = 0
 
@@ -449,16 +449,16 @@ def test_counters_of_the_workers_are_added_to_those_of_the_controller() -> None:
     assert clustered(work).keys() == {"prefix/turn_hits", "prefix/fork_hits"}
 
 
-def test_what_a_worker_says_is_told_with_its_name() -> None:
+def test_messages_of_a_worker_are_reported_with_its_name() -> None:
     async def work(cluster: Cluster) -> list[str]:
-        cluster.served["b"].say("2 rollouts wait for the tool 'search'")
+        cluster.served["b"].notify("2 rollouts wait for the tool 'search'")
         await asyncio.sleep(1.0)
         return cluster.told
 
     assert clustered(work) == ["b: 2 rollouts wait for the tool 'search'"]
 
 
-def test_a_worker_that_says_what_cannot_be_read_costs_no_tree() -> None:
+def test_an_undecodable_frame_of_a_worker_costs_no_tree() -> None:
     async def work(cluster: Cluster) -> list[TrajectoryTree]:
         growing = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
         await asyncio.sleep(1.0)
@@ -497,7 +497,7 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
     assert received == frames
 
 
-async def test_frames_that_follow_each_other_closely_go_together(
+async def test_frames_in_quick_succession_are_sent_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first at once, the others as soon as the time is over in which they are gathered."""
@@ -520,5 +520,5 @@ async def test_frames_that_follow_each_other_closely_go_together(
     assert written == [1, 99]
 
     link.send(b"x")
-    link.flush()  # whoever must not wait says so
+    link.flush()  # an urgent frame is flushed
     assert written == [1, 99, 1]

@@ -77,7 +77,7 @@ def solve(task: Task, results: Sequence[str]) -> str:
     return f"<think>.</think><answer>{results[-1]}</answer>"
 
 
-def test_a_row_is_what_was_said_and_what_it_earned(tmp_path: Path) -> None:
+def test_a_row_has_the_messages_and_the_reward_of_its_episode(tmp_path: Path) -> None:
     (row,) = demonstrate(BagEnv, [ROW], solve, stage="clean")
     assert (row["kind"], row["stage"], row["reward"], row["success"]) == ("two", "clean", 1.0, True)
     said = [(one["role"], one["content"]) for one in row["messages"]]
@@ -110,7 +110,7 @@ async def test_a_state_that_no_tool_has_is_refused() -> None:
         await env.reset(seed=0)
 
 
-async def test_resources_of_a_running_loop_are_left_alone() -> None:
+async def test_resources_of_a_running_loop_are_not_closed() -> None:
     kept = shared("mine", lambda: object())
     import asyncio
 
@@ -122,7 +122,7 @@ async def test_resources_of_a_running_loop_are_left_alone() -> None:
 TEXTS = ["How many Bolts are there?", "<think>look</think><stock>Bolts</stock>", 'So {"a": 3}']
 
 
-def test_words_are_tokens_and_the_rest_is_bytes() -> None:
+def test_words_are_tokens_and_other_text_is_bytes() -> None:
     tokenizer = tiny_tokenizer(TEXTS, tools=["stock"])
 
     def pieces(text: str) -> list[str]:
@@ -152,12 +152,12 @@ def test_equal_arguments_give_equal_files(tmp_path: Path) -> None:
     assert (first / weights).read_bytes() != (other / weights).read_bytes()
 
 
-def test_one_text_in_place_of_a_list_is_refused(tmp_path: Path) -> None:
+def test_a_string_instead_of_a_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a list of strings"):
         tiny_model(tmp_path, "How many?")
 
 
-def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_extra_is_reported(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['tokenizers'] = None\n"
         "import agentenv\n"
@@ -171,7 +171,7 @@ def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
     assert "[train]" in done.stdout
 
 
-async def test_demonstrations_are_played_beside_an_event_loop_too() -> None:
+async def test_demonstrations_are_played_inside_a_running_event_loop() -> None:
     """As in a notebook."""
     (row,) = demonstrate(BagEnv, [ROW], solve)
     assert row["success"]

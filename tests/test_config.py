@@ -1,4 +1,4 @@
-"""Configuration: what is wrong is said with the key and the nearest name."""
+"""Configuration: errors name the key and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert config.sets["dev"].max_staleness == 5
 
 
-def test_none_takes_away_what_may_be_without(tmp_path: Path) -> None:
+def test_none_removes_optional_values(tmp_path: Path) -> None:
     text = 'path = "x"\n[other]\nname = "slow"\npatience = 2.0\n[sets.dev]\n[sets.test]\n'
     assert load(tmp_path, text).other == Slow(patience=2.0)
     assert load(tmp_path, text, "other=none").other is None
@@ -76,7 +76,7 @@ def test_none_takes_away_what_may_be_without(tmp_path: Path) -> None:
         load(tmp_path, text, "queue=none")
 
 
-def test_none_takes_all_sets_away_and_names_what_there_must_be() -> None:
+def test_none_removes_all_sets_and_is_refused_for_required_tables() -> None:
     for override in ("eval=none", "eval.sets=none"):
         raw: dict[str, Any] = {"eval": {"sets": {"held": {"path": "held.jsonl"}}}}
         apply_overrides(raw, [override, "eval.concurrency=3"], TrainConfig)
@@ -87,7 +87,7 @@ def test_none_takes_all_sets_away_and_names_what_there_must_be() -> None:
         apply_overrides({}, ["algorithm=none", "algorithm.name=grpo"], TrainConfig)
 
 
-def test_initials_of_a_key_suggest_it() -> None:
+def test_a_key_is_suggested_for_its_initials() -> None:
     with pytest.raises(
         ConfigError, match=r"learner\.lr: unknown key; did you mean learner\.learni"
     ):
@@ -104,13 +104,13 @@ def test_initials_of_a_key_suggest_it() -> None:
         ({"wholly": 1}, "known: ["),
     ],
 )
-def test_the_name_of_a_key_of_another_table_suggests_it(raw: dict[str, Any], says: str) -> None:
+def test_a_key_of_another_table_is_suggested(raw: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         build_config(TrainConfig, raw, "run.toml")
     assert says in str(raised.value)
 
 
-def test_none_stays_a_value_where_it_is_one() -> None:
+def test_none_stays_a_value_of_keys_that_accept_it() -> None:
     raw: dict[str, Any] = {"learner": {}, "sft": {}}
     apply_overrides(raw, ["learner.offload=none", "sft=none"], TrainConfig)
     assert raw == {"learner": {"offload": "none"}, "sft": None}
@@ -152,15 +152,15 @@ def test_mistakes_name_the_key(
 ENGINE = 'path = "x"\n[engine]\nname = "fast"\nspeed = 7\n'
 
 
-def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
+def test_keys_of_a_replaced_kind_are_ignored_and_reported(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(ENGINE, encoding="utf-8")
     told: list[str] = []
-    config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
+    config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], report=told.append)
     assert config.engine == Slow()
     assert told == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
-def test_keys_below_a_file_that_names_another_kind_are_left_out_but_for_its_own() -> None:
+def test_inherited_keys_of_another_kind_are_ignored_except_overrides() -> None:
     """As of an evaluation's file over the configuration of a run."""
     before = {"path": "x", "engine": {"name": "fast", "speed": 7}}
     merged = {"path": "x", "engine": {"name": "slow", "speed": 7}}
@@ -173,7 +173,7 @@ def test_keys_below_a_file_that_names_another_kind_are_left_out_but_for_its_own(
     assert told == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
-def test_keys_are_left_out_for_a_class_of_the_users_own_too(
+def test_keys_of_a_replaced_custom_class_are_ignored_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the README has it, on a file that is made for another algorithm."""
@@ -186,23 +186,25 @@ def test_keys_are_left_out_for_a_class_of_the_users_own_too(
     told: list[str] = []
     override = "algorithm.name=of_a_user:Median"
     file = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-    config = load_config(TrainConfig, file, [override], say=told.append)
+    config = load_config(TrainConfig, file, [override], report=told.append)
     assert type(config.algorithm).__name__ == "Median"
     named = override.replace("=", " = ")
     assert told == [f"{named} does not have these keys, ignored: entropy_window = 4"]
 
 
-def test_of_an_override_that_is_given_twice_the_last_one_is_at_fault(tmp_path: Path) -> None:
+def test_the_last_of_repeated_overrides_is_blamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^'path=5' on the command line"):
         load(tmp_path, 'path = "x"', "path=4", "path=5")
 
 
-def test_nobody_listening_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_keys_are_logged_as_a_warning_by_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     load(tmp_path, ENGINE, "engine.name=slow")
     assert caplog.messages == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
-def test_an_override_of_a_key_that_the_new_kind_lacks_is_no_leftover(tmp_path: Path) -> None:
+def test_an_override_of_a_key_that_the_new_kind_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.speed: unknown key for engine\.name = 'slow'"):
         load(tmp_path, ENGINE, "engine.name=slow", "engine.speed=9")
 
@@ -256,7 +258,7 @@ def test_a_deleted_key_is_ignored_at_its_default_and_refused_with_the_reason(
 
 
 @pytest.mark.usefixtures("without_half_life")
-def test_what_an_earlier_version_stored_becomes_that_of_today() -> None:
+def test_a_configuration_stored_by_an_earlier_version_is_upgraded() -> None:
     config = Outer(path="x", sets={"dev": Inner()})
     stored = to_plain(config)
     stored["queue"]["half_life"] = 2.5
@@ -266,7 +268,7 @@ def test_what_an_earlier_version_stored_becomes_that_of_today() -> None:
     assert list(changes(stored, to_plain(config))) == ["sets.dev.half_life: 9.0 -> None"]
 
 
-def test_a_function_that_was_moved_is_found_where_it_is() -> None:
+def test_a_moved_function_is_found_at_its_new_path() -> None:
     raw = {"name": "scripted", "script": "envs.quickstart:scripted_turn"}
     assert build_config(ScriptedConfig, raw, "test") == ScriptedConfig()
 
@@ -287,7 +289,7 @@ def test_a_key_that_is_missing_is_named_alone() -> None:
         build_config(Small, {"data": {}}, "a.toml")
 
 
-def test_a_yaml_file_is_named_as_such(tmp_path: Path) -> None:
+def test_a_yaml_file_is_refused_as_yaml(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data:\n  train_files: x\n")
     with pytest.raises(ConfigError, match=r"expected TOML: docs/from-verl\.md"):
         read_toml(tmp_path / "a.yaml")

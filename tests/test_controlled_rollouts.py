@@ -1,4 +1,4 @@
-"""Control of rollouts in flight: cancel them, pause them, see what they wait for."""
+"""Control of rollouts in flight: cancel them, pause them, inspect their waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_actor import TASK, make_actor
 
 
 def controlled(actor: Actor, act: Callable[[], Awaitable[None]]) -> TrajectoryTree:
-    """A rollout of four, beside which `act` goes on."""
+    """A rollout of four, in parallel to `act`."""
 
     async def main() -> TrajectoryTree:
         acting = asyncio.ensure_future(act())
@@ -37,7 +37,7 @@ def one_quick_env() -> Callable[[Task], CountingEnv]:
     return lambda task: CountingEnv(task, 0.0 if next(numbers) == 0 else 1e3, rng=Random(1))
 
 
-def test_a_cancelled_rollout_fails_as_cancelled_and_is_no_group() -> None:
+def test_a_cancelled_rollout_fails_as_cancelled_and_forms_no_group() -> None:
     actor = make_actor()
     actor.make_env = one_quick_env()
 
@@ -50,12 +50,12 @@ def test_a_cancelled_rollout_fails_as_cancelled_and_is_no_group() -> None:
     tree = controlled(actor, cancel)
     assert [leaf.error for leaf in tree.failures()] == ["cancelled: enough"] * 3
     assert len(list(tree.trajectories())) == 1
-    assert tree.num_started == 4  # none was replaced
+    assert tree.num_started == 4  # no root was replaced
     assert failure_kind(tree) == "cancelled"
     assert actor.growing(3) is None
 
 
-def test_a_cancelled_tree_is_no_group_though_enough_leaves_ended_well() -> None:
+def test_a_cancelled_tree_forms_no_group_even_with_enough_finished_leaves() -> None:
     tree = controlled(make_actor(latency_s=1.0), _nothing)
     assert tree_credit(tree, group_size=4) is not None
     leaf = next(iter(tree.leaves()))
@@ -69,7 +69,7 @@ async def _nothing() -> None:
     pass
 
 
-def test_the_clock_of_a_paused_rollout_stands() -> None:
+def test_the_clock_of_a_paused_rollout_stops() -> None:
     actor = make_actor(engine={"latency_s": 1.0}, limits=Limits(max_seconds=20.0))
     seen: list[str] = []
 
@@ -85,7 +85,7 @@ def test_the_clock_of_a_paused_rollout_stands() -> None:
     assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 4
 
 
-def test_each_branch_says_what_it_awaits_since_when_and_what_it_has_taken() -> None:
+def test_each_branch_reports_its_current_wait_and_its_resource_use() -> None:
     actor = make_actor(engine={"latency_s": 3.0})
 
     async def look() -> None:

@@ -67,7 +67,7 @@ def tools_env(act: Callable[[], Any], grading: Callable[[], Any]) -> Callable[[T
 
 
 class Broken(CountingEnv):
-    """One method does what `act` does."""
+    """One method calls `act`."""
 
     method, act = "step", staticmethod(boom)
 
@@ -117,12 +117,12 @@ class Ungraded(ToolEnv):
         super().__init__(task, tools=[])  # type: ignore[call-arg]
 
 
-def test_an_environment_without_a_grader_is_refused_with_its_line_and_the_remedy() -> None:
+def test_an_environment_without_a_grader_is_refused_with_line_and_remedy() -> None:
     with pytest.raises(ConfigError, match=r"'grader' \(test_crashes.py, line \d+\); pass one to T"):
         make("tests.test_crashes:Ungraded", Task("t", "e", "q", ("7",)))
 
 
-def test_results_that_are_no_text_are_one_cause_in_the_file_of_the_tool(
+def test_non_text_results_are_one_failure_in_the_file_of_the_tool(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     actor, numbers = make_actor(limits=MANY), count()
@@ -134,7 +134,7 @@ def test_results_that_are_no_text_are_one_cause_in_the_file_of_the_tool(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bug_fails_its_rollouts_and_is_told_once(
+def test_a_bug_fails_its_rollouts_and_is_logged_once(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_env, text = CASES[case]
@@ -150,7 +150,7 @@ def test_a_bug_fails_its_rollouts_and_is_told_once(
     assert re.search(text, record.getMessage()), record.getMessage()
 
 
-def test_an_env_that_cannot_close_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_env_that_cannot_be_closed_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     actor = make_actor(limits=MANY)
     actor.make_env = broken("close", boom)
     tree = rollout(actor, Independent(2))

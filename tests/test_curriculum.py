@@ -26,7 +26,7 @@ def questions(**success: float) -> list[Task]:
 
 
 def tree(task: Task, outcomes: list[bool | None]) -> TrajectoryTree:
-    """A trajectory for each outcome; None: it failed."""
+    """A trajectory for each outcome; None: a failed one."""
     nodes = [Node(0, None)]
     for number, outcome in enumerate(outcomes):
         end = "failed" if outcome is None else "terminated"
@@ -87,7 +87,7 @@ def test_an_estimate_follows_a_policy_that_learns() -> None:
         assert bounds[0] < curriculum.success()[0] < bounds[1]
 
 
-def test_failed_trajectories_say_nothing() -> None:
+def test_failed_trajectories_do_not_change_the_estimate() -> None:
     first, second = questions(easy=0.0)[:2]
     curriculum = Curriculum(CurriculumConfig(), [[first, second]], 0, Outcomes())
     curriculum.add([tree(first, [True, None, None]), tree(second, [None, None])])
@@ -122,7 +122,7 @@ def test_a_question_that_an_earlier_process_drew_is_drawn() -> None:
     assert stream.next("of another file") in tasks
 
 
-def test_all_questions_under_way_are_drawn_again() -> None:
+def test_questions_in_flight_can_be_drawn_again() -> None:
     tasks = questions(even=EVEN)[:3]
     stream = TaskStream(tasks, 0, 0, Curriculum(CurriculumConfig(), [tasks], 0, Outcomes()))
     drawn = [stream.next().id for _ in range(30)]

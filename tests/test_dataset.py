@@ -60,7 +60,9 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         load_tasks(tmp_path / "none.jsonl", "env")
 
 
-def test_a_stream_goes_through_all_tasks_each_epoch_and_resumes_anywhere(tmp_path: Path) -> None:
+def test_a_stream_yields_all_tasks_in_each_epoch_and_resumes_at_any_position(
+    tmp_path: Path,
+) -> None:
     rows = [{"question": str(n), "answer": "a"} for n in range(5)]
     tasks = load_tasks(write(tmp_path, *rows), "env")
     whole = [task.question for _, task in islice(TaskStream(tasks, seed=3), 15)]

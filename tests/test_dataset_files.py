@@ -1,4 +1,4 @@
-"""Files, folders and patterns into rows: what can be read, and what is refused with its place."""
+"""Files, folders and patterns into rows: readable formats, and errors with their place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert [task.id for task in tasks] == [f"{path.stem}-1", f"{path.stem}-2"]
 
 
-def test_lines_end_at_a_newline_only_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_only_newlines_end_a_line_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(
         '\ufeff{"question": "one\u2028line\x85?", "answer": "a"}\r\n', encoding="utf-8", newline=""
@@ -72,7 +72,7 @@ def test_an_empty_csv_field_is_a_null(tmp_path: Path) -> None:
         questions(path)
 
 
-def test_lists_folders_and_patterns_are_read_in_order_and_a_file_once(tmp_path: Path) -> None:
+def test_lists_folders_and_patterns_are_read_in_order_and_each_file_once(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in "cab":
@@ -91,7 +91,7 @@ def test_max_samples_takes_the_first_rows_of_all_files(tmp_path: Path) -> None:
     assert questions(one, two, max_samples=0) == ["a", "b", "c", "d"]
 
 
-def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     split = tmp_path / "train"
     split.mkdir()
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, messag
         questions(tmp_path / name)
 
 
-def test_a_path_that_names_nothing(tmp_path: Path) -> None:
+def test_a_path_without_a_dataset_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no dataset file matches this pattern"):
         questions(tmp_path / "*.jsonl")
     with pytest.raises(DataError, match="contains no dataset file; expected files that end in"):
@@ -147,18 +147,18 @@ def test_a_path_that_names_nothing(tmp_path: Path) -> None:
         load_tasks([], "env")
 
 
-def test_a_byte_that_is_no_text_is_a_bad_row(tmp_path: Path) -> None:
+def test_an_invalid_byte_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"question": "\xff", "answer": "a"}\n')
     with pytest.raises(DataError, match=r"x\.jsonl, row 1: not valid JSON: 'utf-8' codec"):
         questions(tmp_path / "x.jsonl")
 
 
-def test_bad_rows_are_left_out_and_listed_on_demand(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_listed_on_request(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n{\n\n{"answer": "b"}\n')
     said: list[str] = []
     skip = RowsConfig(skip_bad_rows=True)
-    assert questions(path, config=skip, say=said.append) == ["a"]
+    assert questions(path, config=skip, report=said.append) == ["a"]
     (text,) = said
     assert "2 invalid rows are skipped, 1 are used" in text
     assert f"{path}, row 2: not valid JSON" in text
@@ -175,7 +175,7 @@ def test_bad_rows_do_not_count_as_samples(tmp_path: Path) -> None:
     path.write_text('{}\n{"question": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n')
     skip = RowsConfig(skip_bad_rows=True)
     for max_samples, expected in ((0, ["a", "b"]), (1, ["a"])):
-        found = questions(path, config=skip, max_samples=max_samples, say=lambda _: None)
+        found = questions(path, config=skip, max_samples=max_samples, report=lambda _: None)
         assert found == expected
 
 
@@ -192,7 +192,7 @@ def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pyarrow")
-def test_without_pyarrow_parquet_says_what_to_install_and_other_files_load(tmp_path: Path) -> None:
+def test_without_pyarrow_only_parquet_is_refused_with_an_install_hint(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", arpo_rows(1))
     with pytest.raises(ConfigError, match=rf"requires pyarrow.*{re.escape(install_hint('data'))}"):
         questions(path)

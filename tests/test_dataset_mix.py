@@ -33,7 +33,7 @@ def test_parts_take_turns_by_weight() -> None:
         assert Counter(name[0] for name in ids[start : start + 4]) == {"a": 3, "b": 1}
 
 
-def test_each_part_has_epochs_and_orders_of_its_own() -> None:
+def test_each_part_has_its_own_epochs_and_order() -> None:
     mix = TaskMix([part("a", 6), part("b", 6)], [1, 1])
     ids = drawn(TaskStream(mix, seed=0), 24)
     a, b = [i for i in ids if i[0] == "a"], [i for i in ids if i[0] == "b"]
@@ -67,7 +67,7 @@ def test_a_stream_resumes_at_any_position(
 
 @pytest.mark.slow
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
-def test_no_part_gets_far_from_its_share(weights: list[float]) -> None:
+def test_no_part_deviates_far_from_its_share(weights: list[float]) -> None:
     pattern = TaskMix([part("a", 1) for _ in weights], weights).pattern
     shares = [weight / sum(weights) for weight in weights]
     counts = [0] * len(weights)

@@ -1,4 +1,4 @@
-"""Prompts beyond limits.max_prompt_tokens: refused, left out, or cut, before a run starts."""
+"""Prompts beyond limits.max_prompt_tokens: refused, skipped, or truncated, before a run starts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tasks(*lengths: int) -> list[Task]:
 
 
 class Fitting:
-    """A fitter on the toy env, with what it said."""
+    """A fitter on the toy env, with its messages."""
 
     def __init__(self, mode: Overlong, limit: int = LIMIT) -> None:
         self.said: list[str] = []
@@ -81,14 +81,14 @@ def _all_closed(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert AskingEnv.num_open == 0
 
 
-async def test_prompts_that_fit_are_left_alone() -> None:
+async def test_prompts_that_fit_are_unchanged() -> None:
     fitting = Fitting("error")
     given = tasks(31, 1, 30)
     assert await fitting.fitter.fit(given) == given
     assert fitting.said == []
 
 
-async def test_an_overlong_prompt_is_refused_with_all_that_are() -> None:
+async def test_all_overlong_prompts_are_refused_in_one_error() -> None:
     with pytest.raises(
         DataError,
         match=r"2 of 3 prompts are longer than limits\.max_prompt_tokens = 40: 0 \(41 tokens\), 2 "
@@ -97,7 +97,7 @@ async def test_an_overlong_prompt_is_refused_with_all_that_are() -> None:
         await Fitting("error").fitter.fit(tasks(32, 5, 50))
 
 
-async def test_an_overlong_prompt_is_left_out_and_counted() -> None:
+async def test_an_overlong_prompt_is_skipped_and_counted() -> None:
     fitting = Fitting("skip")
     assert [task.id for task in await fitting.fitter.fit(tasks(32, 5, 50, 31))] == ["1", "3"]
     (text,) = fitting.said
@@ -125,7 +125,7 @@ async def test_a_prompt_that_is_too_long_without_its_question_cannot_be_cut() ->
         await Fitting("cut", limit=10).fitter.fit(tasks(100))
 
 
-async def test_short_questions_are_not_rendered_once_one_was() -> None:
+async def test_short_questions_are_not_rendered_after_the_first() -> None:
     fitting = Fitting("error", limit=100)
     await fitting.fitter.fit(tasks(*[9] * (BATCH + 9), 82, 83, 90))
     assert fitting.renderer.num_rendered == 3  # the first, and the two whose sum is over 100
@@ -139,7 +139,7 @@ async def test_short_questions_are_not_rendered_once_one_was() -> None:
         (KeyError("key"), "the environment's reset raised KeyError: 'key'"),
     ],
 )
-async def test_an_env_that_fails_is_told_and_left_to_its_rollout(
+async def test_an_env_that_fails_to_reset_is_reported_and_its_task_kept(
     fault: Exception, said: str
 ) -> None:
     AskingEnv.fault = fault
@@ -151,7 +151,7 @@ async def test_an_env_that_fails_is_told_and_left_to_its_rollout(
     assert f"that of task 2: {said}" in text
 
 
-async def test_what_the_user_can_mend_is_told_after_all_envs_are_closed() -> None:
+async def test_a_user_error_is_raised_after_all_envs_are_closed() -> None:
     AskingEnv.fault = DataError("no corpus")
     with pytest.raises(DataError, match="no corpus"):
         await Fitting("error").fitter.fit(tasks(1, 2, 3, 4))
@@ -168,7 +168,7 @@ async def test_a_row_with_an_unknown_environment_is_named() -> None:
         await fitting.fitter.fit(tasks(1))
 
 
-async def test_an_env_whose_reset_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reset_that_takes_too_long_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forever(self: AskingEnv, **_: Any) -> None:
         await asyncio.sleep(9)
 

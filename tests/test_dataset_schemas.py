@@ -65,7 +65,7 @@ def test_the_question_may_be_in_extra_info_only(tmp_path: Path) -> None:
     assert (task.question, task.answers) == ("q?", ("3",))
 
 
-def test_a_question_of_its_own_comes_before_a_chat_prompt_whose_system_text_is_kept(
+def test_a_question_column_precedes_a_chat_prompt_whose_system_text_is_kept(
     tmp_path: Path,
 ) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Use tags. q"}]
@@ -152,7 +152,7 @@ def test_gaia_writes_its_keys_in_capitals(tmp_path: Path) -> None:
         (["3 + 4\n#### 7", "7.0"], ("7", "7.0")),
     ],
 )
-def test_how_an_answer_may_be_written(
+def test_accepted_forms_of_an_answer(
     tmp_path: Path, answer: object, answers: tuple[str, ...]
 ) -> None:
     (task,) = load(tmp_path, {"question": "q", "answer": answer})
@@ -171,7 +171,7 @@ KILT = {
 }
 
 
-def test_kilt_as_published_keeps_what_belongs_to_its_answers(tmp_path: Path) -> None:
+def test_published_kilt_rows_keep_the_fields_of_their_answers(tmp_path: Path) -> None:
     (task,) = load(tmp_path, KILT)
     assert (task.id, task.question) == ("1", "How did you feel?")
     assert task.answers == ("I feel so old.", "Old.")
@@ -198,24 +198,24 @@ def test_kilt_as_published_keeps_what_belongs_to_its_answers(tmp_path: Path) -> 
     ],
 )
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_how_a_table_without_types_holds_answers(
+def test_answers_in_a_table_without_types(
     tmp_path: Path, field: str, answers: tuple[str, ...], suffix: str
 ) -> None:
     path = tmp_path / f"rows{suffix}"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",")
         writer.writerows([["question", "answer"], ["q", field]])
-    (task,) = load_tasks(path, "env", say=lambda text: None)
+    (task,) = load_tasks(path, "env", report=lambda text: None)
     assert task.answers == answers
 
 
-def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> None:
+def test_golds_that_no_answer_can_equal_are_reported_once_per_file(tmp_path: Path) -> None:
     said: list[str] = []
     solution = "We add both numbers, and so we find \\boxed{7} at last."
     rows = [{"question": "q", "answer": answer} for answer in ("7", solution, "y" * 300, "[1]")]
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", say=said.append)
+    load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", report=said.append)
     assert len(said) == 2
     for text, name in zip(said, ("a.jsonl", "b.jsonl"), strict=True):
         assert f"{name}: 2 gold answers look like whole solutions" in text
@@ -224,7 +224,7 @@ def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> Non
     (tmp_path / "c.jsonl").write_text(
         "".join(json.dumps({"question": "q", "answer": one}) + "\n" for one in quiet)
     )
-    load_tasks(tmp_path / "c.jsonl", "env", say=said.append)
+    load_tasks(tmp_path / "c.jsonl", "env", report=said.append)
     assert len(said) == 2
 
 
@@ -233,7 +233,7 @@ def test_an_object_without_a_known_answer_is_one_in_a_column_of_verls(tmp_path: 
     truth = {"statements": [1, 2], "solution_text": "A is a knight"}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "q", "reward_model": {"ground_truth": truth}}))
-    (task,) = load_tasks(path, "env", say=said.append)
+    (task,) = load_tasks(path, "env", report=said.append)
     assert json.loads(task.answers[0]) == truth
     assert task.metadata["ground_truth"] == truth
     assert "only a custom grader" in said[0]
@@ -251,7 +251,7 @@ def test_prompt_and_answer_of_hugging_face_sets(tmp_path: Path) -> None:
 # kinds, environments, columns
 
 
-def test_the_kind_is_kind_else_data_source_else_ability(tmp_path: Path) -> None:
+def test_the_kind_is_read_from_kind_then_data_source_then_ability(tmp_path: Path) -> None:
     row: Row = {"question": "q", "answer": "a"}
     rows = [
         {**row, "kind": "k", "data_source": "d", "ability": "b"},
@@ -264,7 +264,7 @@ def test_the_kind_is_kind_else_data_source_else_ability(tmp_path: Path) -> None:
     assert [t.kind for t in load(tmp_path, *rows[:3], columns=by_ability)] == ["b", "b", "b"]
 
 
-def test_the_environment_is_the_rows_own_else_by_its_source_or_ability(tmp_path: Path) -> None:
+def test_the_environment_is_that_of_the_row_or_of_its_source_or_ability(tmp_path: Path) -> None:
     row: Row = {"question": "q", "answer": "a"}
     rows = [
         {**row, "ability": "math", "env_id": "own"},
@@ -320,7 +320,7 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
         ({"prompt": ["x"], "answer": "a"}, "row 1: key 'prompt': .* got one of 'x'"),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_refused_with_what_was_expected(
+def test_a_bad_row_is_refused_with_the_expected_form(
     tmp_path: Path, row: Row, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as raised:

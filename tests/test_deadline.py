@@ -38,7 +38,7 @@ async def for_two_seconds_in_five() -> None:
         await asyncio.sleep(2.0)
 
 
-def test_a_deadline_on_a_work_clock_does_not_count_what_is_waited() -> None:
+def test_a_deadline_on_a_work_clock_does_not_count_waits() -> None:
     """5 s of work take 3 + 2 + 3 + 2 + 3 + 1."""
 
     async def main() -> float:
@@ -55,14 +55,14 @@ def test_a_deadline_on_a_work_clock_does_not_count_what_is_waited() -> None:
     assert run_virtual(main()) == pytest.approx(14.0, abs=0.02)
 
 
-def test_an_outer_clock_runs_while_any_inner_one_does_and_waits_within_waits_end_once() -> None:
+def test_an_outer_clock_runs_while_any_inner_one_runs_and_nested_waits_end_once() -> None:
     async def work(clock: WorkClock, waits_s: float) -> None:
         with working(clock):
             with waiting("it") as outer, waiting("it"):
                 await asyncio.sleep(waits_s)
                 outer.end()
                 outer.end()
-                await asyncio.sleep(1.0)  # the inner wait goes on
+                await asyncio.sleep(1.0)  # the inner wait continues
             await asyncio.sleep(1.0)
 
     async def main() -> list[float]:
@@ -89,7 +89,7 @@ class AwayEngine(ScriptedEngine):
         return await super().generate(*rest, **keys)
 
 
-def test_forks_have_the_time_that_their_parent_was_given_for_an_outage() -> None:
+def test_forks_inherit_the_time_granted_to_their_parent_for_an_outage() -> None:
     """Turns of 2 s within a limit of 12 s that does not count the 10 s of the outage."""
     actor = make_actor(limits=Limits(max_seconds=12.0))
     actor.engine = AwayEngine(
@@ -100,7 +100,7 @@ def test_forks_have_the_time_that_their_parent_was_given_for_an_outage() -> None
     assert tree.num_forks
 
 
-def test_what_ends_in_time_or_times_out_by_itself_is_left_alone() -> None:
+def test_work_that_ends_in_time_or_times_out_by_itself_is_not_interrupted() -> None:
     async def main() -> None:
         with Deadline.after(5.0, "the wait", EnvError):
             await asyncio.sleep(4.9)
@@ -116,7 +116,7 @@ def test_what_ends_in_time_or_times_out_by_itself_is_left_alone() -> None:
     run_virtual(main())
 
 
-def test_of_two_deadlines_the_nearer_one_ends_the_wait() -> None:
+def test_the_nearer_of_two_deadlines_ends_the_wait() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         with (
@@ -131,8 +131,8 @@ def test_of_two_deadlines_the_nearer_one_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_ends_in_spite_of_three_cancellations(fails: bool) -> None:
-    """Then what it raised goes on, or else the cancellation."""
+def test_uncancelled_work_survives_three_cancellations(fails: bool) -> None:
+    """Then its exception propagates, or else the cancellation."""
     ended: list[float] = []
 
     async def work() -> None:
@@ -153,11 +153,11 @@ def test_work_ends_in_spite_of_three_cancellations(fails: bool) -> None:
     assert ended == [10.0]
 
 
-async def test_the_result_of_uninterrupted_work_is_given_back() -> None:
+async def test_the_result_of_uncancelled_work_is_returned() -> None:
     assert await uncancelled(asyncio.sleep(0, "done")) == "done"
 
 
-def test_alarms_of_one_span_share_a_timer_and_ring_in_their_order() -> None:
+def test_alarms_of_one_span_share_a_timer_and_fire_in_order() -> None:
     rung: list[tuple[int, float]] = []
 
     async def main() -> int:
@@ -185,11 +185,11 @@ def test_alarms_of_one_span_share_a_timer_and_ring_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(("lost", "ends_s"), [(True, 35.0), (False, 26.0)])
-def test_a_deadline_waits_until_it_is_known_whether_the_work_is_lost(
+def test_a_deadline_is_deferred_until_the_fate_of_the_work_is_known(
     lost: bool, ends_s: float
 ) -> None:
-    """It is due after 20 s; from second 10 to second 25 the work is in doubt, and given back then
-    if it is lost. Whether it is known is looked at each other second."""
+    """It is due after 20 s; from second 10 to second 25 the fate of the work is unknown, and the
+    work is refunded then if it is lost. The state is polled every two seconds."""
 
     async def work_on() -> None:
         await asyncio.sleep(10.0)
@@ -213,7 +213,7 @@ def test_a_deadline_waits_until_it_is_known_whether_the_work_is_lost(
     assert run_virtual(main()) == pytest.approx(ends_s)
 
 
-def test_who_says_that_it_is_over_does_not_ask_whether_work_is_lost() -> None:
+def test_an_explicitly_expired_deadline_is_not_deferred() -> None:
     async def main() -> None:
         clock = WorkClock()
         deadline = Deadline(20.0, clock, EnvError("late"))
@@ -230,7 +230,7 @@ def test_who_says_that_it_is_over_does_not_ask_whether_work_is_lost() -> None:
     run_virtual(main())
 
 
-def test_work_that_is_lost_is_given_back_and_of_a_tree_once() -> None:
+def test_lost_work_is_refunded_and_only_once_to_a_tree() -> None:
     """Two branches lose the same 30 s, one of them 10 s more before; a third works on."""
 
     async def lose(clock: WorkClock, starts_s: float, heard_s: float) -> None:
@@ -252,7 +252,7 @@ def test_work_that_is_lost_is_given_back_and_of_a_tree_once() -> None:
     assert run_virtual(main()) == pytest.approx([15.0, 5.0, 5.0])
 
 
-def test_a_clock_says_what_is_awaited_and_since_when() -> None:
+def test_a_clock_reports_the_current_wait_and_its_start() -> None:
     async def main() -> None:
         with working(WorkClock()) as clock:
             clock.now("a turn")
@@ -268,7 +268,7 @@ def test_a_clock_says_what_is_awaited_and_since_when() -> None:
     run_virtual(main())
 
 
-def test_a_deadline_that_is_over_is_gone_without_the_garbage_collector() -> None:
+def test_an_expired_deadline_is_freed_without_the_garbage_collector() -> None:
     class Seen(Deadline):
         __slots__ = ("__weakref__",)
 
@@ -290,7 +290,7 @@ def test_a_deadline_that_is_over_is_gone_without_the_garbage_collector() -> None
         gc.enable()
 
 
-def test_what_takes_longer_than_it_may_is_named() -> None:
+def test_work_that_exceeds_its_time_is_named() -> None:
     async def fails() -> None:
         await asyncio.sleep(1.0)
         raise TimeoutError("its own")
@@ -305,9 +305,9 @@ def test_what_takes_longer_than_it_may_is_named() -> None:
     run_virtual(main())
 
 
-def test_a_wait_doubles_is_bounded_and_differs_by_key() -> None:
+def test_a_backoff_doubles_is_bounded_and_differs_by_key() -> None:
     waits = [backoff_s(0, f"call {n}", first_s=0.5, max_s=30, at_least_s=7.0) for n in range(20)]
-    assert all(7 <= wait <= 10.5 for wait in waits)  # never shorter than asked for
+    assert all(7 <= wait <= 10.5 for wait in waits)  # never shorter than requested
     assert len(set(waits)) > 10
     assert waits[3] == backoff_s(0, "call 3", first_s=0.5, max_s=30, at_least_s=7.0)
     assert 2 <= backoff_s(2, "call", first_s=0.5, max_s=30) <= 3

@@ -52,8 +52,9 @@ def test_prometheus_scrapes_the_port_that_the_collector_offers() -> None:
 
 
 @pytest.mark.slow
-def test_the_context_of_the_image_has_all_that_the_wheel_needs(tmp_path: Path) -> None:
-    """The wheel of the files that .dockerignore leaves in is that of the whole repository."""
+def test_the_build_context_of_the_image_has_all_files_of_the_wheel(tmp_path: Path) -> None:
+    """The wheel built from the files that .dockerignore keeps equals that of the whole
+    repository."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     left_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert lines[0] == "**"

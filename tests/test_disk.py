@@ -30,17 +30,19 @@ from agentenv.pipelines.run.rundir import RunDirectory
 ROOT = Path(__file__).parents[1]
 
 
-def broken_off() -> Iterator[bytes]:
+def interrupted_lines() -> Iterator[bytes]:
     yield b"new, line 1\n"
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_file_keeps_what_it_held_until_the_new_is_whole(tmp_path: Path, durable: bool) -> None:
+def test_a_file_keeps_its_content_until_the_new_one_is_complete(
+    tmp_path: Path, durable: bool
+) -> None:
     path = tmp_path / "rows.jsonl"
     write_whole(path, "früher\n", durable=durable)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, broken_off(), durable=durable)
+        write_whole(path, interrupted_lines(), durable=durable)
     assert path.read_text(encoding="utf-8") == "früher\n"
     write_whole(path, (line for line in (b"1\n", b"2\n")), durable=durable)
     assert path.read_bytes() == b"1\n2\n"
@@ -48,11 +50,11 @@ def test_a_file_keeps_what_it_held_until_the_new_is_whole(tmp_path: Path, durabl
 
 
 def full(path: Path) -> None:
-    """Whatever is written to it meets a full disk."""
+    """Any write to this file meets a full disk."""
     path.symlink_to("/dev/full")
 
 
-def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_a_full_disk_names_file_and_remedy(tmp_path: Path) -> None:
     full(tmp_path / "rows.jsonl.partial")
     full(tmp_path / "metrics.jsonl")
     run = RunDirectory(tmp_path / "run", resume=False)
@@ -77,7 +79,7 @@ def test_files_have_ordinary_modes(tmp_path: Path) -> None:
     assert {path.stat().st_mode for path in tmp_path.iterdir()} == {plain.stat().st_mode}
 
 
-def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+def test_a_folder_replaces_an_older_one(tmp_path: Path) -> None:
     folder, partial = tmp_path / "best", tmp_path / "best.partial"
     for text in ("first", "second"):
         (partial / "inside").mkdir(parents=True)
@@ -98,7 +100,7 @@ def test_after_a_crash_between_two_renames_the_older_folder_is_found(tmp_path: P
     assert not (tmp_path / "best.old").exists()
 
 
-def test_after_every_step_the_older_folder_or_the_new_one_is_whole(
+def test_after_every_step_the_older_or_the_new_folder_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a kill at any of these moments would leave them."""
@@ -141,7 +143,7 @@ replace_folder(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 @pytest.mark.parametrize(("renames", "expected"), [(1, "older"), (2, "newer")])
-def test_kill_9_inside_the_swap_leaves_a_whole_folder_and_the_next_one_takes_its_place(
+def test_kill_9_during_the_swap_leaves_a_complete_folder_that_can_be_replaced(
     renames: int, expected: str, tmp_path: Path
 ) -> None:
     folder, partial = tmp_path / "best", tmp_path / "best.partial"
@@ -193,10 +195,10 @@ def left_by_a_killed_process(place: Path) -> Path:
     return folder
 
 
-def test_a_folder_that_nobody_holds_is_removed_before_another_is_made(
+def test_an_unlocked_folder_is_removed_before_another_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However young it is: what takes its place may need its space."""
+    """Even a recent one: its successor may need its space."""
     left, make = left_by_a_killed_process(tmp_path), tempfile.mkdtemp
 
     def seen(**keys: Any) -> str:
@@ -212,7 +214,7 @@ def test_a_folder_that_nobody_holds_is_removed_before_another_is_made(
 
 
 @pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "os.open", "fcntl.flock", "os.rename"])
-def test_a_folder_is_held_as_soon_as_others_can_find_it(
+def test_a_folder_is_locked_before_other_processes_can_find_it(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process begins right before or after any of the steps by which one is made."""
@@ -231,7 +233,7 @@ def test_a_folder_is_held_as_soon_as_others_can_find_it(
         assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_where_the_file_system_knows_no_locks_there_are_folders_and_none_is_removed(
+def test_without_file_locks_folders_are_created_and_none_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be another process's."""

@@ -1,4 +1,4 @@
-"""A new file's name is as durable as its content, and what cannot be written leaves nothing."""
+"""The name of a new file is as durable as its content, and failed writes leave no file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_name_of_a_durable_file_is_durable(tmp_path: Path, synced: Synced) -
         assert synced.has(tmp_path / name), name
 
 
-async def test_those_of_a_journal_are(tmp_path: Path, synced: Synced) -> None:
+async def test_the_names_of_journal_files_are_durable(tmp_path: Path, synced: Synced) -> None:
     folder = tmp_path / "run" / "journal"
     journal = Journal(folder, JournalConfig(), settings="s", incarnation=1)
     assert synced.has(folder)
@@ -80,14 +80,14 @@ async def test_those_of_a_journal_are(tmp_path: Path, synced: Synced) -> None:
     await journal.close()
 
 
-def test_that_of_a_step_in_the_archive_is(tmp_path: Path, synced: Synced) -> None:
+def test_the_name_of_a_step_in_the_archive_is_durable(tmp_path: Path, synced: Synced) -> None:
     folder = tmp_path / "run" / "trees"
     Archive(folder, ArchiveConfig()).write(header(1, 1), [kept(1)])
     assert synced.has(folder)
     assert synced.has(folder / "step-000001.frames")
 
 
-def test_that_of_a_checkpoint_and_of_its_run_is(tmp_path: Path, synced: Synced) -> None:
+def test_the_names_of_a_checkpoint_and_its_run_are_durable(tmp_path: Path, synced: Synced) -> None:
     run = RunDirectory(tmp_path / "runs" / "first", resume=False)
     assert synced.has(tmp_path / "runs")
     assert synced.has(run.path)
@@ -99,7 +99,7 @@ def test_that_of_a_checkpoint_and_of_its_run_is(tmp_path: Path, synced: Synced) 
     run.close()
 
 
-# what cannot be written
+# failed writes
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def full_after(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, durable: bool) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, durable: bool) -> None:
     write_whole(tmp_path / "state", "before")
     append_whole(tmp_path / "rows", "1\n")
     tensors, folder = tmp_path / "weights.partial", tmp_path / "trees"
@@ -135,7 +135,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, durable: bool) -> Non
     assert sorted(one.name for one in tmp_path.rglob("*")) == ["rows", "state", "trees"]
 
 
-def test_what_breaks_a_write_off_leaves_nothing(tmp_path: Path) -> None:
+def test_an_exception_during_a_write_leaves_no_file(tmp_path: Path) -> None:
     def rows() -> Iterator[bytes]:
         yield b"1\n"
         raise KeyError("a bug")
@@ -145,7 +145,7 @@ def test_what_breaks_a_write_off_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_journal_that_cannot_begin_a_file_leaves_none(
+async def test_a_journal_that_cannot_create_a_file_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)

@@ -1,5 +1,5 @@
-"""What docs/ and the README show is true of the code: blocks of TOML load, blocks of Python run,
-command lines are taken by their launcher, keys in prose exist; and the site builds.
+"""The content of docs/ and the README matches the code: blocks of TOML load, blocks of Python run,
+command lines are accepted by their launcher, keys in prose exist; and the site builds.
 
 A block behind a line `<!-- not run: reason -->` is left out.
 """
@@ -74,7 +74,7 @@ CONFIGS: tuple[type[msgspec.Struct], ...] = (
     SynthesisConfig,
     ServeConfig,
 )
-NEEDED: dict[str, Any] = {  # what a configuration has to say, where a block shows a part of one
+NEEDED: dict[str, Any] = {  # required keys of a configuration, for blocks that show a part of one
     "model": {"path": "models/MINE"},
     "data": {"train": "train.jsonl"},
     "env": {"id": "agentenv/QAGrader-v0"},
@@ -131,7 +131,7 @@ def test_a_block_of_python_runs(
 
 
 def is_earlier(one: Block, other: Block) -> bool:
-    """Whether the other one goes on from it: a page in which one file grows."""
+    """Whether the other one continues it: a page in which one file grows."""
     page, _, line = one.place.partition(":")
     whole, _, at = other.place.partition(":")
     return page == whole in GROWING and int(line) < int(at)
@@ -177,7 +177,7 @@ def lines() -> Iterator[Line]:
                 yield Line(f"{block.place} {found[1]}", found[1], words)
 
 
-def test_there_are_blocks_and_commands() -> None:
+def test_the_docs_have_blocks_and_commands() -> None:
     assert len(list(blocks("toml"))) >= 16
     assert len(list(blocks("python"))) >= 6
     assert len(list(lines())) >= 60
@@ -198,7 +198,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_command_lines_are_taken_by_their_launcher() -> None:
+def test_command_lines_are_accepted_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
         module = importlib.import_module(f"agentenv.launchers.{launcher.replace('-', '_')}")
@@ -220,7 +220,7 @@ def test_command_lines_are_taken_by_their_launcher() -> None:
             ["report"],
             ["compare"],
             ["regrade"],
-        )  # of what is made first
+        )  # of the files created first
         if code not in (0, None) and not stored:
             refused.append(f"{place} {' '.join(words)}: {said.getvalue()[-300:]}")
     assert not refused, "\n".join(refused)
@@ -268,7 +268,7 @@ def test_keys_that_pages_name_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,

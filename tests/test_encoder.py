@@ -1,4 +1,4 @@
-"""Texts that are tokenized beside the event loop have the ids that they would have on it."""
+"""Texts tokenized outside of the event loop have the ids that they would have on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-async def beside(tokenizer: Any) -> AsyncIterator[TagRenderer]:
+async def async_renderer(tokenizer: Any) -> AsyncIterator[TagRenderer]:
     """A renderer with a process."""
     async with AsyncExitStack() as stack:
         renderer = TagRenderer(tokenizer)
@@ -44,7 +44,9 @@ async def beside(tokenizer: Any) -> AsyncIterator[TagRenderer]:
         yield renderer
 
 
-async def test_ids_are_those_of_the_tokenizer(beside: TagRenderer, tokenizer: Any) -> None:
+async def test_ids_equal_those_of_the_tokenizer(
+    async_renderer: TagRenderer, tokenizer: Any
+) -> None:
     here = TagRenderer(tokenizer)
     calls: list[str] = []
 
@@ -52,22 +54,22 @@ async def test_ids_are_those_of_the_tokenizer(beside: TagRenderer, tokenizer: An
         calls.append(text)
         return here.encode(text)
 
-    beside.encode = encode  # type: ignore[method-assign]
+    async_renderer.encode = encode  # type: ignore[method-assign]
     messages = [[Message("tool", text)] for text in TEXTS]
-    await asyncio.gather(*(beside.prepare(one, [TOOL], 100) for one in messages))
+    await asyncio.gather(*(async_renderer.prepare(one, [TOOL], 100) for one in messages))
     for one in messages:
-        assert beside.observation(one, [TOOL], 100) == here.observation(one, [TOOL], 100)
+        assert async_renderer.observation(one, [TOOL], 100) == here.observation(one, [TOOL], 100)
     assert max(map(len, calls)) < 20, "only frames and marks are encoded on the loop"
-    assert beside.num_cut == here.num_cut == 4
+    assert async_renderer.num_cut == here.num_cut == 4
 
 
-async def test_a_text_of_megabytes_costs_no_more_than_what_is_kept_of_it(
-    beside: TagRenderer,
+async def test_only_the_kept_part_of_a_huge_text_is_encoded(
+    async_renderer: TagRenderer,
 ) -> None:
     huge = [Message("tool", "xyz " * 1_500_000)]
-    await beside.prepare(huge, [TOOL], 50)
-    assert beside._num_known_chars < 60 * MAX_CHARS_A_TOKEN
-    assert len(beside.observation(huge, [TOOL], 50)) < 80
+    await async_renderer.prepare(huge, [TOOL], 50)
+    assert async_renderer._num_known_chars < 60 * MAX_CHARS_A_TOKEN
+    assert len(async_renderer.observation(huge, [TOOL], 50)) < 80
 
 
 async def prepared(renderer: TagRenderer, text: str) -> bool:
@@ -81,7 +83,7 @@ async def prepared(renderer: TagRenderer, text: str) -> bool:
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What people saw on their terminal since the last call."""
+    """The messages shown on the terminal since the last call."""
     found = [one.getMessage() for one in caplog.records if is_shown(one)]
     caplog.clear()
     return found
@@ -101,16 +103,16 @@ def worker_of(renderer: TagRenderer) -> int:
 
 
 async def test_a_process_that_is_killed_is_replaced_at_once(
-    beside: TagRenderer, caplog: pytest.LogCaptureFixture
+    async_renderer: TagRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await prepared(beside, TEXTS[0])
-    os.kill(worker_of(beside), signal.SIGKILL)
-    several = [prepared(beside, TEXTS[0] + "!" * count) for count in range(1, 5)]
+    assert await prepared(async_renderer, TEXTS[0])
+    os.kill(worker_of(async_renderer), signal.SIGKILL)
+    several = [prepared(async_renderer, TEXTS[0] + "!" * count) for count in range(1, 5)]
     assert await asyncio.gather(*several) == [True] * 4
-    server = pool_of(beside)._server
+    server = pool_of(async_renderer)._server
     assert server is not None
     server._process.kill()  # and its worker with it
-    assert await prepared(beside, TEXTS[0] + "again")
+    assert await prepared(async_renderer, TEXTS[0] + "again")
     assert shown(caplog) == []
 
 
@@ -120,52 +122,52 @@ async def hang(renderer: TagRenderer, seconds: float) -> None:
     os.kill(worker_of(renderer), signal.SIGSTOP)
 
 
-async def test_a_process_that_hangs_starts_again_and_texts_are_encoded_here_until_then(
-    beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_meanwhile(
+    async_renderer: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts that were lost together are one loss."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.4)
-    assert beside.encoder is not None
-    beside.encoder = Encoder(beside.tokenizer, beside.special_ids)
-    assert await prepared(beside, TEXTS[0])
-    await hang(beside, 0.3)
-    several = [prepared(beside, TEXTS[0] + "!" * count) for count in range(1, 5)]
+    assert async_renderer.encoder is not None
+    async_renderer.encoder = Encoder(async_renderer.tokenizer, async_renderer.special_ids)
+    assert await prepared(async_renderer, TEXTS[0])
+    await hang(async_renderer, 0.3)
+    several = [prepared(async_renderer, TEXTS[0] + "!" * count) for count in range(1, 5)]
     assert await asyncio.gather(*several) == [False] * 4
     (told,) = shown(caplog)
     assert "stopped after 0.3 s" in told
     assert "texts are tokenized on the event loop for" in told
-    assert not await prepared(beside, TEXTS[0] + "before its time")
-    pool_of(beside).max_asleep_s = 60.0
+    assert not await prepared(async_renderer, TEXTS[0] + "before its time")
+    pool_of(async_renderer).max_asleep_s = 60.0
     await asyncio.sleep(0.7)
-    assert await prepared(beside, TEXTS[0] + "then")
+    assert await prepared(async_renderer, TEXTS[0] + "then")
     assert shown(caplog) == []
-    await beside.encoder.close()
+    await async_renderer.encoder.close()
 
 
-async def test_a_process_that_fails_three_times_in_a_row_is_done_without(
-    beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
+    async_renderer: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has answered in between was none of them."""
+    """Failures with a success in between do not count."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
-    beside.encoder = Encoder(beside.tokenizer, beside.special_ids)
+    async_renderer.encoder = Encoder(async_renderer.tokenizer, async_renderer.special_ids)
     for text in ("one", "two", "three", "four"):
-        assert await prepared(beside, TEXTS[0] + text)
-        await hang(beside, 0.2)
-        assert not await prepared(beside, TEXTS[0] + text + text)
-        pool_of(beside).max_asleep_s = 60.0
+        assert await prepared(async_renderer, TEXTS[0] + text)
+        await hang(async_renderer, 0.2)
+        assert not await prepared(async_renderer, TEXTS[0] + text + text)
+        pool_of(async_renderer).max_asleep_s = 60.0
     assert len(shown(caplog)) == 4
-    pool_of(beside).close()
+    pool_of(async_renderer).close()
     monkeypatch.setattr(worker_pool.sys, "executable", "/nowhere/python")
     for count in range(5):
-        assert not await prepared(beside, TEXTS[0] + "?" * count)
+        assert not await prepared(async_renderer, TEXTS[0] + "?" * count)
     told = shown(caplog)
     assert len(told) == 2
     assert "no process for workers: " in told[0]
     assert "on the event loop from now on" in told[1]
-    await beside.encoder.close()
+    await async_renderer.encoder.close()
 
 
-async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
+async def test_closing_ends_the_process_and_pending_requests(tokenizer: Any) -> None:
     one = Encoder(tokenizer)
     await one.encode("begin")
     assert one._pool is not None
@@ -182,7 +184,7 @@ async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> Non
         await one.encode("late")
 
 
-async def test_a_tokenizer_of_another_kind_stays_here() -> None:
+async def test_an_unsupported_tokenizer_encodes_in_this_process() -> None:
     class Plain:
         all_special_tokens = ()
         eos_token_id = 0
@@ -195,14 +197,14 @@ async def test_a_tokenizer_of_another_kind_stays_here() -> None:
 
 
 @given(ids=st.lists(st.integers(0, 700), max_size=30))
-def test_texts_of_ids_are_those_of_the_tokenizer(tokenizer: Any, ids: list[int]) -> None:
+def test_decoded_texts_equal_those_of_the_tokenizer(tokenizer: Any, ids: list[int]) -> None:
     """Special tokens, ids that mean nothing, and halves of characters among them."""
     keys = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     assert len(tokenizer) < 700
     assert decoder(tokenizer)(ids) == tokenizer.decode(ids, **keys)
 
 
-def test_texts_of_characters_that_are_cut_are_those_of_the_tokenizer(tokenizer: Any) -> None:
+def test_decoded_texts_of_split_characters_equal_those_of_the_tokenizer(tokenizer: Any) -> None:
     ids = [token for text in TEXTS for token in tokenizer.encode(text[:200])]
     for start in range(len(ids)):
         part = ids[start : start + 5]

@@ -1,5 +1,5 @@
-"""The endpoint over HTTP: the three APIs say the same, streams add up to replies, and a damaged
-request of any kind ends with the right name in the form of its API."""
+"""The endpoint over HTTP: the three APIs have the same content, streams add up to replies, and a
+damaged request of any kind gets the right error in the form of its API."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def request(api: str, *, stream: bool = False) -> Json:
 
 
 def answered(api: str, body: Json, reply: Json) -> Json:
-    """The request that goes on: the reply as it came, and a result."""
+    """The next request: the unchanged reply, and a result."""
     body = copy.deepcopy(body)
     if api == "chat":
         message = reply["choices"][0]["message"]
@@ -147,7 +147,7 @@ ENDS = {"chat": ("tool_calls", "stop"), "responses": ("completed", "completed"),
 
 @pytest.mark.parametrize("protocol", ["native", "tags"])
 @pytest.mark.parametrize("api", PATHS)
-def test_a_call_and_what_follows_it(api: str, protocol: str) -> None:
+def test_a_call_and_its_result(api: str, protocol: str) -> None:
     async def work(client: Client) -> None:
         body = request(api)
         first = await client.ask(PATHS[api], body)
@@ -209,7 +209,7 @@ def test_a_stream_adds_up_to_the_reply(api: str) -> None:
     run(work)
 
 
-def test_a_conversation_that_comes_back_as_served_keeps_its_tokens() -> None:
+def test_an_unchanged_conversation_keeps_its_tokens() -> None:
     """A turn whose text other tokens could also spell is not encoded again."""
     prompts: list[str] = []
 
@@ -257,7 +257,7 @@ def test_choices_stops_limits_and_logprobs() -> None:
 
 
 class Failing(ScriptedEngine):
-    """Fails as it is told, after some tokens of a stream."""
+    """Raises `error` after some tokens of a stream."""
 
     error: Exception | None = None
     begun: asyncio.Event
@@ -282,7 +282,7 @@ FAILURES = {"engine": EngineError("it failed"), "engine_dead": EngineDeadError("
 
 @pytest.mark.parametrize("api", PATHS)
 @pytest.mark.parametrize("name", FAILURES)
-def test_an_engine_that_fails_has_its_name_also_within_a_stream(name: str, api: str) -> None:
+def test_an_engine_error_is_named_in_a_reply_and_in_a_stream(name: str, api: str) -> None:
     async def work(client: Client) -> None:
         Failing.error, Failing.over = FAILURES[name], asyncio.Event()
         status, data = await client.post(PATHS[api], request(api))
@@ -298,7 +298,7 @@ def test_an_engine_that_fails_has_its_name_also_within_a_stream(name: str, api: 
     run(work, engine=Failing)
 
 
-def test_a_client_that_goes_away_stops_its_turn() -> None:
+def test_a_client_that_disconnects_stops_its_turn() -> None:
     async def work(client: Client) -> None:
         Failing.error, Failing.begun, Failing.over = None, asyncio.Event(), asyncio.Event()
         asking = asyncio.create_task(client.post(PATHS["chat"], request("chat")))
@@ -309,7 +309,7 @@ def test_a_client_that_goes_away_stops_its_turn() -> None:
     run(work, engine=Failing)
 
 
-# Damage. Each kind says which names a request may end with; whatever happens, no other status.
+# Damage. Each kind lists the allowed errors of a request; no other status may occur.
 
 FINE = "fine"
 WRONG: tuple[Any, ...] = (None, True, -1, 3.5, "x", [], {}, [[]], [{}], {"a": 1}, "\ud800", 10**30,
@@ -381,7 +381,7 @@ NUM_DAMAGED = 3000
 
 
 @pytest.mark.slow
-def test_a_damaged_request_ends_with_the_right_name() -> None:
+def test_a_damaged_request_is_answered_with_the_right_error() -> None:
     async def work(client: Client) -> None:
         rng, seen = Random(3), Counter[str]()
         wholes = {}
@@ -401,7 +401,7 @@ def test_a_damaged_request_ends_with_the_right_name() -> None:
             seen[name] += 1
         assert seen[FINE] > 100
         assert len(seen) >= 5
-        for api in PATHS:  # and it goes on
+        for api in PATHS:  # and the server continues
             await client.ask(PATHS[api], request(api))
 
     run(work)

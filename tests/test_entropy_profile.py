@@ -19,7 +19,7 @@ def make_tree() -> TrajectoryTree:
     tree.add(first, entropies=[2.0, 5.0])  # a fork at the same result
     tree.add(second, entropies=[6.0, 1.0, 1.0])
     tree.add(root, entropies=[2.0])
-    tree.add(root)  # failed before it said anything
+    tree.add(root)  # failed before any token
     return tree
 
 
@@ -39,7 +39,7 @@ def test_a_window_weighs_positions_by_their_turns() -> None:
     assert math.isnan(entropy_profile([]).start.window(20))
 
 
-def test_rows_are_a_table_of_all_curves() -> None:
+def test_the_rows_of_a_profile_contain_all_curves() -> None:
     rows = entropy_profile([make_tree()]).rows()
     assert {row["curve"] for row in rows} == {
         "start",
@@ -66,7 +66,7 @@ def test_profiles_of_parts_merge_to_that_of_all() -> None:
         assert merged.curves()[name].mean == pytest.approx(curve.mean)
 
 
-def test_made_up_tools_do_not_grow_a_merged_profile() -> None:
+def test_invented_tools_do_not_grow_a_merged_profile() -> None:
     merged = EntropyProfile()
     for number in range(3 * MAX_TOOLS):
         tree = TrajectoryTree(Task("t", "toy", "q", ("a",)))

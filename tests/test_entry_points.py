@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "tests" / "example_package"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example package, installed by pip into a folder of its own, without a network."""
+    """The example package, installed by pip into a separate folder, without a network."""
     folder = tmp_path_factory.mktemp("example")
     source = folder / "source"
     subprocess.run(["cp", "-r", str(EXAMPLE), str(source)], check=True)

@@ -1,4 +1,4 @@
-"""An environment in another process is one like any other, whatever becomes of the process."""
+"""An environment in another process behaves like any other, through any failure of the process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Host:
         self.ends[name].close()  # as the end of a process does
 
     async def kill(self, name: str) -> Left:
-        """The process is gone at once, and what it held with it."""
+        """The process dies immediately, with its environments."""
         self.links[name].abort()
         await self.serving[name]
         return await self.joined[name]
@@ -106,7 +106,7 @@ async def begun(host: Host, task: Task = TASK) -> WorkerEnv:
     return env
 
 
-async def test_one_that_conforms_here_conforms_there() -> None:
+async def test_a_conforming_environment_also_conforms_in_a_process() -> None:
     host = Host(ShoutingEnv)
     for name in "ab":
         await host.add(name)
@@ -121,7 +121,7 @@ def far_actor(host: Host, **others: Any) -> Actor:
     return actor
 
 
-def test_trees_are_those_of_environments_that_are_here() -> None:
+def test_trees_of_remote_environments_equal_those_of_local_ones() -> None:
     async def work(host: Host) -> list[Any]:
         actor = far_actor(host)
         trees = [actor.rollout(TASK, PLAN, index=index) for index in range(3)]
@@ -132,11 +132,11 @@ def test_trees_are_those_of_environments_that_are_here() -> None:
     assert found == list(map(grown, here))
 
 
-def test_they_go_where_there_are_fewest() -> None:
+def test_environments_are_placed_on_the_least_loaded_process() -> None:
     async def work(host: Host) -> list[int]:
         envs = [await begun(host) for _ in range(4)]
         forks = [await envs[0].fork() for _ in range(2)]
-        other = await begun(host)  # beside the two that have no forks
+        other = await begun(host)  # next to the two without forks
         counts = [one.num_envs for one in host.workers.workers.values()]
         for env in (*envs, *forks, other):
             await env.close()
@@ -147,8 +147,8 @@ def test_they_go_where_there_are_fewest() -> None:
     assert hosted(work, "ab") == [3, 4]
 
 
-def test_a_process_that_is_lost_costs_no_trajectory() -> None:
-    """Steps are taken again in fresh environments, led to the same place."""
+def test_a_lost_process_costs_no_trajectory() -> None:
+    """Steps are repeated in fresh environments, replayed to the same state."""
 
     async def work(host: Host) -> tuple[Any, Left]:
         actor = far_actor(host, latency_s=0.0, engine={"latency_s": 10.0})
@@ -164,7 +164,7 @@ def test_a_process_that_is_lost_costs_no_trajectory() -> None:
     assert left.rest.startswith("the rollouts of its ")
 
 
-def test_what_is_asked_of_a_lost_process_fails_and_its_environments_close() -> None:
+def test_requests_to_a_lost_process_fail_and_its_environments_can_be_closed() -> None:
     async def work(host: Host) -> None:
         env = await begun(host)
         stepping = asyncio.create_task(env.step(SEARCH))
@@ -195,7 +195,7 @@ def test_without_processes_rollouts_end() -> None:
     hosted(work)
 
 
-def test_nobody_waits_for_a_process_when_the_run_ends() -> None:
+def test_waits_for_a_process_end_with_the_run() -> None:
     async def work(host: Host) -> None:
         waiting = asyncio.create_task(host.workers.place())
         await asyncio.sleep(1.0)
@@ -206,7 +206,7 @@ def test_nobody_waits_for_a_process_when_the_run_ends() -> None:
     hosted(work, "")
 
 
-def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
+def test_a_step_that_blocks_its_process_is_a_crash_only_if_it_was_alone() -> None:
     async def work(host: Host, num: int) -> list[BaseException]:
         envs = [await begun(host) for _ in range(num)]
         steps = [asyncio.create_task(env.step(SEARCH)) for env in envs]
@@ -239,7 +239,7 @@ class Placed(EnvWrapper):
         return await super().step(action)
 
 
-def test_the_clock_of_a_rollout_stands_while_its_environment_waits() -> None:
+def test_the_clock_of_a_rollout_stops_while_its_environment_waits() -> None:
     async def work(host: Host) -> tuple[float, list[str]]:
         env = await begun(host)
         with working(WorkClock()) as clock:
@@ -257,7 +257,7 @@ def test_the_clock_of_a_rollout_stands_while_its_environment_waits() -> None:
     assert seen == ["a place", "the tool 'search'", ""]
 
 
-def test_a_call_that_its_process_has_not_come_to_counts_for_nobody() -> None:
+def test_a_call_not_yet_started_by_its_process_does_not_count_as_work() -> None:
     async def work(host: Host) -> float:
         env = await begun(host)
         link, held = host.ends["a"], []
@@ -313,7 +313,7 @@ def bugs_of(make: Callable[[Host, Task], Awaitable[Env]]) -> list[str]:
     return hosted(work, make=lambda task: Buggy(CountingEnv(task)))
 
 
-def test_a_bug_is_told_as_it_would_be_here() -> None:
+def test_a_bug_is_reported_like_that_of_a_local_environment() -> None:
     async def far(host: Host, task: Task) -> Env:
         return host.workers.make(task)
 
@@ -324,7 +324,7 @@ def test_a_bug_is_told_as_it_would_be_here() -> None:
     assert finish == "the environment's finish must return (reward, info), got 'finished'"
 
 
-def test_bugs_here_fail_a_rollout_and_not_the_run() -> None:
+def test_bugs_of_local_environments_fail_a_rollout_but_not_the_run() -> None:
     """Also those of reset and finish that return something else than they should."""
     for question in ("reset", "finish"):
         actor = make_actor(limits=Limits(max_turns=1, max_failures=0))
@@ -353,7 +353,7 @@ def test_a_cancelled_fork_leaves_no_copy() -> None:
 
 
 class Stuck(EnvWrapper):
-    """Closes only when it is told to stop closing."""
+    """Closes only when the close is cancelled."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(CountingEnv(task))
@@ -366,7 +366,7 @@ class Stuck(EnvWrapper):
 
 
 def pending_of(host: Host) -> list[Any]:
-    """What either side of the first process still waits for."""
+    """The pending requests of either side of the first process."""
     server = host.servers["a"]
     return [*host.workers.workers["a"].calls, *server._calls, *server._of, *server._envs]
 
@@ -384,8 +384,8 @@ def test_a_close_that_hangs_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S / 2, TIMEOUT_S, TIMEOUT_S * 2])
-def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None:
-    """The actor has its own deadline for it. Nor does the loop tell of it at the end."""
+def test_an_abandoned_close_leaves_no_task(timeout_s: float) -> None:
+    """The actor has its own deadline for it. Nor does the loop report it at the end."""
 
     async def work(host: Host) -> None:
         envs = OpenEnvs(timeout_s)
@@ -404,7 +404,7 @@ def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None
     hosted(work, make=Stuck)
 
 
-async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) -> None:
+async def test_a_process_applies_the_limit_of_its_configuration(tmp_path: Path) -> None:
     env_id = f"{__name__}:Stuck"
     limits = Limits(env_timeout_s=0.01)
     settings = EnvSettings(env=EnvConfig(id=env_id), limits=limits, prompt=PromptConfig())
@@ -425,7 +425,7 @@ async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) ->
 
 
 class Tally:
-    """What all environments of a process share."""
+    """A counter shared by all environments of a process."""
 
     num = 0
 
@@ -441,7 +441,7 @@ class Counted(EnvWrapper):
         return await super().step(action)
 
 
-def test_what_environments_count_is_kept_of_a_process_that_is_lost() -> None:
+def test_counters_of_a_lost_process_are_kept() -> None:
     async def work(host: Host) -> list[float]:
         env = await begun(host)
         for _ in range(3):

@@ -30,7 +30,7 @@ def evaluated(tasks: list[Task], **keys: Any) -> list[TrajectoryTree]:
     return run_virtual(evaluate(make_actor(), tasks, **keys))
 
 
-def test_a_tree_a_task_with_its_samples_in_order() -> None:
+def test_each_task_has_one_tree_with_its_samples_in_order() -> None:
     trees = evaluated(TASKS, num_samples=3)
     assert [tree.task for tree in trees] == TASKS
     assert [tree.index for tree in trees] == list(range(6))
@@ -45,7 +45,7 @@ def test_a_tree_a_task_with_its_samples_in_order() -> None:
             assert path[0].observation_ids
 
 
-def test_samples_depend_on_neither_order_nor_number_nor_concurrency() -> None:
+def test_samples_are_independent_of_order_number_and_concurrency() -> None:
     many = texts(evaluated(TASKS, num_samples=4))
     assert len({str(sample) for sample in many["t0"]}) > 1
     one = texts(evaluated(TASKS[::-1], num_samples=1, concurrency=1))
@@ -54,7 +54,7 @@ def test_samples_depend_on_neither_order_nor_number_nor_concurrency() -> None:
         assert found == {name: many[name][: len(own)] for name, own in found.items()}
 
 
-def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
+def test_a_failure_is_retried_with_the_same_seeds() -> None:
     limits = Limits(max_failed_share=1.0)
     actor, calm = make_actor(limits=limits), texts(evaluated(TASKS, num_samples=2))
     answers: list[Answer] = []
@@ -78,7 +78,7 @@ def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
     assert actor.envs.count == 0
 
 
-def test_no_more_than_asked_are_in_flight() -> None:
+def test_the_number_of_tasks_in_flight_is_bounded_by_concurrency() -> None:
     actor, seen = make_actor(), []
     generate = actor.engine.generate
 

@@ -26,13 +26,13 @@ from tests.support.warehouse import ROOT
 TOML = ROOT / "examples" / "agent" / "train.toml"
 
 
-def test_demonstrations_are_right_and_giving_up_earns_nothing() -> None:
+def test_demonstrations_are_right_and_giving_up_has_no_reward() -> None:
     rows = [world.question(Random(f"{kind} {n}"), kind) for kind in world.KINDS for n in range(5)]
     assert all(row["success"] for row in demonstrate(world.TwinEnv, rows, world.solve))
     assert not any(row["reward"] for row in demonstrate(world.TwinEnv, rows, world.give_up))
 
 
-def test_the_time_of_a_trajectory_stands_beside_the_work_that_it_is_for() -> None:
+def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment() -> None:
     text = TOML.read_text()
     limits = tomllib.loads(text)["limits"]
     reason = re.search(r"^max_seconds = \d+  # of work: (\d+) tokens at (\d+) a second", text, re.M)

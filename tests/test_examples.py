@@ -40,7 +40,7 @@ CALLS = {
 
 
 def guess(prompt: str, rng: Random) -> str:
-    """A turn of a policy that knows the forms of all examples, and what results say."""
+    """A turn of a policy that knows the call forms of all examples and the meaning of results."""
     results = prompt.split("<result>\n")[1:]
     if results and rng.random() < 0.5:
         number = [word for word in results[-1].partition("\n")[0].split() if word.isdigit()]
@@ -72,7 +72,7 @@ def parts(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None:
+def test_demonstrations_are_right_and_giving_up_has_no_reward(name: str) -> None:
     env, world = parts(name)
     rows = [world.question(Random(f"{kind} {n}"), kind) for kind in world.KINDS for n in range(5)]
     solved = demonstrate(env, rows, world.solve)
@@ -81,7 +81,7 @@ def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_the_time_of_a_trajectory_stands_beside_the_work_that_it_is_for(name: str) -> None:
+def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> None:
     """So many tokens at a speed, within the seconds."""
     text = (ROOT / "examples" / name / "train.toml").read_text()
     limits = tomllib.loads(text)["limits"]
@@ -102,7 +102,7 @@ async def test_the_environment_keeps_its_contract(name: str) -> None:
     await close_shared()
 
 
-async def test_an_order_in_a_fork_leaves_the_shop_of_its_parent() -> None:
+async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> None:
     from agentenv import Message
     from agentenv.tags import tag_calls
 
@@ -130,7 +130,7 @@ async def test_an_order_in_a_fork_leaves_the_shop_of_its_parent() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENVS)
-def test_it_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
+def test_an_example_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
     from tests.support.rank_here import rank_here  # loads torch
 
     config = str(ROOT / "examples" / name / "train.toml")

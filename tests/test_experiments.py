@@ -267,7 +267,7 @@ def test_a_fork_point_is_worth_what_its_siblings_bring() -> None:
 
 def test_a_report_of_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
     assert algorithms.main(["--out", str(tmp_path), "--report-only"]) == 1
-    assert "there is no finished arm" in capsys.readouterr().err
+    assert "no finished arm" in capsys.readouterr().err
 
 
 def study(tmp_path: Path, arms: tuple[str, ...]) -> dict[str, Any]:
@@ -323,5 +323,5 @@ def test_a_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> No
     folder = tmp_path / "study" / "seed-7"
     (folder / "arpo.toml").write_text("[run]\n")
     assert train(folder, "arpo", {"run": {}})
-    with pytest.raises(DataError, match="is done with other settings than these"):
+    with pytest.raises(DataError, match="was made with other settings"):
         train(folder, "arpo", {"run": {"seed": 1}})

@@ -100,7 +100,7 @@ def test_kinds_are_counted_together_and_the_most_frequent_named() -> None:
     assert not one.value.is_of_engine
 
 
-def test_an_outage_that_was_waited_out_and_a_person_do_not_count() -> None:
+def test_outages_and_manual_cancellations_do_not_count() -> None:
     failures = Failures(0.0, strict=True)
     for error in (OutageError("gone for 300 s"), CancelledRolloutError("by hand")):
         failures.add(failure_of(error, TASK))
@@ -122,7 +122,7 @@ def test_tools_that_are_down_do_not_count_in_rollouts() -> None:
     assert actor.failures.num == 2
 
 
-def test_strict_ends_at_the_first_bug_and_at_nothing_else() -> None:
+def test_strict_ends_only_at_the_first_bug() -> None:
     failures = Failures(1.0, strict=True)
     failures.add(None)
     failures.add(failure_of(EnvError("down"), TASK))
@@ -130,7 +130,7 @@ def test_strict_ends_at_the_first_bug_and_at_nothing_else() -> None:
         failures.add(failure_of(CrashError("the tool 'x' raised KeyError"), TASK))
 
 
-def test_an_attempt_that_is_tried_again_is_logged_and_no_failure_of_a_rollout() -> None:
+def test_a_retried_attempt_is_logged_but_is_not_a_failed_rollout() -> None:
     failures = Failures(0.0, strict=False)
     failures.add(failure_of(EnvError("down"), TASK), again=True)
     failures.add(None)
@@ -144,7 +144,7 @@ def test_a_short_run_is_judged_at_its_end() -> None:
     failures = Failures(0.25, strict=False)
     for _ in range(5):
         failures.add(failure_of(EnvError("closed"), TASK))
-    failures.check_share()  # of five, a share says little
+    failures.check_share()  # of five, a share means little
     for _ in range(15):
         failures.add(None)
     failures.check_share()  # a quarter is allowed
@@ -179,7 +179,7 @@ def test_each_text_is_logged_once_with_its_place_and_again_with_its_count(
     assert f"{number} x EnvError: order " in last
 
 
-def test_where_no_code_of_a_user_raised_the_environment_is_named(
+def test_the_environment_is_named_if_no_user_code_raised(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     FailureLog().add(failure_of(EnvError("lost"), TASK), None, "worker-3")
@@ -188,7 +188,7 @@ def test_where_no_code_of_a_user_raised_the_environment_is_named(
     ]
 
 
-def test_numbers_task_ids_and_arguments_do_not_tell_texts_apart(
+def test_texts_that_differ_in_numbers_ids_or_arguments_are_one_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = FailureLog()
@@ -222,7 +222,7 @@ def test_secrets_are_redacted_and_texts_bounded(
     assert len(line) < 1200
 
 
-def test_very_many_texts_are_counted_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_different_texts_are_counted_by_kind(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
     for number in range(2 * MAX_TEXTS):
         text = "".join("ghijklmnop"[int(digit)] for digit in str(number))

@@ -1,10 +1,10 @@
-"""What a coroutine does at its end, it does also when it is cancelled once more meanwhile.
+"""The cleanup of a coroutine also runs if it is cancelled again meanwhile.
 
-A second cancellation of a task is ordinary: the deadline of a branch fires, and its tree is given
-up while the request that it had still ends. It is raised by whatever the task awaits then. So
-nothing may stand behind an await in a `finally`, nor in an `except` for cancellations, but in the
-`finally` of a `try` around that await. `uncancelled` is such an await too: it comes to its end, and
-then it raises the cancellation.
+A second cancellation of a task is ordinary: the deadline of a branch fires, and its tree is
+cancelled while the request of the branch still ends. The current await of the task raises it. So no
+statement may follow an await in a `finally`, nor in an `except` for cancellations, except in the
+`finally` of a `try` around that await. `uncancelled` is such an await too: it ends, and then it
+raises the cancellation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def awaits(node: ast.AST) -> bool:
 
 
 def is_last(statement: ast.stmt) -> bool:
-    """Whether it needs no other to have ended: it ends the block, with what goes on anyway."""
+    """Whether it requires no other statement to have run: it only ends the block, which ends
+    anyway."""
     return isinstance(statement, ast.Raise | ast.Return | ast.Pass | ast.Continue | ast.Break)
 
 
 def blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
-    """Those inside of a statement in which an await may be followed by others. What follows the
-    `try` of a `finally` is safe, what stands in its `finally` is looked at by itself."""
+    """The statements after an await within this one. Statements after the `try` of a `finally` are
+    safe; its `finally` block is checked separately."""
     if isinstance(statement, ast.Try | ast.TryStar):
         yield statement.body
         for handler in statement.handlers:
@@ -63,7 +64,7 @@ def lost(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def endings(function: ast.AST) -> Iterator[Sequence[ast.stmt]]:
-    """What is done at the end of something, whatever ends it."""
+    """Cleanup blocks, which run at any end."""
     for node in ast.walk(function):
         if isinstance(node, ast.Try | ast.TryStar):
             yield node.finalbody
@@ -74,7 +75,7 @@ def endings(function: ast.AST) -> Iterator[Sequence[ast.stmt]]:
 
 
 def lost_in(source: str) -> list[str]:
-    """What a second cancellation skips, as "function, line: statement"."""
+    """The statements skipped by a second cancellation, as "function, line: statement"."""
     found = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.AsyncFunctionDef):
@@ -85,7 +86,7 @@ def lost_in(source: str) -> list[str]:
     return found
 
 
-def test_nothing_stands_behind_an_await_at_the_end_of_a_coroutine() -> None:
+def test_no_statement_follows_an_await_in_a_finally_block() -> None:
     found = [
         f"{path.relative_to(ROOT)} {one}"
         for package in PACKAGES
@@ -112,7 +113,7 @@ def test_nothing_stands_behind_an_await_at_the_end_of_a_coroutine() -> None:
         "        del held[key]",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     assert len(lost_in(f"async def f():\n    try:\n        await work()\n    {planted}\n")) == 1
 
 
@@ -126,5 +127,5 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "finally:\n        task.add_done_callback(lambda task: held.pop(key))",
     ],
 )
-def test_the_walk_knows_what_is_safe(safe: str) -> None:
+def test_the_walk_accepts_safe_code(safe: str) -> None:
     assert lost_in(f"async def f():\n    try:\n        await work()\n    {safe}\n") == []

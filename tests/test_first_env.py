@@ -69,7 +69,9 @@ async def test_the_stateful_tools_keep_the_contract(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_trains_and_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_is_trained_and_evaluated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.support.rank_here import rank_here  # loads torch
 
     assert train.main(["prices.toml", "--dry-run"]) == 0

@@ -1,5 +1,5 @@
-"""Forecasts: what a run learns of its trees tells mixed places from settled ones, and an untaught
-forecast changes nothing."""
+"""Forecasts: a trained forecast distinguishes mixed places from settled ones, and an untrained one
+changes nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def auc(scores: Sequence[float], differ: Sequence[bool]) -> float:
     return float((one > other).mean() + 0.5 * (one == other).mean())
 
 
-def test_the_fit_finds_what_success_depends_on(taught: Forecaster) -> None:
+def test_the_fit_finds_the_features_of_success(taught: Forecaster) -> None:
     """Held-out trees with three trajectories: its p is nearer to the truth than the tree's own."""
     rows = []
     for index in range(300):
@@ -106,7 +106,7 @@ def test_the_fit_finds_what_success_depends_on(taught: Forecaster) -> None:
     assert abs(x[3]) < 0.5, "entropy is noise"
 
 
-def test_the_forecast_tells_places_whose_siblings_differ_better_than_entropy(
+def test_the_forecast_finds_mixed_places_better_than_entropy(
     taught: Forecaster,
 ) -> None:
     learned, of_tree, entropy, differ = [], [], [], []
@@ -154,7 +154,7 @@ def relabelled(tree: TrajectoryTree, rng: Random) -> TrajectoryTree:
     return other
 
 
-def test_relabelling_of_children_changes_nothing(taught: Forecaster) -> None:
+def test_relabeling_of_children_changes_nothing(taught: Forecaster) -> None:
     found = []
     for number in range(4):
         forecaster = Forecaster(msgspec.convert(msgspec.to_builtins(taught.known), Known))
@@ -177,7 +177,7 @@ def test_before_anything_is_learned_the_score_is_that_of_the_tree() -> None:
         assert Spread(8, 2, learns=True).scores(with_forecast(tree, untaught)) == pytest.approx(own)
 
 
-def test_trees_without_a_mixed_or_a_finished_place_teach_no_weights() -> None:
+def test_trees_without_a_mixed_or_finished_place_do_not_change_the_weights() -> None:
     forecaster = Forecaster(Known())
     alone = synthetic(0, 6, 1)
     assert forecaster.learn([alone]) == {}
@@ -200,16 +200,16 @@ def test_the_weights_minimize_the_log_loss_and_the_ridge() -> None:
     assert x.T @ (share * (p - y)) + w == pytest.approx(np.zeros(NUM_FEATURES), abs=1e-6)
 
 
-def test_what_was_learned_fades(taught: Forecaster) -> None:
-    """Nine tenths of what is known are kept at each update, and the ridge pulls back to the tree's
-    own estimate."""
+def test_earlier_observations_decay(taught: Forecaster) -> None:
+    """Nine tenths of the precision are kept at each update, and the ridge pulls back to the
+    estimate of the tree."""
     forecaster = Forecaster(msgspec.convert(msgspec.to_builtins(taught.known), Known))
     before = np.array(forecaster.known.precision)
     forecaster.learn([])
     assert np.array(forecaster.known.precision) == pytest.approx(0.9 * before)
 
 
-def test_calls_still_to_come_are_averages_by_depth(taught: Forecaster) -> None:
+def test_expected_remaining_calls_are_averages_by_depth(taught: Forecaster) -> None:
     calls = [taught.known.calls[str(depth)] for depth in range(TURNS + 1)]
     assert calls == pytest.approx([TURNS - depth for depth in range(TURNS + 1)])
 

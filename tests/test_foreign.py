@@ -1,4 +1,4 @@
-"""What we did not write is decoded in one place, where every failure is an error of ours."""
+"""Foreign data is decoded in one place, where every failure is an error of ours."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DECODERS = re.compile(
     r"|(response|request|reply)\.json"
 )
 IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
-# What these decode was written by this program, or is the configuration, which has errors of its
-# own, or they run where agentenv is not.
+# Files that decode data of this program, or the configuration, which has its own errors, or that
+# run without agentenv.
 OURS = {
     "agentenv/errors.py": "a file of pip",
     "agentenv/archive.py": "a run directory",
@@ -99,7 +99,7 @@ def decoding(path: Path) -> list[int]:
     return found
 
 
-def test_nothing_foreign_is_decoded_elsewhere() -> None:
+def test_foreign_data_is_decoded_only_in_untrusted() -> None:
     found = {}
     for package in PACKAGES:
         for path in sources(package):
@@ -144,12 +144,12 @@ def test_every_failure_is_one_error(data: bytes | str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 100_000, b"\xa1\xff", b"\xd5\xff" * 20])
-def test_messagepack_too(data: bytes) -> None:
+def test_messagepack_failures_are_the_same_error(data: bytes) -> None:
     with pytest.raises(ForeignError):
         decode(data, packed=True)
 
 
-def test_what_is_as_asked_comes_back() -> None:
+def test_valid_data_is_decoded() -> None:
     assert decode(b'{"x": 1, "rest": [1, {}]}', Point) == Point(1.0, [1, {}])
     assert decode('{"x": "\\u00e9"}') == {"x": "é"}
     assert decode(msgspec.msgpack.encode({"x": 2}), Point, packed=True) == Point(2.0)
@@ -167,8 +167,8 @@ def nested(depth: int) -> bytes:
     return b'[{"a":' * (depth // 2) + b"1" + b"}]" * (depth // 2)
 
 
-def test_only_so_deep() -> None:
-    """Also between texts that look like structure, and beside what is flat and long."""
+def test_nesting_depth_is_bounded() -> None:
+    """Also between texts that look like structure, and next to flat, long data."""
     decode(nested(MAX_DEPTH))
     with pytest.raises(ForeignError, match="nested over 100 levels"):
         decode(nested(MAX_DEPTH + 2))
@@ -181,7 +181,7 @@ def test_only_so_deep() -> None:
         decode(flat[:-2] + b'"\\\\", ' + nested(MAX_DEPTH) + b"]")
 
 
-def test_files_of_others_may_hold_nan_and_no_half_characters() -> None:
+def test_foreign_files_may_have_nan_but_no_unpaired_surrogates() -> None:
     assert decode_loose(b'\xef\xbb\xbf{"a": NaN}')["a"] != 0
     assert decode_loose('"\\ud83d\\ude00"') == "😀"
     for data in ('"\\ud83d"', b"\xff", "[" * 100_000, nested(MAX_DEPTH + 2), "{}{}"):
@@ -193,6 +193,6 @@ def test_files_of_others_may_hold_nan_and_no_half_characters() -> None:
             decode_python(text)
 
 
-def test_what_no_encoder_takes_is_replaced() -> None:
+def test_unencodable_characters_are_replaced() -> None:
     assert printable("é😀") == "é😀"
     assert printable("a\ud800b") == "a?b"

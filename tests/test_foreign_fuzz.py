@@ -1,4 +1,4 @@
-"""Whatever bytes come back, a call ends as a result or as an error with the right name.
+"""For any reply bytes, a call ends with a result or with the right error.
 
 3,000 damaged replies and frames in `make test`, 300,000 in `make long`. An error that is none of
 those a target may raise fails its test: it would end a run, or be booked on the wrong account.
@@ -93,7 +93,7 @@ def fuzzed(weight: float = 1.0) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _told() -> Iterator[None]:
+def _print_outcomes() -> Iterator[None]:
     yield
     for target in sorted({target for target, _ in outcomes}):
         ends = {end: number for (one, end), number in outcomes.items() if one == target}
@@ -114,11 +114,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:
-    """The result of a call, None for an error that is allowed; each end is counted."""
+    """The result of a call, None for an allowed error; each end is counted."""
     try:
         found = call()
     except allowed as error:
-        str(error).encode()  # somebody reads it
+        str(error).encode()  # the message is encodable
         outcomes[target, type(error).__name__] += 1
         return None
     outcomes[target, "result"] += 1
@@ -137,7 +137,7 @@ async def ended_async(target: str, call: Awaitable[Any], *allowed: type[Exceptio
 
 
 def written(value: Any) -> None:
-    """What becomes of results: a journal, a record, a tokenizer."""
+    """The uses of results: a journal, a record, a tokenizer."""
     msgspec.json.encode(value)
     repr(value).encode("utf-8", "backslashreplace")
 
@@ -224,7 +224,7 @@ def answering(body: bytes) -> Any:
 
 @fuzzed(0.4)
 @given(damaged_json(CHAT))
-async def test_models_that_are_asked(body: bytes) -> None:
+async def test_replies_of_helper_models(body: bytes) -> None:
     config = {"url": "http://x/v1", "model": "m", "num_retries": 0}
     judge = Judge(JudgeConfig(**config))
     summarizer = Summarizer(SummarizerConfig(**config), ResultCache())
@@ -494,7 +494,7 @@ async def test_servers_of_tools(said: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def cache_file(tmp_path_factory: pytest.TempPathFactory) -> memoryview:
-    """A cache of a hundred searches; no bytes, since hypothesis prints what a test is given."""
+    """A cache of a hundred searches; not bytes, since hypothesis prints the arguments of a test."""
     path = tmp_path_factory.mktemp("cache") / "cache.db"
 
     async def fill() -> None:

@@ -1,4 +1,4 @@
-"""A program that stands in for Python ends as Python would, and takes its fork with it."""
+"""A stand-in for Python ends like Python, and its fork ends with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Start = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts what stands in for Python, with its arguments; it forks the module `forked`."""
+    """Starts the stand-in for Python with its arguments; it forks the module `forked`."""
     (tmp_path / "forked.py").write_text(MODULE)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "WORD": "given"}
     server = ForkServer(sys.executable, [], os.environ)
@@ -49,15 +49,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     server.close()
 
 
-def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
-    """The fork, and what it says of its environment and arguments."""
+def fork_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
+    """The fork, and its report of its environment and arguments."""
     assert process.stdout is not None
     pid, *words = process.stdout.readline().split()
     return psutil.Process(int(pid)), words
 
 
 @pytest.mark.parametrize(("word", "status"), [("end", 3), ("die", -signal.SIGKILL)])
-def test_it_ends_as_the_fork_does(start: Start, word: str, status: int) -> None:
+def test_the_program_ends_with_the_status_of_the_fork(start: Start, word: str, status: int) -> None:
     with start("-u", "-m", "forked", word, "more") as process:
         assert process.stdout is not None
         pid, *words = process.stdout.read().split()
@@ -67,15 +67,15 @@ def test_it_ends_as_the_fork_does(start: Start, word: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_fork_ends_with_it(start: Start, number: int) -> None:
+def test_a_signal_to_the_program_ends_the_fork(start: Start, number: int) -> None:
     with start("-m", "forked", "wait") as process:
-        fork, _ = told(process)
+        fork, _ = fork_of(process)
         process.send_signal(number)
         fork.wait(30)
         assert process.wait(30) == -number
 
 
-def test_all_else_python_itself_runs(start: Start) -> None:
+def test_other_commands_are_run_by_python_itself(start: Start) -> None:
     with start("-c", "import os; print(os.getpid())") as process:
         assert process.stdout is not None
         assert int(process.stdout.read()) == process.pid

@@ -91,7 +91,7 @@ def test_any_characters_are_in_the_space_up_to_its_length() -> None:
     env.close()
 
 
-def test_an_env_that_hangs_is_given_up() -> None:
+def test_an_env_that_hangs_times_out() -> None:
     env = gymnasium.make(ENV_ID, tasks=TASKS, latency_s=1e6, timeout_s=0.05)
     with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
         env.reset(seed=0)
@@ -112,12 +112,12 @@ def test_an_env_needs_tasks(kwargs: dict[str, Any], says: str) -> None:
         gymnasium.make(ENV_ID, **kwargs)
 
 
-def test_a_task_that_is_not_there_is_refused(env: Any) -> None:
+def test_an_unknown_task_is_refused(env: Any) -> None:
     with pytest.raises(ConfigError, match="a number below 5, got 9"):
         env.reset(options={"task": 9})
 
 
-def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
+def test_tasks_can_be_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "Why?", "answer": "x"}))
     env = gymnasium.make(ENV_ID, data=str(tmp_path / "data.jsonl"))
     assert env.reset()[0] == "Why?"
@@ -132,7 +132,7 @@ def test_ids_registered_later_are_known_to_gymnasium_too() -> None:
     del gymnasium.registry["toy/Later-v0"]
 
 
-def test_an_id_that_gymnasium_does_not_take_stays_ours() -> None:
+def test_an_id_that_gymnasium_rejects_is_registered_only_with_us() -> None:
     register("toy/many/parts", "tests.test_gym:PatientEnv")
     assert "toy/many/parts" in registry.env_ids()
     assert "toy/many/parts" not in gymnasium.registry
@@ -150,7 +150,7 @@ def test_gymnasium_is_imported_only_where_it_is_used() -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_a_message_of_no_tool_has_no_calls() -> None:
+def test_a_message_without_a_tool_call_has_no_calls() -> None:
     schema = {"name": "search", "parameters": {"properties": {"query": {}}}}
     for text in ("", "</search>", "<search>x</search> and more", "<python>1</python>"):
         assert agentenv.gym.tag_calls(text, [schema]) == ()
@@ -169,7 +169,7 @@ register("toy/HandingOn-v0", "tests.test_gym:HandingOn")
 
 @pytest.mark.parametrize("env_id", [ENV_ID, "toy/HandingOn-v0"])
 @pytest.mark.parametrize("make", [gymnasium.make, gymnasium.make_vec])
-def test_keywords_that_an_environment_does_not_take_are_refused_when_it_is_made(
+def test_unknown_keywords_are_refused_when_an_environment_is_created(
     env_id: str, make: Any
 ) -> None:
     for wrong in ({"colors": "red"}, {"autoreset": True}):
@@ -180,7 +180,7 @@ def test_keywords_that_an_environment_does_not_take_are_refused_when_it_is_made(
 
 
 @pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode, "SameStep", "NextStep", 3])
-def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) -> None:
+def test_the_autoreset_mode_is_chosen_when_a_vector_env_is_created(mode: Any) -> None:
     if mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, "NextStep"):
         gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode).close()
         return
@@ -189,7 +189,7 @@ def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) ->
 
 
 @pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
-def test_an_action_that_is_no_text_is_refused_and_takes_no_step(env: Any, action: Any) -> None:
+def test_a_non_text_action_is_refused_without_a_step(env: Any, action: Any) -> None:
     env.reset(seed=1)
     with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         env.step(action)
@@ -200,7 +200,7 @@ def test_an_action_that_is_no_text_is_refused_and_takes_no_step(env: Any, action
         many.step(["<search>a</search>", action])
     shown, *_ = many.step(["<search>a</search>", "done"])
     assert shown[0] == " <result>\n1:a\n</result>"  # the first, too
-    many.step(["<search>a</search>", action])  # of one that has ended, none is looked at
+    many.step(["<search>a</search>", action])  # the action of an ended one is ignored
     many.close()
 
 

@@ -53,8 +53,9 @@ def test_a_prefix_is_context_that_counts_as_response() -> None:
     assert (leaf.limit, len(leaf.action_ids)) == (Limit.RESPONSE_TOKENS, 27)
 
 
-class TurnedBack(RolloutHooks):
-    """Takes the first turn again, colder, and goes on from a prompt of its own after the second."""
+class Rewinding(RolloutHooks):
+    """Repeats the first turn at a lower temperature, and continues from a new prompt after the
+    second."""
 
     def sampling(self, branch: Branch) -> SamplingParams:
         self.temperatures = [*getattr(self, "temperatures", []), 0.5 if "~" in branch.name else 1.0]
@@ -72,9 +73,9 @@ class TurnedBack(RolloutHooks):
         return False
 
 
-def test_a_branch_goes_on_from_where_hooks_moved_it() -> None:
+def test_a_branch_continues_where_hooks_moved_it() -> None:
     actor = make_actor()
-    actor.make_hooks = TurnedBack
+    actor.make_hooks = Rewinding
     tree = rollout(actor, Independent(1))
     (leaf,) = tree.leaves()
     assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == [
@@ -89,7 +90,7 @@ def test_a_branch_goes_on_from_where_hooks_moved_it() -> None:
 
 
 class Watching(RolloutHooks):
-    """Notes what ends, and grades what a limit ends."""
+    """Records ended branches, and grades truncated ones."""
 
     ended: list[str]
 
@@ -103,7 +104,7 @@ class Watching(RolloutHooks):
         self.ended.append(branch.name)
 
 
-def test_hooks_are_called_at_every_end_also_of_a_cancelled_branch() -> None:
+def test_hooks_are_called_at_every_end_including_cancellation() -> None:
     actor = make_actor(limits=Limits(max_turns=1))
     ended: list[str] = []
     Watching.ended = ended

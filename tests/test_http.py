@@ -61,7 +61,7 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
     ],
 )
 @pytest.mark.parametrize("body", ['{"error": "no such item"}', "no such item", ""])
-async def test_what_a_status_means(
+async def test_the_error_of_each_status(
     status: int, kind: type, body: str, serve: Callable[[Handler], Awaitable[str]]
 ) -> None:
     async def handler(request: web.Request) -> web.Response:
@@ -77,7 +77,7 @@ async def test_what_a_status_means(
 
 
 async def play(api: HttpClient, **keys: Any) -> str:
-    """What a policy reads of an API in an episode."""
+    """The observations of an API by a policy in an episode."""
 
     @tool
     async def order(number: int) -> str:
@@ -93,7 +93,7 @@ async def play(api: HttpClient, **keys: Any) -> str:
 async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
-    """No policy reads it, whatever it asked for."""
+    """No policy reads it, for any request."""
 
     async def handler(request: web.Request) -> web.Response:
         token = request.headers["Authorization"]
@@ -108,7 +108,7 @@ async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     assert "secret" not in said
 
 
-async def test_what_plays_episodes_before_a_run_says_that_the_token_is_rejected(
+async def test_a_rejected_token_is_reported_by_episodes_before_a_run(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     """The test that `agentenv new` writes, and demonstrations, whose code reads results."""
@@ -136,7 +136,7 @@ async def test_what_plays_episodes_before_a_run_says_that_the_token_is_rejected(
         await asyncio.to_thread(demonstrate, make, [TASK], turn)
 
 
-async def test_a_403_is_read_until_every_request_has_it(
+async def test_a_403_is_an_observation_until_every_request_gets_it(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     """One item may be forbidden; all of them are, where the key is not allowed anything."""
@@ -165,7 +165,7 @@ async def test_a_403_is_read_until_every_request_has_it(
         (None, "the url is None; expected http"),
     ],
 )
-def test_an_url_without_a_scheme_is_refused_where_it_is_given(url: Any, said: str) -> None:
+def test_a_url_without_a_scheme_is_refused_at_construction(url: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         HttpClient(url)
 
@@ -205,7 +205,7 @@ async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
     assert f"HTTP {status}" in said if status else refused in said
 
 
-async def test_answers_are_values_of_json_texts_or_none(
+async def test_responses_are_json_values_texts_or_none(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     async def handler(request: web.Request) -> web.Response:
@@ -233,7 +233,7 @@ async def test_answers_are_values_of_json_texts_or_none(
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 
-async def test_a_login_is_made_once_and_again_when_its_token_ends(
+async def test_a_login_happens_once_and_again_when_its_token_expires(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     logins: list[str] = []
@@ -260,7 +260,7 @@ async def test_a_login_is_made_once_and_again_when_its_token_ends(
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-async def test_a_token_that_no_login_mends_is_no_observation(
+async def test_a_token_that_no_login_renews_is_not_an_observation(
     everywhere: bool, serve: Callable[[Handler], Awaitable[str]]
 ) -> None:
     """Refused everywhere it is an error of configuration; at one path, while other requests are
@@ -292,7 +292,7 @@ async def test_a_token_that_no_login_mends_is_no_observation(
     assert num_logins >= MAX_LOGINS
 
 
-async def test_a_login_that_is_refused_refuses_the_run(
+async def test_a_refused_login_refuses_the_run(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
     async def handler(request: web.Request) -> web.Response:
@@ -307,8 +307,8 @@ async def test_a_login_that_is_refused_refuses_the_run(
             await client.prepare()
 
 
-def test_each_loop_has_a_session_of_its_own_which_ends_with_it() -> None:
-    """Without a word about a session that nobody closed."""
+def test_each_loop_has_its_own_session_which_is_closed_with_it() -> None:
+    """Without a warning about an unclosed session."""
     code = """
 import asyncio
 from aiohttp import web
@@ -398,7 +398,7 @@ async def test_release_is_called_once_where_shared_resources_are_closed() -> Non
     assert one.log[-2:] == ["prepare", "release"]
 
 
-def test_demonstrations_and_the_conformance_kit_release_what_they_prepared() -> None:
+def test_demonstrations_and_the_conformance_kit_release_prepared_tools() -> None:
     one = counted()
     turns = ["<stock>bolts</stock>", "<answer>7</answer>"]
 
@@ -413,7 +413,7 @@ def test_demonstrations_and_the_conformance_kit_release_what_they_prepared() -> 
 
 
 @pytest.mark.parametrize("what", ["prepare", "release"])
-async def test_a_hook_that_fails_keeps_nothing_else_open(
+async def test_a_failing_hook_does_not_keep_other_tools_open(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Counted):
@@ -441,7 +441,7 @@ async def test_a_hook_that_fails_keeps_nothing_else_open(
 
 
 class Flaky:
-    """Raises what a tool of a user raises, the first times that it is called."""
+    """Raises these errors of a user's tool in its first calls."""
 
     def __init__(self, errors: list[Exception]) -> None:
         self.errors = errors
@@ -450,7 +450,7 @@ class Flaky:
     def env(self, task: Task) -> ToolEnv:
         @tool
         async def price(item: str) -> str:
-            """What it costs."""
+            """The price."""
             self.times.append(asyncio.get_running_loop().time())
             if self.errors:
                 raise self.errors.pop(0)
@@ -470,8 +470,8 @@ def refused(status: int, **headers: str) -> aiohttp.ClientResponseError:
     )
 
 
-def test_a_429_is_tried_again_in_a_demonstration_as_in_a_run() -> None:
-    """As an InfraError, and as what raise_for_status raises; not before Retry-After."""
+def test_a_429_is_retried_in_a_demonstration_as_in_a_run() -> None:
+    """As an InfraError, and as an exception of raise_for_status; not before Retry-After."""
     errors = [
         InfraError("429"),
         refused(429),
@@ -494,14 +494,14 @@ async def call(env: ToolEnv) -> str:
     return messages[0].content
 
 
-async def test_a_refusal_of_the_api_is_what_the_policy_reads() -> None:
+async def test_the_policy_reads_a_refusal_of_the_api() -> None:
     shown = await call(Flaky([refused(404)]).env(TASK))
     assert shown == "HTTP 404 Not Found"
     with pytest.raises(CrashError, match="KeyError"):
         await call(Flaky([KeyError("price")]).env(TASK))
 
 
-async def test_an_environment_that_fails_is_played_again_unless_it_is_a_bug() -> None:
+async def test_a_failed_environment_is_retried_unless_it_has_a_bug() -> None:
     from agentenv.cold_start import MAX_FAILURES
     from agentenv.errors import EnvError
 
@@ -531,7 +531,7 @@ async def test_an_environment_that_fails_is_played_again_unless_it_is_a_bug() ->
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
-def test_errors_of_other_libraries_mean_the_same(library: str) -> None:
+def test_errors_of_other_http_libraries_are_classified_the_same_way(library: str) -> None:
     module = pytest.importorskip(library)
     request = module.Request("GET", "http://h/")
     kinds = {429: InfraError, 500: InfraError, 404: ToolError, 401: ToolError}

@@ -1,4 +1,4 @@
-"""The walls between the packages: who may import whom, and what importing must not load."""
+"""The boundaries between the packages: which may import which, and what an import must not load."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_imports_follow_the_order_of_the_packages(structure: dict[str, Any]) -> 
     assert structure["arrows_up"] == []
 
 
-def test_no_circle_of_folders_or_files(structure: dict[str, Any]) -> None:
+def test_folders_and_files_have_no_import_cycle(structure: dict[str, Any]) -> None:
     assert structure["folder_circles"] == []
     assert structure["file_circles"] == []
 
 
-def test_a_circle_through_a_link_or_for_types_alone_is_found(tmp_path: Path) -> None:
+def test_an_import_cycle_through_a_link_or_for_types_only_is_found(tmp_path: Path) -> None:
     for name, text in {
         "envs/search/hit.py": "from agentenv.envs.grading import verdict",
         "envs/grading/verdict.py": (
@@ -70,7 +70,7 @@ def test_a_circle_through_a_link_or_for_types_alone_is_found(tmp_path: Path) -> 
         COMMANDS,
     ],
 )
-def test_importing_loads_nothing_heavy(modules: str) -> None:
+def test_importing_loads_no_heavy_module(modules: str) -> None:
     code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
@@ -187,7 +187,7 @@ def test_the_design_names_every_folder() -> None:
     assert all((ROOT / name).is_dir() for name in others)
 
 
-def test_the_core_says_at_its_door_what_is_in_it() -> None:
+def test_the_docstring_of_the_core_names_every_module() -> None:
     told = ast.get_docstring(ast.parse((ROOT / "agentenv" / "__init__.py").read_text())) or ""
     for path in (ROOT / "agentenv").iterdir():
         is_part = path.suffix == ".py" or (
@@ -197,7 +197,7 @@ def test_the_core_says_at_its_door_what_is_in_it() -> None:
             assert re.search(rf"\b{path.stem}\b", told), f"agentenv/__init__.py: {path.name}"
 
 
-def test_what_the_file_map_answers_is_there() -> None:
+def test_names_in_the_file_map_exist() -> None:
     """Every file that an answer names, and every function and class, in one of those files."""
     table = (ROOT / "docs" / "design.md").read_text().partition("| question | answer |")[2]
     answers = [line for line in table.partition("\n\n")[0].splitlines() if "?" in line]

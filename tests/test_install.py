@@ -1,5 +1,5 @@
-"""The package as users install it: a wheel in an environment of its own, used from a directory that
-holds nothing of the project.
+"""The package as users install it: a wheel in a separate environment, used from a directory without
+files of the project.
 
 The environments download nothing. Each has the wheel, and links to those installed packages that
 its extras ask for and to no others.
@@ -57,14 +57,14 @@ exec "$@"
 """
 
 
-Command = Callable[..., str]  # folder, name of a command, its arguments: what it printed
+Command = Callable[..., str]  # folder, name of a command, its arguments: its output
 
 # The environments.
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from an sdist of what git holds."""
+    """The wheel, built from an sdist of the files in git."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     folder = tmp_path_factory.mktemp("wheel")
@@ -92,7 +92,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(extra: str) -> set[str]:
-    """Names of the packages that the base installation, or an extra, asks for, all the way down."""
+    """Names of the packages that the base installation, or an extra, requires, recursively."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
     waiting = [(Requirement(line), "") for line in [*extras[""], *extras[extra]]]
@@ -115,7 +115,7 @@ def wanted(extra: str) -> set[str]:
 
 
 def environment(folder: Path, wheel: Path, extra: str) -> Path:
-    """The `bin` of a virtual environment with the wheel and what an extra asks for."""
+    """The `bin` of a virtual environment with the wheel and the requirements of an extra."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     pip = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
@@ -164,7 +164,7 @@ def variables_of(bin: Path, **more: str) -> dict[str, str]:
 
 
 def done(bin: Path, folder: Path, *words: str, **variables: str) -> str:
-    """Like `run`, of a command that must end with 0: what it printed."""
+    """Like `run`, for a command that must end with 0: its output."""
     result = run(bin, folder, *words, **variables)
     assert result.returncode == 0, f"{words}:\n{result.stdout}{result.stderr}"
     return result.stdout
@@ -173,7 +173,7 @@ def done(bin: Path, folder: Path, *words: str, **variables: str) -> str:
 # The wheel, and its base installation.
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_none_beside(wheel: Path) -> None:
+def test_the_wheel_has_exactly_the_files_of_the_packages(wheel: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "agentenv", *PACKAGES], cwd=ROOT, capture_output=True, check=True
     )
@@ -188,7 +188,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_none_beside(wheel: Path)
     assert held == there
 
 
-def test_the_base_installation_has_none_of_the_training(base: Path, tmp_path: Path) -> None:
+def test_the_base_installation_has_no_training_packages(base: Path, tmp_path: Path) -> None:
     code = f"import importlib.util as u; print([n for n in {HEAVY} if u.find_spec(n)])"
     assert done(base, tmp_path, "python", "-c", code).strip() == "[]"
 
@@ -220,7 +220,7 @@ def test_each_command_shows_its_help_on_the_base_installation(base: Path, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_command_names_the_extra_that_it_lacks(
+def test_a_command_names_its_missing_extra(
     base: Path, tmp_path: Path, wheel: Path, command: str
 ) -> None:
     """And how to get it: from the wheel that is installed."""
@@ -256,7 +256,7 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
     assert "is not a run" in gone.stdout + gone.stderr
 
 
-# With the extra `train`, in an empty directory, and beside packages of the user's own.
+# With the extra `train`, in an empty directory, and with packages of the user.
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
     assert "success on dev" not in said, "there is nothing to show"
 
 
-def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> None:
+def test_the_error_of_a_former_import_path_names_the_new_one(full: Path, user: Path) -> None:
     """Of a module that the user's own package of that name does not have."""
     text = "from envs.qa_grader import QAGraderEnv\n"
     (user / "older.py").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The journal: from any end of it, a run goes on with the trees that it had finished and begun."""
+"""The journal: from any of its prefixes, a run resumes its finished and unfinished trees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_env_left_open() -> Iterator[None]:
 
 
 async def here(function: Any, *arguments: Any) -> Any:
-    """In place of a thread, which a virtual clock does not know."""
+    """Instead of a thread, which a virtual clock cannot run."""
     return function(*arguments)
 
 
@@ -110,7 +110,7 @@ def grown(
     incarnation: int = 1,
     start: Start | None = None,
 ) -> TrajectoryTree:
-    """A tree that was rolled out with a journal: gone on with, if it has one of that index."""
+    """A tree rolled out with a journal: resumed if the journal has one of that index."""
 
     async def scenario() -> TrajectoryTree:
         written = journal(folder, incarnation=incarnation)
@@ -141,7 +141,7 @@ def read(folder: Path, task: Task = TASK, index: int = 3, settings: str = "s") -
 
 
 def content(tree: TrajectoryTree) -> Any:
-    """All that a tree says; float32 as it is stored."""
+    """All content of a tree; float32 as stored."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float):
@@ -171,7 +171,7 @@ PLANS: dict[str, RolloutPlan] = {
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
-def test_a_finished_tree_is_read_as_it_was(
+def test_a_finished_tree_is_read_back_unchanged(
     tmp_path: Path, name: str, engine: type[ScriptedEngine]
 ) -> None:
     tree = grown(tmp_path, make_actor(engine, faults={"finish": 0.3}), PLANS[name])
@@ -183,8 +183,8 @@ def test_a_finished_tree_is_read_as_it_was(
 
 
 def cuts(folder: Path) -> Iterator[bytes]:
-    """What a crash may leave of a journal of one file: all beginnings that end with a frame, and
-    one that does not."""
+    """The possible remains of a journal of one file after a crash: all prefixes that end with a
+    frame, and one that does not."""
     (path,) = folder.glob("*.frames")
     data = path.read_bytes()
     for offset, size, _ in frames_of(data):
@@ -200,9 +200,9 @@ def paths_by_branch(tree: TrajectoryTree) -> dict[str, list[Any]]:
     }
 
 
-def test_from_every_cut_the_same_trajectories_come_about(tmp_path: Path) -> None:
-    """Roots are independent of each other, so that each ends as it would have without the crash;
-    what is complete is not sampled again."""
+def test_from_every_cut_the_same_trajectories_result(tmp_path: Path) -> None:
+    """Roots are independent of each other, so each ends like without the crash; complete turns are
+    not sampled again."""
     whole = grown(tmp_path / "whole", make_actor(), Independent(4))
     for number, cut in enumerate(cuts(tmp_path / "whole")):
         folder = tmp_path / str(number)
@@ -226,7 +226,7 @@ def test_from_every_cut_the_same_trajectories_come_about(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["forks", "aepo", "uniform", "rounds"])
 @pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
-def test_from_every_cut_a_tree_that_forks_becomes_whole(
+def test_from_every_cut_a_tree_with_forks_is_completed(
     tmp_path: Path, name: str, engine: type[ScriptedEngine]
 ) -> None:
     whole = grown(tmp_path / "whole", make_actor(engine), PLANS[name])
@@ -253,8 +253,8 @@ def test_from_every_cut_a_tree_that_forks_becomes_whole(
             assert is_root or node.end or begun == 1 + (node.num_forks or 0)
 
 
-def test_a_tree_that_goes_on_keeps_what_it_had_until_that_is_written_again(tmp_path: Path) -> None:
-    """Killed again as soon as it had begun, or in the middle of what it says then."""
+def test_a_resumed_tree_keeps_its_frames_until_they_are_rewritten(tmp_path: Path) -> None:
+    """Killed again right after its restart, or within its next frame."""
     grown(tmp_path / "whole", make_actor(), Independent(2))
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -276,7 +276,7 @@ def test_a_tree_that_goes_on_keeps_what_it_had_until_that_is_written_again(tmp_p
         assert again.branches == before.branches
 
 
-def test_a_tree_of_another_task_or_of_other_settings_begins_again(tmp_path: Path) -> None:
+def test_a_tree_of_another_task_or_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     grown(tmp_path, make_actor(), Independent(2))
     assert read(tmp_path, Task("u", "toy", "how many?", ("2",))) is None
     assert read(tmp_path, settings="other") is None
@@ -284,7 +284,7 @@ def test_a_tree_of_another_task_or_of_other_settings_begins_again(tmp_path: Path
     assert read(tmp_path) is not None
 
 
-def test_an_env_without_copies_begins_its_trajectory_again(tmp_path: Path) -> None:
+def test_an_env_without_copies_restarts_its_trajectory(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(fork_mode="none"), Independent(2))
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -300,7 +300,7 @@ def test_an_env_without_copies_begins_its_trajectory_again(tmp_path: Path) -> No
     assert sum(1 for _ in tree.trajectories()) == 2
 
 
-def test_a_task_whose_prompt_has_changed_begins_again(tmp_path: Path) -> None:
+def test_a_task_whose_prompt_has_changed_is_restarted(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(), Independent(2))
     begun = list(cuts(tmp_path / "whole"))[-4]
     folder = tmp_path / "cut"
@@ -314,7 +314,7 @@ def test_a_task_whose_prompt_has_changed_begins_again(tmp_path: Path) -> None:
     assert content(read(folder).tree) == content(tree)  # type: ignore[union-attr]
 
 
-def test_a_damaged_frame_costs_its_tree_alone(
+def test_a_damaged_frame_loses_only_its_tree(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
@@ -336,7 +336,7 @@ def test_a_damaged_frame_costs_its_tree_alone(
     assert f"bytes at {offset - 12} are unreadable" in caplog.text
 
 
-def test_a_journal_that_others_wrote_into_is_no_end() -> None:
+def test_foreign_bytes_in_a_journal_are_skipped() -> None:
     good = framed(Leased(3, [1, 2]))
     rubbish = os.urandom(50) + b"\xaeJF1" + os.urandom(3)
     found = list(frames_of(rubbish + good + good[:-1] + good + b"\xae"))
@@ -347,7 +347,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
-def test_files_go_when_no_checkpoint_wants_their_trees(tmp_path: Path) -> None:
+def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) -> None:
     async def scenario() -> None:
         written = journal(tmp_path)
         for index in (0, 1):
@@ -363,7 +363,7 @@ def test_files_go_when_no_checkpoint_wants_their_trees(tmp_path: Path) -> None:
     run_virtual(scenario())
 
 
-def test_starts_of_an_earlier_process_are_known_until_no_checkpoint_wants_their_trees(
+def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -393,7 +393,7 @@ def test_starts_of_an_earlier_process_are_known_until_no_checkpoint_wants_their_
     run_virtual(scenario())
 
 
-def test_of_a_journal_without_starts_the_trees_that_began_were_started(tmp_path: Path) -> None:
+def test_in_a_journal_without_starts_trees_that_began_count_as_started(tmp_path: Path) -> None:
     async def scenario() -> None:
         old = journal(tmp_path)
         old.append(Began(5, "t", 0, 1, "s"))
@@ -406,7 +406,7 @@ def test_of_a_journal_without_starts_the_trees_that_began_were_started(tmp_path:
     run_virtual(scenario())
 
 
-async def test_a_full_disk_is_one_line_and_nothing_half_written(
+async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
@@ -430,10 +430,10 @@ async def test_a_full_disk_is_one_line_and_nothing_half_written(
 
 
 @pytest.mark.parametrize("where", ["the old file cannot be synced", "no new one can be made"])
-async def test_a_full_disk_at_a_rotation_is_told_as_any_other(
+async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written any more, and what was written stays."""
+    """Nothing more is written, and earlier frames stay."""
 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -466,7 +466,7 @@ async def test_a_full_disk_at_a_rotation_is_told_as_any_other(
 
 
 def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
-    """Whoever waits for the journal, and closing it, come to their end."""
+    """Waits for the journal, and its close, end."""
 
     async def hangs(function: Any, *arguments: Any) -> None:
         await asyncio.Event().wait()
@@ -492,7 +492,7 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
 
 
 async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_path: Path) -> None:
-    """And what is grown in their place is known."""
+    """And their replacements are known."""
     for refused in ([], [4], [5]):
         written = journal(tmp_path)
         written.append(Began(4, "t", 0, 1, "s"))
@@ -504,7 +504,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
         await again.close()
 
 
-async def test_what_was_never_written_is_told_when_the_journal_closes(
+async def test_unwritten_frames_are_reported_when_the_journal_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> int:
@@ -518,7 +518,7 @@ async def test_what_was_never_written_is_told_when_the_journal_closes(
     await written.close()
 
 
-async def test_what_is_written_is_synced_within_the_time(
+async def test_written_frames_are_synced_within_sync_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = asyncio.Event()
@@ -534,13 +534,13 @@ async def test_what_is_written_is_synced_within_the_time(
 
 
 class Mute:
-    """Says nothing of itself."""
+    """Has no repr of its own."""
 
     def __str__(self) -> str:
         raise ValueError
 
 
-def test_frames_go_together_until_somebody_waits_for_them(tmp_path: Path) -> None:
+def test_frames_are_batched_until_a_commit_waits_for_them(tmp_path: Path) -> None:
     """To hand a thread each of them alone would cost more than all else that a turn does."""
     batches: list[int] = []
 
@@ -562,13 +562,13 @@ def test_frames_go_together_until_somebody_waits_for_them(tmp_path: Path) -> Non
         asyncio.get_running_loop().call_later(COMMIT_S / 2, written.append, Leased(11, [11]))
         await written.commit()
         assert loop.time() - began == pytest.approx(COMMIT_S)
-        assert batches == [10, 2]  # whoever comes meanwhile goes along
+        assert batches == [10, 2]  # frames appended meanwhile are included
         await written.close()
 
     run_virtual(scenario())
 
 
-async def test_whoever_waits_for_a_journal_with_a_bug_is_told(
+async def test_a_bug_of_the_journal_is_raised_at_commit_and_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bug(*_: Any) -> None:
@@ -583,7 +583,7 @@ async def test_whoever_waits_for_a_journal_with_a_bug_is_told(
         await written.close()
 
 
-def test_what_no_frame_can_hold_becomes_text(tmp_path: Path) -> None:
+def test_unencodable_values_become_text_in_a_frame(tmp_path: Path) -> None:
     actor = make_actor()
     hostile: dict[Any, Any] = {"half": "a\ud800", "large": 1 << 80, "other": object}
     hostile |= {7: "seven", (1, 2): {None: "none"}, b"raw": 1, "mute": Mute(), "loop": {}}

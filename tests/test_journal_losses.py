@@ -47,7 +47,7 @@ def grow_for(
     incarnation: int,
     actor: Actor | None = None,
 ) -> None:
-    """A process that ends after so many seconds, and goes on with what the one before has left."""
+    """A process that ends after so many seconds, and resumes the state of the one before."""
 
     async def scenario() -> None:
         written = journal(folder, incarnation=incarnation)
@@ -75,7 +75,7 @@ def frames_in(folder: Path) -> Frames:
 
 
 def state(folder: Path) -> bytes | None:
-    """What the journal says of the tree; it begins no file of its own."""
+    """The state of the tree in the journal; it begins no new file."""
     found = read(folder)
     for path in folder.glob("*.frames"):
         if not path.stat().st_size:
@@ -117,7 +117,7 @@ def check_each_loss(folder: Path) -> int:
     seconds=st.lists(st.floats(0.0, 12.0), min_size=2, max_size=3),
     fails=st.booleans(),
 )
-def test_a_tree_that_lost_a_frame_is_as_it_was_once_or_not_there(
+def test_a_tree_with_a_lost_frame_has_an_earlier_state_or_is_missing(
     tmp_path_factory: pytest.TempPathFactory, name: str, seconds: list[float], fails: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("journal") / "whole"
@@ -127,7 +127,7 @@ def test_a_tree_that_lost_a_frame_is_as_it_was_once_or_not_there(
     check_each_loss(folder)
 
 
-def test_a_tree_that_began_again_and_has_lost_that_is_not_mixed(tmp_path: Path) -> None:
+def test_a_restarted_tree_without_its_first_frame_is_not_mixed(tmp_path: Path) -> None:
     """The first frame of the second process, at each moment at which the first one may end."""
     num_accepted = 0
     for number in range(26):
@@ -145,8 +145,8 @@ def test_a_tree_that_began_again_and_has_lost_that_is_not_mixed(tmp_path: Path) 
     assert num_accepted == 0
 
 
-def test_a_tree_that_went_from_worker_to_worker_and_lost_a_frame(tmp_path: Path) -> None:
-    """One process of the controller: what begins again has the same incarnation."""
+def test_a_tree_that_changed_workers_and_lost_a_frame(tmp_path: Path) -> None:
+    """One process of the controller: a restarted tree has the same incarnation."""
 
     async def main(folder: Path, seed: int) -> None:
         rng, cluster = Random(seed), Cluster(lambda: make_actor())
@@ -182,7 +182,7 @@ def earlier(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, name: str) -> None:
+def test_journals_of_earlier_versions_are_read_and_continued(tmp_path: Path, name: str) -> None:
     plan = PLANS[name]
     whole = grown(tmp_path / "whole", make_actor(), plan)
     for number in range(8):
@@ -191,7 +191,7 @@ def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, 
         before = state(folder)
         earlier(folder)
         assert state(folder) == before
-        grow_for(folder, plan, 2.0, 2)  # of this version, behind frames of the earlier one
+        grow_for(folder, plan, 2.0, 2)  # of this version, after frames of the earlier one
         before = state(folder)
         earlier(folder)
         assert state(folder) == before
@@ -208,7 +208,7 @@ def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, 
     assert content(recorded.tree)["nodes"] == content(whole)["nodes"]
 
 
-def test_a_doubled_place_is_refused_where_nothing_says_that_a_frame_is_missing(
+def test_a_duplicate_node_is_refused_if_no_missing_frame_is_known(
     tmp_path: Path,
 ) -> None:
     """As in frames of earlier versions, of whose second process the first frame is lost."""
@@ -241,8 +241,8 @@ def test_a_doubled_place_is_refused_where_nothing_says_that_a_frame_is_missing(
     assert num_refused
 
 
-def test_a_tree_that_begins_anew_in_its_worker_is_whole(tmp_path: Path) -> None:
-    """Its task has another prompt by now; the controller asks for it only once."""
+def test_a_tree_restarted_in_its_worker_is_complete(tmp_path: Path) -> None:
+    """Its task has another prompt by now; the controller requests it only once."""
     grow_for(tmp_path, PLANS["independent"], 4.0, 1)
 
     async def main() -> tuple[Any, list[str]]:
@@ -265,7 +265,7 @@ def test_a_tree_that_begins_anew_in_its_worker_is_whole(tmp_path: Path) -> None:
     assert content(found.tree) == content(tree)
 
 
-def test_frames_of_a_tree_begin_with_the_last_beginning() -> None:
+def test_the_frames_of_a_tree_are_those_since_its_last_start() -> None:
     frames = TreeFrames()
     for tag in (1, 2, 2, 1, 2):
         frames.add(tag, b"")
@@ -276,7 +276,7 @@ def test_frames_of_a_tree_begin_with_the_last_beginning() -> None:
 
 
 @pytest.mark.parametrize("had_any", [True, False])
-async def test_nobody_waits_for_a_journal_that_is_closed(tmp_path: Path, had_any: bool) -> None:
+async def test_a_closed_journal_blocks_no_caller(tmp_path: Path, had_any: bool) -> None:
     written: Journal = journal(tmp_path)
     if had_any:
         written.append(Leased(1, [1]))
@@ -294,7 +294,7 @@ async def test_nobody_waits_for_a_journal_that_is_closed(tmp_path: Path, had_any
     await written.close()
 
 
-async def test_whoever_waits_while_the_journal_closes_has_what_was_written(tmp_path: Path) -> None:
+async def test_a_commit_pending_at_the_close_of_the_journal_completes(tmp_path: Path) -> None:
     written: Journal = journal(tmp_path)
     written.append(Leased(1, [1]))
     waiting = asyncio.create_task(written.commit())
@@ -303,7 +303,7 @@ async def test_whoever_waits_while_the_journal_closes_has_what_was_written(tmp_p
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_the_journal_has_a_thread_of_its_own(tmp_path: Path) -> None:
+async def test_the_journal_has_its_own_thread(tmp_path: Path) -> None:
     """Tools and files that hang may hold up all those that the loop shares."""
     ends = threading.Event()
     hanging = [asyncio.create_task(in_thread(ends.wait, 30)) for _ in range(64)]

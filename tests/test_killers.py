@@ -1,5 +1,5 @@
-"""A tree that kills its workers ends without another one, whenever it kills and whatever becomes of
-the controller; so does a tree that a person gives up, with or without a worker."""
+"""A tree that kills its workers ends without another one, at any moment of its kills and through
+any restart of the controller; so does a tree that a user cancels, with or without a worker."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DeadlyCluster(Cluster):
             return made
         if self.where == "make":
             self.die(worker)
-            raise SystemError("its process is gone")  # nobody hears this
+            raise SystemError("its process is gone")  # not received
         env = DeadlyEnv(task)
         env.cluster, env.worker = self, worker
         return env
@@ -127,10 +127,10 @@ KINDS = [("make", 0.0), ("reset", 0.0), ("reset", 0.02), ("reset", 0.2), ("step"
 @pytest.mark.parametrize("names", ["a", "ab"])
 @pytest.mark.parametrize(("where", "delay_s"), KINDS)
 @pytest.mark.parametrize("latency_s", [0.01, 10.0])
-def test_a_tree_that_is_given_up_kills_no_worker_any_more(
+def test_a_cancelled_tree_kills_no_more_workers(
     where: str, delay_s: float, names: str, latency_s: float
 ) -> None:
-    """Which it would do for ever, and every other tree comes to its end."""
+    """It would kill workers forever; all other trees end regularly."""
     keys: dict[str, Any] = {"engine": {"latency_s": latency_s}}
 
     async def main() -> tuple[list[TrajectoryTree], DeadlyCluster]:
@@ -142,7 +142,7 @@ def test_a_tree_that_is_given_up_kills_no_worker_any_more(
         return found, cluster
 
     found, cluster = run_virtual(main())
-    # the first ones may have told how the tree begins, which is further than before
+    # the first ones may have sent the beginning of the tree, which is progress
     assert TRIALS <= cluster.num_killed <= TRIALS + 2
     assert len([text for text in cluster.told if "is abandoned" in text]) == 1
     for index in (0, 1, 3):
@@ -156,7 +156,7 @@ def test_a_tree_that_is_given_up_kills_no_worker_any_more(
 
 @pytest.mark.parametrize("where", ["make", "reset", "step"])
 @pytest.mark.parametrize("num_before", [1, TRIALS - 1, TRIALS, TRIALS + 1])
-def test_the_journal_remembers_what_a_tree_has_killed(
+def test_the_journal_records_the_workers_killed_by_a_tree(
     where: str, num_before: int, tmp_path: Path
 ) -> None:
     """A controller that ends after so many losses, and the next one, lose no more together."""
@@ -207,7 +207,7 @@ def test_the_journal_remembers_what_a_tree_has_killed(
 
     assert run_virtual(third())
 
-    async def goes_back() -> int:
+    async def resume_older() -> int:
         """To an older checkpoint, whose trees grow again."""
         cluster = DeadlyCluster(where)
         cluster.workers.journal = journal(4)
@@ -219,11 +219,11 @@ def test_the_journal_remembers_what_a_tree_has_killed(
         await cluster.workers.journal.close()
         return cluster.num_killed
 
-    assert run_virtual(goes_back()) == 0
-    assert run_virtual(goes_back()) == 0
+    assert run_virtual(resume_older()) == 0
+    assert run_virtual(resume_older()) == 0
 
 
-def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> None:
+def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
     def journal() -> Journal:
         return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
 
@@ -250,7 +250,7 @@ def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("begins_s", [None, 0.0, 25.0], ids=["never began", "begins", "goes on"])
-def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
+def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     begins_s: float | None, tmp_path: Path
 ) -> None:
     async def main() -> tuple[TrajectoryTree, Any, int]:
@@ -287,7 +287,7 @@ def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
     assert grown(recorded.tree) == grown(tree)
 
 
-def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
+def test_a_tree_queued_after_a_poison_task_ends_when_cancelled() -> None:
     async def main() -> None:
         cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
         for name in "ab":
@@ -307,7 +307,7 @@ def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
     run_virtual(main())
 
 
-def test_a_cancelled_tree_takes_no_turn_from_those_that_wait_behind_it() -> None:
+def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> None:
     """The suspect that is tried and the next in line are cancelled at once."""
 
     async def main() -> None:

@@ -40,7 +40,7 @@ def turn_of(tree: TrajectoryTree, leaf: Node) -> int:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_forks_are_taken_at_any_depth_until_the_group_is_whole(at_once: bool) -> None:
+def test_forks_are_taken_at_any_depth_until_the_group_is_complete(at_once: bool) -> None:
     plan = Uniform(group_size=8, num_roots=2, at_once=at_once)
     trees = [rollout(make_actor(searches), plan, index) for index in range(30)]
     depths: Counter[int] = Counter()
@@ -57,8 +57,9 @@ def test_forks_are_taken_at_any_depth_until_the_group_is_whole(at_once: bool) ->
     assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favored"
 
 
-def test_a_fork_goes_on_from_the_tokens_and_the_state_of_its_place() -> None:
-    """The env counts its searches and says the number: led there, it goes on with the next."""
+def test_a_fork_continues_from_the_tokens_and_the_state_of_its_place() -> None:
+    """The env counts its searches and returns the number: after a replay it continues with the
+    next."""
     tree = rollout(make_actor(searches), PLAN)
     for path in tree.trajectories():
         text = CharTokenizer().decode(path.token_ids)
@@ -66,7 +67,7 @@ def test_a_fork_goes_on_from_the_tokens_and_the_state_of_its_place() -> None:
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_calls_that_lead_there_are_counted_once_and_are_not_the_policys() -> None:
+def test_replayed_calls_are_counted_once_and_not_as_calls_of_the_policy() -> None:
     tree = rollout(make_actor(searches), PLAN)
     led = {node.branch: node.info[LED] for node in tree.nodes if LED in node.info}
     forks = [leaf for leaf in tree.leaves() if "+" in leaf.branch]
@@ -77,7 +78,7 @@ def test_calls_that_lead_there_are_counted_once_and_are_not_the_policys() -> Non
     assert metrics["rollout/tool_calls"] == calls
 
 
-def test_kept_copies_lead_nothing_and_change_nothing_else() -> None:
+def test_kept_copies_avoid_replays_and_change_nothing_else() -> None:
     led = rollout(make_actor(searches), PLAN)
     kept = rollout(make_actor(searches), replace(PLAN, keep_forks=99))
     few = rollout(make_actor(searches), replace(PLAN, keep_forks=2))
@@ -88,7 +89,7 @@ def test_kept_copies_lead_nothing_and_change_nothing_else() -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_copy_that_cannot_be_made_is_replaced_by_leading() -> None:
+def test_a_failed_copy_is_replaced_by_a_replay() -> None:
     class Uncopied(CountingEnv):
         async def fork(self) -> Uncopied:
             raise EnvError("no copy")
@@ -106,13 +107,13 @@ class Interrupted(Uniform):
         raise RuntimeError("the plan has a bug")
 
 
-def test_copies_are_closed_where_the_tree_raises() -> None:
+def test_copies_are_closed_if_the_tree_raises() -> None:
     with pytest.raises(Exception, match=r"bug|TaskGroup"):
         rollout(make_actor(searches), Interrupted(8, 2, keep_forks=8))
     assert CountingEnv.num_open == 0
 
 
-def test_an_env_that_cannot_be_led_gets_roots() -> None:
+def test_an_env_that_cannot_be_replayed_gets_roots_only() -> None:
     tree = rollout(make_actor(searches, fork_mode="none"), PLAN)
     assert (tree.num_roots, tree.num_forks) == (8, 0)
     assert len(list(tree.trajectories())) == 8
@@ -126,7 +127,7 @@ class Drifting(CountingEnv):
         return [Message("tool", f"{one.content} {id(self)}") for one in messages], *rest
 
 
-def test_an_env_that_answers_otherwise_fails_the_fork_and_a_root_takes_its_place() -> None:
+def test_an_env_with_other_replies_fails_the_fork_which_a_root_replaces() -> None:
     actor = make_actor(searches, Limits(max_failures=3))
     actor.make_env = Drifting
     tree = rollout(actor, Uniform(group_size=4, num_roots=2))
@@ -137,7 +138,7 @@ def test_an_env_that_answers_otherwise_fails_the_fork_and_a_root_takes_its_place
 
 
 class Chosen(Independent):
-    """A place of its own choice."""
+    """Forks at explicitly chosen places."""
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return 1
@@ -147,7 +148,7 @@ class Chosen(Independent):
         return [(first, 2), (tree.root, 1)] if tree.num_started == 1 else []
 
 
-def test_a_plan_may_name_several_places_with_the_root_among_them() -> None:
+def test_a_plan_may_fork_at_several_places_including_the_root() -> None:
     tree = rollout(make_actor(searches), Chosen(4))
     assert sorted(leaf.branch for leaf in tree.leaves()) == ["0", "0.1+1", "0.1+2", "1"]
 
@@ -174,7 +175,7 @@ def graded(*paths: tuple[tuple[int, ...], float]) -> TrajectoryTree:
     return tree
 
 
-def test_a_prefix_with_mixed_outcomes_scores_above_one_that_all_fail_after() -> None:
+def test_a_prefix_with_mixed_outcomes_scores_above_one_that_always_fails() -> None:
     tree = graded(
         *(((1, 1, 1), 1.0), ((1, 1, 2), 0.0), ((1, 1, 3), 1.0), ((1, 1, 4), 0.0)),
         *(((2, 1, 1), 0.0), ((2, 1, 2), 0.0), ((2, 1, 3), 0.0), ((2, 1, 4), 0.0)),
@@ -194,7 +195,7 @@ def test_a_place_with_many_leaves_scores_below_one_with_few() -> None:
     assert scores[first.index] < scores[second.index]
 
 
-def test_calls_that_lead_back_cost_as_much_as_they_are_said_to() -> None:
+def test_replayed_calls_have_the_configured_cost() -> None:
     tree = graded(((1, 1, 1, 1), 1.0), ((2, 1, 1, 1), 0.0))
     free, dear = (Spread(16, 2, led_cost=cost).scores(tree) for cost in (0.0, 1.0))
     path = [node.index for node in tree.path(tree.leaves()[0])]
@@ -202,7 +203,7 @@ def test_calls_that_lead_back_cost_as_much_as_they_are_said_to() -> None:
     assert dear[path[3]] < 1.5 * dear[path[1]], "as many turns in all"
 
 
-def test_the_plan_spreads_a_group_and_starts_from_scratch_where_no_env_can_be_led() -> None:
+def test_the_plan_spreads_a_group_or_uses_roots_only_without_replays() -> None:
     plan = Spread(group_size=8, num_roots=2, led_cost=0.0)
     trees = [rollout(make_actor(searches), plan, index) for index in range(20)]
     for tree in trees:

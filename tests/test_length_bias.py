@@ -1,4 +1,4 @@
-"""Lengths of what was offered beside those of what was trained, and how stale that was."""
+"""Lengths of offered and of trained trajectories, and the staleness of the trained ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from agentenv.types import Limit, Task, VersionSpan
 
 
 def tree(lengths: Sequence[int], version: int = 3) -> TrajectoryTree:
-    """From-scratch trajectories of so many tokens behind a prompt of 7; those over 90 are cut."""
+    """From-scratch trajectories of so many tokens after a prompt of 7; those over 90 are
+    truncated."""
     found = TrajectoryTree(Task("t", "toy", "?", ()))
     found.add(None, observation_ids=[1] * 7)
     for number, length in enumerate(lengths):
@@ -31,7 +32,7 @@ def leaves(of: TrajectoryTree, *numbers: int) -> list[Node]:
     return [of.leaves()[number] for number in numbers]
 
 
-def test_what_filters_and_masks_leave_stands_beside_what_was_offered() -> None:
+def test_lengths_of_trained_and_offered_trajectories_are_reported() -> None:
     kept, filtered = tree([10, 20, 100]), tree([200, 300, 400, 500, 600, 700, 800])
     metrics = trained_metrics([kept, filtered], [(kept, leaves(kept, 0, 1))], 5)
     assert metrics["length/offered_p50"] == 300
@@ -43,13 +44,13 @@ def test_what_filters_and_masks_leave_stands_beside_what_was_offered() -> None:
     assert metrics["length/trained_truncated"] == 0
 
 
-def test_a_failed_trajectory_has_no_length() -> None:
+def test_a_failed_trajectory_does_not_count_in_lengths() -> None:
     one = tree([10, 20])
     one.leaves()[1].end = "failed"
     assert trained_metrics([one], [], 5)["length/offered_max"] == 10
 
 
-def test_staleness_is_that_of_trained_tokens_and_shared_ones_count_once() -> None:
+def test_staleness_is_over_trained_tokens_and_shared_ones_count_once() -> None:
     fresh, old = tree([30, 30], version=5), tree([50], version=3)
     first = fresh.leaves()[0]
     first.end = None
@@ -64,5 +65,5 @@ def test_staleness_is_that_of_trained_tokens_and_shared_ones_count_once() -> Non
     assert trained_metrics([old], [(old, leaves(old, 0))], 5)["staleness/trained_median"] == 2
 
 
-def test_of_nothing_nothing_is_said() -> None:
+def test_without_trees_no_lengths_are_reported() -> None:
     assert trained_metrics([], [], 5) == {}

@@ -1,4 +1,4 @@
-"""Nothing that waits for a disk runs on the event loop: a disk, or the server behind it, may hang.
+"""Nothing that waits for a disk runs on the event loop: a disk, or its server, may hang.
 
 A call counts as such if it is one of DISK below, or of a function of this project that makes such a
 call and whose name no other function has that does not. In a coroutine it may only be an argument
@@ -24,7 +24,7 @@ PATHS = {"read_text", "write_text", "read_bytes", "write_bytes", "open", "touch"
 PATHS |= {"rmdir", "rename", "symlink_to", "hardlink_to", "iterdir", "glob", "rglob", "stat"}
 PATHS |= {"exists", "is_file", "is_dir"}
 DISK = OURS | SYSTEM | PATHS
-# Names that something else has too, which no walk can tell apart.
+# Names with another meaning elsewhere, which no walk can distinguish.
 OTHERS = {"index", "clean", "formulas", "same_answer", "make_room_for", "_partial", "resting"}
 OTHERS |= {
     "locked",
@@ -128,7 +128,7 @@ def reaching(trees: list[ast.AST]) -> set[str]:
 
 
 def on_loop(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
-    """(coroutine, what it calls) of each call that waits for a disk."""
+    """(coroutine, called name) of each call that waits for a disk."""
     for function in functions(tree):
         if isinstance(function, ast.AsyncFunctionDef):
             for call in calls(function):
@@ -168,7 +168,7 @@ def test_no_coroutine_waits_for_a_disk() -> None:
         "if path.exists():\n        await work()",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     tree = ast.parse(
         f"async def f():\n    {planted}\ndef helper(path):\n    return path.stat().st_size\n"
     )
@@ -184,6 +184,6 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "await in_thread(lambda: path.stat())",
     ],
 )
-def test_the_walk_knows_what_is_safe(safe: str) -> None:
+def test_the_walk_accepts_safe_code(safe: str) -> None:
     tree = ast.parse(f"async def f():\n    {safe}\n")
     assert list(on_loop(tree, reaching([tree]))) == []

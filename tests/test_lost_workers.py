@@ -1,4 +1,4 @@
-"""What becomes of the trees of a worker that is lost or leaves, and of what it has said."""
+"""The trees and messages of a worker that is lost or leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agentenv.cluster.engines import _Held
-from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
+from agentenv.cluster.messages import Alive, Ended, Figures, Notice, pack
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
@@ -35,7 +35,7 @@ def _no_env_left_open() -> Iterator[None]:
     assert CountingEnv.num_open == 0
 
 
-def test_a_worker_that_is_lost_has_come_further_though_no_tree_has_ended() -> None:
+def test_a_lost_worker_may_have_made_progress_without_a_finished_tree() -> None:
     async def main() -> list[Left]:
         cluster, found = Cluster(lambda: make_actor(engine={"latency_s": 10.0})), []
         cluster.add("a")
@@ -62,7 +62,7 @@ class Kept(Supervisor):
         return cast(Link, linked()[0])
 
 
-class Nowhere(LocalPlacement):
+class NullPlacement(LocalPlacement):
     async def ended(self, name: str) -> str:
         return "is gone"
 
@@ -71,10 +71,10 @@ class Nowhere(LocalPlacement):
 
 
 @pytest.mark.parametrize("has_come_further", [True, False])
-def test_deaths_in_a_row_are_those_without_any_progress(
+def test_only_consecutive_losses_without_progress_count(
     has_come_further: bool, tmp_path: Path
 ) -> None:
-    """A machine that is taken away each half hour from trees of an hour is no broken worker."""
+    """A machine preempted every half hour, with trees of an hour, is not a broken worker."""
 
     class Lost(WorkerGroup[Any]):
         async def join(self, name: str, link: Link) -> Left:
@@ -85,7 +85,7 @@ def test_deaths_in_a_row_are_those_without_any_progress(
         members = Lost(lambda text: None)
         spec = WorkerSpec("module", "worker", "worker", 1, 10.0, 3, "cluster")
         setup = msgspec.defstruct("Setup", [])()
-        workers = Kept(spec, members, setup, tmp_path, lambda text: None, Nowhere())
+        workers = Kept(spec, members, setup, tmp_path, lambda text: None, NullPlacement())
         workers._kept = {0}
         starting = asyncio.create_task(workers._start(0))
         keeping = asyncio.create_task(workers._keep(0, starting))
@@ -99,7 +99,7 @@ def test_deaths_in_a_row_are_those_without_any_progress(
     assert bool(members.reason) is not has_come_further
 
 
-async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
+async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
     """Its last turns are on their way when its time is over."""
     told: list[str] = []
     workers = RolloutWorkers(make_actor(), silence_s=60.0, report=told.append)
@@ -118,7 +118,7 @@ async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
             while True:
                 await asyncio.wait_for(link.receive(), 5)
         for number in range(3):
-            link.send(pack(Say(f"frame {number}")))
+            link.send(pack(Notice(f"frame {number}")))
             await asyncio.sleep(0.03)
         link.close()
         for _ in range(100):
@@ -129,7 +129,9 @@ async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
     assert left[0].is_drained
 
 
-async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drained_worker_that_does_not_end_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("agentenv.link.LAST_S", 0.3)
     ends: list[str] = []
 
@@ -155,7 +157,7 @@ async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.Mo
     assert len(ends) == 1
 
 
-async def test_the_version_of_a_server_goes_before_its_tokens(
+async def test_the_version_of_a_server_is_sent_before_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not wait for other frames to go with."""
@@ -180,8 +182,8 @@ async def test_the_version_of_a_server_goes_before_its_tokens(
         assert len(written) == before + 1
 
 
-def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> None:
-    """An engine may take long to abort what it had asked for."""
+def test_trees_of_a_lost_worker_resume_before_its_turns_have_ended() -> None:
+    """An engine may take long to abort its requests."""
 
     async def main() -> None:
         cluster = Cluster(make_actor)
@@ -214,7 +216,7 @@ def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> 
     run_virtual(main())
 
 
-def test_too_many_failures_end_the_run_though_no_tree_is_left_to_report_them() -> None:
+def test_too_many_failures_end_the_run_even_without_a_live_tree() -> None:
     """The last failure comes from a tree that has ended, in a worker that has no other."""
     a_bug = Failure("buggy", "CrashError", "a bug", "env.py:1", "", "bug", True, True)
 

@@ -22,7 +22,7 @@ def test_a_missing_configuration_is_named_before_anything_is_installed() -> None
     )
 
 
-def test_an_interrupted_installation_says_that_it_begins_again(tmp_path: Path) -> None:
+def test_an_interrupted_installation_reports_how_to_continue(tmp_path: Path) -> None:
     """And no longer that venv has failed, with the advice to install it."""
     python = tmp_path / "python"
     python.write_text(INTERRUPTED)

@@ -20,7 +20,7 @@ TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢�
 
 
 def model_directory(folder: Path, model_type: str, **settings: Any) -> Path:
-    """One without weights, whose tokenizer knows single bytes and two special tokens."""
+    """A directory without weights, whose tokenizer has single bytes and two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(BPE({char: number for number, char in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def model_directory(folder: Path, model_type: str, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize(("model_type", "name"), KNOWN_CLASSES)
-def test_a_known_class_is_what_auto_tokenizer_finds(
+def test_a_known_tokenizer_class_is_that_of_auto_tokenizer(
     tmp_path: Path, model_type: str, name: str
 ) -> None:
     model = model_directory(tmp_path / "model", model_type, tokenizer_class=name)
@@ -61,14 +61,14 @@ def test_a_known_class_is_what_auto_tokenizer_finds(
         ("qwen3", {}),
     ],
 )
-def test_auto_tokenizer_is_asked_for_all_others(
+def test_unknown_tokenizers_are_loaded_by_auto_tokenizer(
     tmp_path: Path, model_type: str, settings: dict[str, Any]
 ) -> None:
     assert tokenizer_class(model_directory(tmp_path / "model", model_type, **settings)) is None
 
 
 @pytest.mark.slow
-def test_a_known_class_is_loaded_without_torch(tmp_path: Path) -> None:
+def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
     code = (
         "import sys; from pathlib import Path; from agentenv.model_files import load_tokenizer; "

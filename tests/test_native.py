@@ -52,7 +52,7 @@ def text_of(chosen: NativeRenderer, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_appended_is_what_the_template_would_write(family: str) -> None:
+def test_appended_results_equal_the_text_of_the_template(family: str) -> None:
     """An episode rendered piece by piece equals the whole conversation rendered at once."""
     chosen = renderer(family)
     said = LLAMA if family.startswith("Llama") else HERMES
@@ -70,7 +70,7 @@ def test_what_is_appended_is_what_the_template_would_write(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_parsed_and_an_answer_is_none(family: str) -> None:
+def test_a_call_is_parsed_and_an_answer_has_no_calls(family: str) -> None:
     chosen = renderer(family)
     said = LLAMA if family.startswith("Llama") else HERMES
     assert chosen.parse(turn(chosen, said), TOOLS).tool_calls == CALL
@@ -103,21 +103,21 @@ def test_several_calls_of_one_turn_are_answered_together() -> None:
         ('<tool_call>{"name": "search"}', "not closed"),
     ],
 )
-def test_the_policy_reads_what_is_wrong_with_a_call(said: str, problem: str) -> None:
+def test_the_policy_reads_the_error_of_a_malformed_native_call(said: str, problem: str) -> None:
     chosen = renderer("Qwen2.5")
     (call,) = chosen.parse(turn(chosen, said), TOOLS).tool_calls
     assert call.name == MALFORMED_CALL
     assert problem in call.arguments["problem"]
 
 
-def test_a_turn_cut_off_by_a_limit_has_no_calls() -> None:
+def test_a_turn_truncated_by_a_limit_has_no_calls() -> None:
     chosen = renderer("Qwen2.5")
     completion = turn(chosen, HERMES)
     completion.finish_reason = "length"
     assert chosen.parse(completion, TOOLS).tool_calls == ()
 
 
-def test_llama_runs_code_behind_its_python_tag() -> None:
+def test_llama_runs_the_code_after_its_python_tag() -> None:
     chosen = renderer("Llama 3.1")
     message = chosen.parse(turn(chosen, "<|python_tag|>print(1)"), TOOLS)
     assert message.tool_calls == (ToolCall("python", {"code": "print(1)"}),)
@@ -248,8 +248,8 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
                      r"name another renderer\.style"),
     ],
 )  # fmt: skip
-def test_a_call_that_does_not_come_back_is_refused(style: Style, says: str) -> None:
-    """The message names the model, what the template writes, what came back and the way out."""
+def test_a_template_whose_calls_cannot_be_parsed_back_is_refused(style: Style, says: str) -> None:
+    """The message names the model, the text of the template, the parsed call and the remedy."""
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
     tokenizer.name_or_path = "models/Odd"
     with pytest.raises(ConfigError, match=rf"template of models/Odd {says}"):
@@ -267,7 +267,7 @@ def test_a_template_may_leave_out_or_mix_up_calls() -> None:
         NativeRenderer(chat_models.make_tokenizer(twice))
 
 
-def test_a_template_may_want_arguments_as_a_text_of_json() -> None:
+def test_a_template_may_require_arguments_as_json_text() -> None:
     template = chat_models.QWEN25.replace(
         "{{- call.function.arguments | tojson }}", "{{- '' + call.function.arguments }}"
     )
@@ -276,7 +276,7 @@ def test_a_template_may_want_arguments_as_a_text_of_json() -> None:
     assert chosen.parse(turn(chosen, HERMES), TOOLS).tool_calls == CALL
 
 
-def test_base_models_and_native_calls_do_not_go_together() -> None:
+def test_native_calls_are_refused_for_base_models() -> None:
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25)
     with pytest.raises(ConfigError, match=r"use renderer\.name = 'tags'"):
         NativeRenderer(tokenizer, NativeConfig(), PromptConfig(apply_chat_template=False))

@@ -1,4 +1,4 @@
-"""Whole trees in native tool calls: what the engine saw, what is trained, what is graded."""
+"""Whole trees in native tool calls: the tokens of the engine, the trained tokens, and the grade."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class OneSearchEnv(ToolEnv):
     "name",
     ["qwen3_5_think", "nemotron_3_nano", "glm4moe", "gptoss", "gemma4_v5", "lfm2_v2", "llama3_1"],
 )
-def test_a_rollout_in_the_form_of_calls_of_a_shipped_template(name: str) -> None:
+def test_a_rollout_with_the_call_syntax_of_a_shipped_template(name: str) -> None:
     tokenizer = tokenizer_of(name)
     ends = tokenizer.convert_tokens_to_ids([*ends_of(name)])
     renderer = NativeRenderer(tokenizer, eos_ids=ends)

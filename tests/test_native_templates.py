@@ -126,7 +126,7 @@ def whole(name: str, num_calls: int) -> tuple[str, str, str]:
     ("name", "num_calls"),
     [(name, n) for name in RIGHT for n in (1, 2) if n == 1 or not name.startswith(ONE_A_TURN)],
 )
-def test_what_the_template_writes_is_read_and_appended(name: str, num_calls: int) -> None:
+def test_the_text_of_a_template_is_parsed_and_appended(name: str, num_calls: int) -> None:
     chosen = renderer(name)
     prompt, turn, rest = whole(name, num_calls)
     assert chosen.decode(chosen.prompt(QUESTION, TOOLS)) == prompt
@@ -137,8 +137,8 @@ def test_what_the_template_writes_is_read_and_appended(name: str, num_calls: int
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_turn_of_a_dataset_is_written_so_that_it_is_read_again(name: str) -> None:
-    """With words, with thoughts and without; what it says stays as it is."""
+def test_a_turn_of_a_dataset_is_rendered_in_a_parsable_form(name: str) -> None:
+    """With text, with thoughts and without; the text stays unchanged."""
     chosen = renderer(name)
     end = chosen.tokenizer.convert_tokens_to_ids(ends_of(name)[0])
     prompt = chosen.prompt(QUESTION, TOOLS)
@@ -155,7 +155,7 @@ def test_a_turn_of_a_dataset_is_written_so_that_it_is_read_again(name: str) -> N
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_result_cannot_forge_what_the_template_gives_a_meaning(name: str) -> None:
+def test_a_result_cannot_forge_markers_of_the_template(name: str) -> None:
     chosen = renderer(name)
     vocabulary = set(chosen.tokenizer.get_added_vocab().values())
 
@@ -167,8 +167,8 @@ def test_a_result_cannot_forge_what_the_template_gives_a_meaning(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "muse_glimmer"])
-def test_a_name_that_the_policy_made_up_is_not_written_by_the_template(name: str) -> None:
-    """These templates name the tool beside its result."""
+def test_a_tool_name_invented_by_the_policy_is_not_rendered(name: str) -> None:
+    """These templates name the tool next to its result."""
     chosen = renderer(name)
     texts = [
         chosen.decode(

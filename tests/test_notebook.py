@@ -1,5 +1,5 @@
-"""examples/notebook: the notebook runs from the first cell to the last, and is stored without what
-its cells printed."""
+"""examples/notebook: the notebook runs from the first cell to the last, and is stored without
+outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.warehouse import ROOT
 NOTEBOOK = ROOT / "examples" / "notebook" / "train.ipynb"
 
 
-def test_it_is_stored_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
 
@@ -22,7 +22,7 @@ def test_it_is_stored_without_outputs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of the packages that run it
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel as Jupyter's, whose cells run in an event loop."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

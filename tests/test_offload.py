@@ -53,7 +53,7 @@ def used(text: str, names: set[str]) -> Iterator[str]:
             yield max(found & names, key=len)
 
 
-# Programs of their own, which no run waits for under a virtual clock.
+# Separate programs, which no run waits for under a virtual clock.
 PROGRAMS = (
     "pipelines/serving/",
     "pipelines/workers/ray_driver.py",
@@ -94,12 +94,12 @@ ALLOWED = {
     "pipelines/run/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
-    # none is started
+    # no process is started
     "pipelines/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }
 
 
-def test_nothing_goes_past_the_seam() -> None:
+def test_no_code_bypasses_the_seam() -> None:
     found = {use for use in uses(OUTSIDE | CLOCKS) if not use.startswith((SEAM, *PROGRAMS))}
     assert found == ALLOWED.keys()
 
@@ -108,12 +108,12 @@ def test_nothing_goes_past_the_seam() -> None:
     "text",
     ["time.sleep(1)", "clock = time.monotonic", "x.to_thread(f)", "os.fork()", "Thread(target=f)"],
 )
-def test_what_would_go_past_it_is_seen(text: str) -> None:
+def test_code_that_bypasses_the_seam_is_found(text: str) -> None:
     assert len(list(used(text, OUTSIDE | CLOCKS))) == 1
 
 
 @pytest.mark.parametrize("path", sorted({use.partition(":")[0] for use in ALLOWED}))
-def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
+def test_code_that_cannot_use_the_seam_checks_it_first(path: str) -> None:
     asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
     assert asks == (
         path
@@ -126,7 +126,7 @@ def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
     )
 
 
-def test_a_virtual_clock_runs_functions_at_once_and_nothing_else() -> None:
+def test_a_virtual_clock_runs_functions_immediately_and_refuses_processes() -> None:
     async def main() -> tuple[float, bool]:
         with replaced(Inline()):
             here = await in_thread(threading.get_ident)
@@ -141,7 +141,7 @@ def test_a_virtual_clock_runs_functions_at_once_and_nothing_else() -> None:
     assert run_virtual(main()) == (0.0, True)
 
 
-async def test_outside_of_it_a_function_runs_in_a_thread() -> None:
+async def test_with_a_real_clock_a_function_runs_in_a_thread() -> None:
     assert await in_thread(threading.get_ident) != threading.get_ident()
 
     def fail(text: str) -> None:
@@ -161,7 +161,7 @@ def test_a_deadlock_names_the_line_that_waits() -> None:
         run_virtual(waits_for_ever())
 
 
-def test_who_only_watches_keeps_no_clock_going() -> None:
+def test_a_mere_observer_does_not_advance_a_virtual_clock() -> None:
     async def main() -> None:
         watching = asyncio.create_task(LoopLag().run())
         await asyncio.Event().wait()
@@ -182,13 +182,13 @@ def test_a_stall_counts_by_its_length() -> None:
     assert figures["lag_p99_ms"] > 900, "one sleeper in 250 is late, but 1 s in 6 is stalled"
 
 
-def test_before_anything_was_measured() -> None:
+def test_without_measurements_the_lag_is_zero() -> None:
     assert LoopLag().figures() == {"lag_p99_ms": 0.0, "lag_max_ms": 0.0, "stalled_share": 0.0}
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("turns", [1, 2, 3, 5])
-def test_a_start_that_is_cancelled_leaves_no_process(
+def test_a_cancelled_start_leaves_no_process(
     factory: Callable[[], asyncio.AbstractEventLoop], turns: int
 ) -> None:
     async def cancelled() -> None:

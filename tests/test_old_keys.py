@@ -21,7 +21,7 @@ from agentenv.registry import struct_types, type_info
 ROOT = Path(__file__).resolve().parent.parent
 # Published configurations as commit 7183755 resolved them, with every key of that version.
 STORED = json.loads((ROOT / "tests/fixtures/stored_configs.json").read_text(encoding="utf-8"))
-# keys since then; a run that goes on says that it has them now
+# keys since then; a resumed run reports them as added
 NEW = ("learner.layout", ".source", ".servers_per_gpu", "data.curriculum", ".step_rewards",
        ".stop_at")  # fmt: skip
 COMMANDS = {
@@ -52,7 +52,7 @@ def structs(kind: mi.Type) -> Iterator[type]:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_a_stored_configuration_is_that_of_today(name: str) -> None:
+def test_a_stored_configuration_is_upgraded_to_the_current_one(name: str) -> None:
     kind, raw = stored(name)
     today = to_plain(load_config(kind, ROOT / f"configs/{name}.toml"))
     told = [*changes(to_plain(build_config(kind, raw, "config.json")), today)]
@@ -105,7 +105,7 @@ def test_a_deleted_key_that_was_set_is_refused_with_the_reason(
         build_config(kind, raw, "config.json")
 
 
-def test_every_deleted_key_is_one_of_a_struct_that_has_it_no_more() -> None:
+def test_every_deleted_key_belongs_to_a_struct_without_it() -> None:
     known = {one.__name__: one for kind in COMMANDS.values() for one in structs(type_info(kind))}
     for name, keys in DELETED.items():
         assert name in known

@@ -1,4 +1,5 @@
-"""What a rollout refuses of an environment is refused by every stage before it, with one text."""
+"""An environment's outcomes that a rollout refuses are refused by every earlier stage, with one
+text."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def price(item: str) -> str:
 
 
 class TalkEnv(ToolEnv):
-    """Answers whatever is neither a call nor an answer with `said`, after so many calls."""
+    """Replies with `said` to any turn without a call or an answer."""
 
     said: Any = Message("user", "red")
 
@@ -89,27 +90,29 @@ async def refusals(env: type[TalkEnv]) -> dict[str, str]:
 
 
 @BAD
-async def test_the_kit_and_a_dry_run_refuse_it(env: type[TalkEnv]) -> None:
+async def test_the_conformance_kit_and_a_dry_run_refuse_an_invalid_outcome(
+    env: type[TalkEnv],
+) -> None:
     for stage, text in (await refusals(env)).items():
         assert text.startswith(TEXTS[env]), stage
 
 
 @BAD
-def test_demonstrations_refuse_it(env: type[TalkEnv]) -> None:
+def test_demonstrations_refuse_an_invalid_outcome(env: type[TalkEnv]) -> None:
     with pytest.raises(CrashError) as raised:
         demonstrate(env, [TASK], solve)
     assert str(raised.value).startswith(TEXTS[env])
 
 
 @BAD
-def test_a_rollout_fails_by_a_bug_with_that_text(env: type[TalkEnv]) -> None:
+def test_a_rollout_with_an_invalid_outcome_fails_with_the_same_text(env: type[TalkEnv]) -> None:
     actor = make_actor(lambda *_: "Which color?", limits=Limits(max_failures=0))
     actor.make_env = env
     (leaf,) = rollout(actor, Independent(1)).failures()
     assert str(leaf.error).startswith(f"CrashError: {TEXTS[env]}")
 
 
-def test_a_cold_start_refuses_dialogues_that_no_rollout_has(tmp_path: Path) -> None:
+def test_a_cold_start_refuses_dialogues_that_no_rollout_can_produce(tmp_path: Path) -> None:
     roles = ["user", "assistant", "system", "assistant"]
     row = {"messages": [{"role": role, "content": "x"} for role in roles]}
     path = tmp_path / "sft.jsonl"
@@ -119,7 +122,7 @@ def test_a_cold_start_refuses_dialogues_that_no_rollout_has(tmp_path: Path) -> N
     assert str(raised.value).startswith(f"{path}, row 1: ")
 
 
-async def test_what_the_probe_raises_or_never_gives_is_no_refusal(
+async def test_an_exception_of_the_probe_or_an_unreached_outcome_is_not_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Strict(TalkEnv):
@@ -157,7 +160,7 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         check_finish((reward, {}))
 
 
-def test_messages_may_come_in_any_sequence() -> None:
+def test_messages_may_be_any_kind_of_sequence() -> None:
     message = Message("tool", "7")
     assert check_step(((message,), 1, 0, 1, {})) == ([message], 1.0, False, True, {})  # type: ignore[arg-type]
     assert check_reset(((message,), {})) == ([message], {})  # type: ignore[arg-type]

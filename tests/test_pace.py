@@ -93,19 +93,19 @@ def test_with_slow_tools_every_slot_is_filled_as_before() -> None:
     assert timely.staleness[-1] == BOUND
 
 
-def test_trees_of_two_updates_start_two_updates_ahead() -> None:
+def test_trees_for_two_updates_start_two_updates_ahead() -> None:
     early, timely = both(lambda index: asyncio.sleep(13.0))
     assert timely.seconds == early.seconds
     assert timely.staleness[-6:] == [2.0] * 6
 
 
-def test_replaced_trees_count_as_what_the_learner_needs() -> None:
+def test_replacements_of_refused_trees_count_as_demand_of_the_learner() -> None:
     early, timely = both(lambda index: asyncio.sleep(2.0), refuse=lambda index: index % 4 == 0)
     assert timely.seconds <= early.seconds * 1.05
     assert fmean(timely.staleness[-4:]) < fmean(early.staleness[-4:])
 
 
-def test_a_learner_that_had_to_wait_gets_its_trees_earlier_from_then_on() -> None:
+def test_after_a_wait_the_learner_gets_its_trees_earlier() -> None:
     """Each eighth tree takes six times as long as the others: the margin learns that."""
     early, timely = both(lambda index: asyncio.sleep(18.0 if index % 32 == 7 else 3.0))
     assert timely.seconds <= early.seconds * 1.1
@@ -135,7 +135,7 @@ def test_a_short_wait_does_not_fill_the_slots_of_a_shared_engine() -> None:
     assert fmean(early.staleness[BOUND:]) == BOUND
 
 
-def test_a_tree_starts_at_once_until_both_durations_are_known() -> None:
+def test_trees_start_immediately_until_both_durations_are_known() -> None:
     pace = Pace(BOUND)
     assert pace.early_s(0.0, 3) == 0.0
     pace.learner_takes(2.0, [Grown(1.0, 2.0, 1.0)])
@@ -161,7 +161,7 @@ def test_only_a_wait_widens_the_lead() -> None:
     pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
     step(5.0, 0.0)
     first_s = lead_s()
-    step(9.0, 0.0)  # nobody waited for it
+    step(9.0, 0.0)  # no wait for it
     assert lead_s() <= first_s
     step(6.0, 0.5)
     widest_s = lead_s()
@@ -170,7 +170,7 @@ def test_only_a_wait_widens_the_lead() -> None:
     assert 4.0 < lead_s() < widest_s
 
 
-def test_an_update_with_an_evaluation_in_it_is_no_measure() -> None:
+def test_the_duration_of_an_update_with_an_evaluation_is_ignored() -> None:
     pace = Pace(BOUND)
     for since_s, until_s in ((0.0, 10.0), (10.0, 20.0), (20.0, 110.0)):
         pace.learner_takes(since_s, [Grown(since_s - 1.0, since_s, since_s)])
@@ -178,7 +178,7 @@ def test_an_update_with_an_evaluation_in_it_is_no_measure() -> None:
     assert pace.early_s(110.0, 1) < 10.0
 
 
-def test_a_tree_of_an_earlier_process_starts_at_once_and_is_no_measure() -> None:
+def test_a_tree_of_an_earlier_process_starts_immediately_and_is_not_measured() -> None:
     async def scenario() -> None:
         queue = ReplayQueue(1, 2)
 

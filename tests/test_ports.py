@@ -1,4 +1,4 @@
-"""A port that was chosen for a server is there when it listens, however long that takes."""
+"""A port chosen for a server is still free when it listens, after any delay."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def test_a_server_listens_at_a_held_port_and_again_after_its_end() -> None
 
 
 def _choose(port: int, sharing: bool, listener: socket.socket | None) -> None:
-    """Have the system choose a port where this is the only choice; for a connection, if there is
-    somebody to connect to."""
+    """Have the system choose a port where this is the only choice; for a connection, if there is a
+    listener to connect to."""
     with socket.socket() as one:
         if sharing:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,7 +52,7 @@ def _choose(port: int, sharing: bool, listener: socket.socket | None) -> None:
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("connects", [False, True])
-def test_a_held_port_is_given_to_nobody_else(sharing: bool, connects: bool) -> None:
+def test_a_held_port_is_not_assigned_to_another_process(sharing: bool, connects: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         listener = somebody if connects else None
         with hold_port() as held:
@@ -68,6 +68,6 @@ def test_a_port_of_all_addresses_is_held() -> None:
         socket.create_connection(("::1", port_of(held)), timeout=5).close()
 
 
-def test_a_port_at_which_somebody_listens_is_refused() -> None:
+def test_a_port_with_a_listener_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="in use"):
         hold_port(port=port_of(listener))

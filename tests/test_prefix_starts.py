@@ -97,10 +97,11 @@ ALGORITHMS: list[Algorithm] = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: type(one).__name__)
-def test_every_trajectory_goes_on_from_the_tokens_and_the_state_of_the_start(
+def test_every_trajectory_continues_from_tokens_and_state_of_the_start(
     algorithm: Algorithm, start: Start
 ) -> None:
-    """The env counts its searches and says the number: led there, it goes on with the next."""
+    """The env counts its searches and returns the number: after a replay it continues with the
+    next."""
     tree = grown(algorithm.plan(256), start)
     paths = list(tree.trajectories())
     assert len(paths) == 6
@@ -117,7 +118,7 @@ def test_every_trajectory_goes_on_from_the_tokens_and_the_state_of_the_start(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: type(one).__name__)
-def test_given_tokens_are_in_no_mask_and_have_no_weight(algorithm: Algorithm, start: Start) -> None:
+def test_given_tokens_are_masked_and_have_no_weight(algorithm: Algorithm, start: Start) -> None:
     tree = grown(algorithm.plan(256), start)
     for number, leaf in enumerate(tree.leaves()):
         leaf.reward = float(number % 2)
@@ -141,7 +142,7 @@ def test_given_tokens_are_in_no_mask_and_have_no_weight(algorithm: Algorithm, st
     assert not tree.root.version_spans, "nor does it make the tree stale"
 
 
-def test_calls_to_the_start_are_led_calls_and_not_the_policys(start: Start) -> None:
+def test_calls_up_to_the_start_count_as_replayed_calls(start: Start) -> None:
     tree = grown(Independent(3), start)
     led = [node.info.get(LED, 0) for node in tree.nodes if node.parent == 0]
     assert led == [NUM_GIVEN] * 3
@@ -153,7 +154,7 @@ def test_calls_to_the_start_are_led_calls_and_not_the_policys(start: Start) -> N
     assert text.count("<result>") > max(metrics["rollout/turns"] - 1, 0)
 
 
-def test_the_limits_count_what_was_given(start: Start) -> None:
+def test_limits_include_the_given_turns(start: Start) -> None:
     tree = grown(Independent(4), start, limits=Limits(max_turns=NUM_GIVEN + 1))
     assert {(len(path.turns), path.leaf.limit) for path in tree.trajectories()} == {(1, "turns")}
     tree = grown(Independent(4), start, limits=Limits(max_tool_calls=NUM_GIVEN))
@@ -162,7 +163,7 @@ def test_the_limits_count_what_was_given(start: Start) -> None:
     assert REFUSED in tree.root.info, "no turn is left"
 
 
-class Otherwise(CountingEnv):
+class DifferingEnv(CountingEnv):
     """Answers otherwise than the env of the trajectory that the start comes from."""
 
     async def step(self, action: Message) -> StepResult:
@@ -170,15 +171,15 @@ class Otherwise(CountingEnv):
         return [Message("tool", f"{one.content}!") for one in messages], *rest
 
 
-def test_an_env_that_answers_otherwise_begins_at_the_question(start: Start) -> None:
+def test_an_env_with_other_replies_begins_at_the_question(start: Start) -> None:
     actor = make_actor(searches)
-    actor.make_env = Otherwise
+    actor.make_env = DifferingEnv
     tree = run_virtual(actor.rollout(TASK, Independent(4), index=1, order=Order(start)))
     assert tree.root.info == {REFUSED: {"tree": 0, "success": True}}
     assert not tree.given
     assert not tree.failures()
     actor = make_actor(searches)
-    actor.make_env = Otherwise
+    actor.make_env = DifferingEnv
     scratch = run_virtual(actor.rollout(TASK, Independent(4), index=1))
     assert [path.token_ids for path in tree.trajectories()] == [
         path.token_ids for path in scratch.trajectories()
@@ -186,7 +187,7 @@ def test_an_env_that_answers_otherwise_begins_at_the_question(start: Start) -> N
     assert tree.num_roots == 4
 
 
-class Dying(Otherwise):
+class Dying(DifferingEnv):
     """The second one of them, in which the root begins, answers once."""
 
     num_made = 0
@@ -202,7 +203,7 @@ class Dying(Otherwise):
         return await super().step(action)
 
 
-def test_a_root_whose_start_was_refused_is_led_back_as_any_other(start: Start) -> None:
+def test_a_root_with_a_refused_start_is_replayed_like_any_other(start: Start) -> None:
     actor = make_actor(searches)
     actor.make_env = Dying
     tree = run_virtual(actor.rollout(TASK, Independent(1), index=1, order=Order(start)))
@@ -211,14 +212,14 @@ def test_a_root_whose_start_was_refused_is_led_back_as_any_other(start: Start) -
     assert (tree.num_retaken, tree.num_retries, len(list(tree.trajectories()))) == (1, 0, 1)
 
 
-def test_another_prompt_refuses_the_start(start: Start) -> None:
+def test_a_start_of_another_prompt_is_refused(start: Start) -> None:
     start.prompt_ids[0] += 1
     tree = grown(Independent(2), start)
     assert REFUSED in tree.root.info
     assert len(list(tree.trajectories())) == 2
 
 
-def test_from_every_cut_of_the_journal_the_same_tree_comes_about(tmp_path: Path) -> None:
+def test_from_every_cut_of_the_journal_the_same_tree_results(tmp_path: Path) -> None:
     first = grown(Independent(1), None, 0)
     start = start_of(first, 1)
     whole = test_journal.grown(tmp_path / "w", test_journal.make_actor(), PLAN, start=start)
@@ -246,7 +247,7 @@ def test_from_every_cut_of_the_journal_the_same_tree_comes_about(tmp_path: Path)
 # figures
 
 
-def test_success_and_entropy_are_those_of_groups_from_the_question(start: Start) -> None:
+def test_success_and_entropy_are_those_of_groups_that_begin_at_the_question(start: Start) -> None:
     given, scratch = grown(Independent(4), start), grown(Independent(4), None, 2)
     for leaf in scratch.leaves():
         leaf.info["success"], leaf.reward = False, 0.0
@@ -261,7 +262,7 @@ def test_success_and_entropy_are_those_of_groups_from_the_question(start: Start)
     assert entropy_profile([scratch]).start.mean != []
 
 
-def test_a_curriculum_learns_from_groups_from_the_question(start: Start) -> None:
+def test_a_curriculum_uses_only_groups_that_begin_at_the_question(start: Start) -> None:
     outcomes = Outcomes()
     curriculum = Curriculum(CurriculumConfig(), parts_of([TASK]), 0, outcomes)
     curriculum.add([grown(Independent(4), start)])
@@ -293,7 +294,7 @@ def test_the_depth_is_the_one_whose_success_is_nearest_to_half(
     assert best_depth(q, length, known, success=success) == expected
 
 
-def test_the_expected_success_goes_from_that_of_the_question_to_the_outcome() -> None:
+def test_the_expected_success_interpolates_between_question_and_outcome() -> None:
     for q in (0.0, 0.1, 0.8):
         assert expected_rate(q, 0, 5, success=True) == expected_rate(q, 0, 5, success=False) == q
         assert expected_rate(q, 5, 5, success=True) == pytest.approx(1.0)
@@ -426,7 +427,8 @@ def test_old_trajectories_are_not_used_and_no_more_than_keep_are_kept() -> None:
 
 @pytest.mark.parametrize("root_share", [0.0, 0.5, 0.81, 1.0])
 def test_the_root_share_of_groups_begins_at_their_questions(root_share: float) -> None:
-    """Of each block of groups, whatever order their questions have, and each question's too."""
+    """Of each block of groups, for any order of their questions, and of the groups of each
+    question."""
     run = Run(root_share=root_share, num_steps=10**6)
     run.group((4, True), *[(2, False)] * 7, task="a")
     run.group((4, True), *[(2, False)] * 7, task="b")
@@ -448,7 +450,7 @@ def archived(folder: Path, step: int, tree: TrajectoryTree) -> None:
     Archive(folder, ArchiveConfig()).write(header, [KeptTree(tree, "trained")])
 
 
-def test_a_resumed_run_chooses_what_an_uninterrupted_one_chooses(tmp_path: Path) -> None:
+def test_a_resumed_run_chooses_the_starts_of_an_uninterrupted_one(tmp_path: Path) -> None:
     """From the state of a checkpoint and the archive."""
     rng = Random(1)
     run = Run()
@@ -472,7 +474,7 @@ def test_a_resumed_run_chooses_what_an_uninterrupted_one_chooses(tmp_path: Path)
     assert [again.choose(task, 40 + at) for at, task in enumerate("aabbcc" * 3)] == wanted
 
 
-def test_a_trajectory_that_the_archive_has_no_more_is_left_out(
+def test_a_trajectory_missing_in_the_archive_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run()
@@ -485,7 +487,7 @@ def test_a_trajectory_that_the_archive_has_no_more_is_left_out(
     assert "archive.max_gb" in caplog.text
 
 
-def test_a_frame_of_the_journal_says_where_a_tree_began(start: Start) -> None:
+def test_the_journal_records_the_start_of_a_tree(start: Start) -> None:
     frame = Started(3, 1, 0.0, "t", Order(start))
     ((_, found),) = read_frames(framed(frame))
     assert found == frame
@@ -506,18 +508,18 @@ class Program(CountingEnv):
         (Program, "is a program, whose trajectories have several contexts"),
     ],
 )
-async def test_environments_that_cannot_be_led_are_refused(
+async def test_environments_that_cannot_be_replayed_are_refused(
     make_env: Callable[[Task], Env], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^data\.prefix_starts: the environment toy {why}.*; "):
         await check_replayable(make_env, TASK, "data.prefix_starts")
 
 
-def test_environments_that_can_be_led_are_not_refused() -> None:
+def test_environments_that_can_be_replayed_are_not_refused() -> None:
     run_virtual(check_replayable(CountingEnv, TASK, "data.prefix_starts"))
 
 
-def test_without_an_archive_no_resume_could_read_the_trajectories() -> None:
+def test_prefix_starts_require_an_archive() -> None:
     keys = ("data.prefix_starts={}", "archive.max_gb=0")
     with pytest.raises(ConfigError, match=r"data.prefix_starts: .* archive.max_gb = 0 turns off"):
         load_config(TrainConfig, ROOT / "configs" / "quickstart.toml", keys)

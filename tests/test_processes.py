@@ -33,7 +33,7 @@ def spec_of(folder: Path, code: str, **changes: object) -> ProcessSpec:
     return ProcessSpec("one", [sys.executable, "-c", code], **keys)  # type: ignore[arg-type]
 
 
-async def test_it_has_the_variables_of_its_spec_and_of_this_process_less_some(
+async def test_a_process_inherits_variables_except_those_unset_by_its_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLOR_OF_SKY", "blue")
@@ -50,7 +50,7 @@ async def test_it_has_the_variables_of_its_spec_and_of_this_process_less_some(
     ("number", "how"),
     [(signal.SIGKILL, "was killed by SIGKILL (the system does this"), (signal.SIGSEGV, "SIGSEGV")],
 )
-async def test_a_signal_that_killed_it_is_named(
+async def test_the_signal_that_killed_a_process_is_named(
     tmp_path: Path, number: signal.Signals, how: str
 ) -> None:
     process = LocalProcess(spec_of(tmp_path, DIE.format(number=int(number))))
@@ -59,7 +59,7 @@ async def test_a_signal_that_killed_it_is_named(
     await process.stop()
 
 
-async def test_a_start_that_is_cancelled_closes_the_log_that_opens_late(
+async def test_a_cancelled_start_closes_a_log_that_opens_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, go_on = [], threading.Event()
@@ -82,7 +82,7 @@ async def test_a_start_that_is_cancelled_closes_the_log_that_opens_late(
             await asyncio.sleep(0.01)
 
 
-async def test_it_ends_with_all_below_it(tmp_path: Path) -> None:
+async def test_a_process_ends_with_all_its_descendants(tmp_path: Path) -> None:
     placement, spec = LocalPlacement(grace_s=0.0), spec_of(tmp_path, FORK)
     await placement.start(spec)
     while log_tail(Path(spec.log)).count("there") < 2:  # noqa: ASYNC110
@@ -97,13 +97,13 @@ async def test_it_ends_with_all_below_it(tmp_path: Path) -> None:
     assert (len(gone), alive) == (3, [])
 
 
-def test_statuses_in_words() -> None:
+def test_exit_statuses_are_described_in_words() -> None:
     assert how_it_ended(3) == "ended with status 3"
     assert how_it_ended(-15) == how_it_ended(128 + 15) == "was killed by SIGTERM"
     assert how_it_ended(255) == "ended with status 255"
 
 
-def test_restarts_pause_longer_each_time_and_end() -> None:
+def test_pauses_between_restarts_grow_and_restarts_are_bounded() -> None:
     restarts = Restarts(3, "key", first_s=1.0, max_s=3.0)
     pauses = [restarts.lost() for _ in range(4)]
     assert pauses[-1] is None

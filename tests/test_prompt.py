@@ -1,4 +1,4 @@
-"""System prompts: presets, files, what a row brings along, and who wins."""
+"""System prompts: presets, files, prompts of rows, and their precedence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def system(instruction: Instruction, task: Task) -> str:
     return first.content
 
 
-def test_a_row_wins_over_the_template_which_wins_over_the_class() -> None:
+def test_a_row_overrides_the_template_which_overrides_the_class() -> None:
     text = Instruction("From the template.")
     assert system(Instruction(), TASK) == "From the class."
     assert system(text, TASK) == "From the template."
@@ -37,7 +37,7 @@ def test_a_row_wins_over_the_template_which_wins_over_the_class() -> None:
 
 @pytest.mark.parametrize("name", ["search+python", "search", "python", "no_tools", "chinese",
                                   "direct"])  # fmt: skip
-def test_a_preset_shows_the_tags_it_asks_for(name: str) -> None:
+def test_a_preset_shows_its_required_tags(name: str) -> None:
     text = preset(name)
     tools = {"search+python": "search python", "search": "search", "python": "python",
              "chinese": "search python"}.get(name, "").split()  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_file_is_the_system_prompt_or_the_whole_message(tmp_path: Path) -> Non
         ({"apply_chat_template": False, "chat_template_kwargs": {"x": 1}}, "unused with"),
     ],
 )
-def test_a_prompt_that_cannot_be_had_is_refused(config: dict[str, object], says: str) -> None:
+def test_an_unavailable_prompt_is_refused(config: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_instruction(PromptConfig(**config))  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ def chat(system: str, question: str = "q") -> dict[str, object]:
 
 
 def template(path: Path, rows: list[dict[str, object]]) -> str:
-    """What the file of these rows gives as template."""
+    """The template from a file of these rows."""
     if path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         importlib.import_module("pyarrow.parquet").write_table(
@@ -105,7 +105,9 @@ def template(path: Path, rows: list[dict[str, object]]) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_rows_give_their_one_system_prompt_with_boxed_repaired(tmp_path: Path, suffix: str) -> None:
+def test_the_single_system_prompt_of_rows_is_used_with_boxed_repaired(
+    tmp_path: Path, suffix: str
+) -> None:
     """As published the \\b of \\boxed is a backspace byte; golds do not matter."""
     broken = SAID.replace("\\b", "\b")
     rows = [chat(broken, f"question {number}") for number in range(3)]
@@ -122,7 +124,9 @@ def test_rows_give_their_one_system_prompt_with_boxed_repaired(tmp_path: Path, s
         {"system_prompt": SAID, "question": "q", "answer": "a"},
     ],
 )
-def test_rows_of_dialogues_give_theirs(tmp_path: Path, row: dict[str, object]) -> None:
+def test_the_single_system_prompt_of_dialogues_is_used(
+    tmp_path: Path, row: dict[str, object]
+) -> None:
     assert template(tmp_path / "sft.jsonl", [row, row]) == SAID
 
 
@@ -144,6 +148,6 @@ def test_rows_without_one_system_prompt_are_refused(
         template(tmp_path / "rows.jsonl", rows)
 
 
-def test_rows_that_are_not_there_are_refused() -> None:
+def test_a_missing_file_of_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no such file: no/rows\.parquet; expected the rows"):
         load_instruction(PromptConfig(template="no/rows.parquet"))

@@ -79,12 +79,12 @@ def test_staleness_never_exceeds_its_bound_and_order_is_that_of_starting(
     assert queue.num_reserved == 0
 
 
-def test_an_asynchronous_run_uses_the_staleness_it_is_given() -> None:
+def test_an_asynchronous_run_uses_its_whole_staleness_bound() -> None:
     _, staleness, _ = run_virtual(run_loop(ReplayQueue(4, 3), 30, Random(1)))
     assert max(staleness) == 3
 
 
-def test_get_gives_back_what_it_took_when_it_is_cancelled() -> None:
+def test_a_cancelled_get_requeues_its_trees() -> None:
     async def scenario() -> None:
         queue = ReplayQueue(2, 0)
 
@@ -102,7 +102,7 @@ def test_get_gives_back_what_it_took_when_it_is_cancelled() -> None:
     run_virtual(scenario())
 
 
-def test_get_gives_back_what_it_took_when_no_tree_is_wanted_any_more() -> None:
+def test_get_requeues_its_trees_when_the_queue_finishes() -> None:
     async def scenario() -> None:
         queue = ReplayQueue(3, 0)
 
@@ -125,7 +125,7 @@ def test_get_gives_back_what_it_took_when_no_tree_is_wanted_any_more() -> None:
     run_virtual(scenario())
 
 
-def test_a_finished_queue_delivers_what_is_left_and_then_nothing() -> None:
+def test_a_finished_queue_delivers_the_remaining_trees_and_then_nothing() -> None:
     async def scenario() -> None:
         queue = ReplayQueue(2, 1)
 
@@ -156,7 +156,7 @@ def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
     run_virtual(scenario())
 
 
-def test_what_waits_between_feeder_and_learner_is_measured() -> None:
+def test_waits_between_feeder_and_learner_are_measured() -> None:
     """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
 
     async def scenario() -> None:

@@ -21,14 +21,14 @@ def test_the_closing_tags_of_the_tools_end_a_turn() -> None:
     assert RENDERER.stop([TOOL, {**TOOL, "name": "python"}]) == ("</search>", "</python>")
 
 
-def test_a_call_is_what_stands_between_the_last_tags() -> None:
+def test_a_call_is_the_text_between_the_last_tags() -> None:
     text = "<think>no <search> here</think><search> who is it </search>"
     message = RENDERER.parse(turn(text, "</search>"), [TOOL])
     assert message.content == text
     assert message.tool_calls == (ToolCall("search", {"query": "who is it"}),)
 
 
-def test_a_closing_tag_without_an_opening_one_is_no_call() -> None:
+def test_a_closing_tag_without_an_opening_one_is_not_a_call() -> None:
     assert RENDERER.parse(turn("oops</search>", "</search>"), [TOOL]).tool_calls == ()
 
 
@@ -50,7 +50,7 @@ def test_tool_text_cannot_forge_tags_or_special_tokens(text: str) -> None:
     assert text.strip("<>/") in inside
 
 
-def test_ordinary_text_is_left_as_it_is() -> None:
+def test_ordinary_text_is_unchanged() -> None:
     assert observe("1 < 2 and <b>x</b>") == " <result>\n1 < 2 and <b>x</b>\n</result>"
 
 
@@ -59,7 +59,7 @@ def test_a_long_result_keeps_head_and_tail() -> None:
     assert shown == " <result>\n" + "A" * 10 + " ... " + "Z" * 10 + "\n</result>"
 
 
-def test_what_is_tokenized_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenized_part_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It happens on the event loop, and a tool may give anything."""
     sizes, encode = [], RENDERER.encode
 

@@ -1,4 +1,4 @@
-"""What a failure costs a rollout: a turn, a wait, a trajectory, or the run."""
+"""The cost of a failure for a rollout: a turn, a wait, a trajectory, or the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlakyEngine(ScriptedEngine):
 
 
 def turns_wasted(actor: Actor, trees: list[TrajectoryTree]) -> float:
-    """Turns that are in no trajectory of the group, as a share of those that were asked for."""
+    """Turns that are in no trajectory of the group, as a share of the requested ones."""
     assert isinstance(actor.engine, FlakyEngine)
     kept = {
         (tree.index, node.index)
@@ -85,7 +85,7 @@ def test_failures_of_one_step_in_twenty_cost_few_turns_and_no_group(plan: Rollou
         assert turns_wasted(actor, trees) <= 0.06
 
 
-def test_a_turn_that_is_taken_again_is_the_same_turn() -> None:
+def test_a_retried_turn_is_the_same_turn() -> None:
     tree, again = (
         rollout(actor, AlwaysFork(group_size=4))
         for actor in (make_actor(three_searches), make_actor(three_searches))
@@ -112,7 +112,7 @@ class ForgetfulEnv(CountingEnv):
         return answers, *rest
 
 
-def test_an_env_that_answers_otherwise_the_second_time_gives_way_to_a_fresh_root() -> None:
+def test_an_env_with_other_replies_on_replay_is_replaced_by_a_fresh_root() -> None:
     actor = make_actor(limits=Limits(max_failures=1))
     actor.make_env = ForgetfulEnv
     tree = rollout(actor, Independent(1))
@@ -133,7 +133,7 @@ class DownEnv(CountingEnv):
 
 
 @pytest.mark.parametrize(("until", "num_failed"), [(35.0, 0), (2000.0, 5)])
-def test_an_outage_is_waited_for_and_costs_no_time_of_the_trajectory(
+def test_the_wait_for_an_outage_does_not_count_toward_the_time_limit(
     until: float, num_failed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some 17 s of work, within 20, though the outage is 30 s long; one that never ends is waited
@@ -151,7 +151,7 @@ class Misconfigured(CountingEnv):
         raise ConfigError("search.backend.api_key_env: the plan is spent")
 
 
-def test_a_mistake_of_the_configuration_ends_the_run_at_once() -> None:
+def test_a_configuration_error_ends_the_run_immediately() -> None:
     actor = make_actor()
     actor.make_env = Misconfigured
     made = CountingEnv.num_made
@@ -182,14 +182,14 @@ class Unclosable(CountingEnv):
         raise InfraError("the service is gone")
 
 
-def test_an_env_that_cannot_be_closed_ends_no_run() -> None:
+def test_an_env_that_cannot_be_closed_does_not_end_the_run() -> None:
     actor = make_actor()
     actor.make_env = Unclosable
     assert len(list(rollout(actor, Independent(3)).trajectories())) == 3
 
 
 class FailsAtFirst(CountingEnv):
-    """The first so many episodes of a test fail as they begin."""
+    """The first episodes of a test fail at their reset."""
 
     left = 0
 
@@ -230,8 +230,8 @@ def test_the_probe_of_aepo_survives_forks_that_fail() -> None:
     assert splits == ["0"] * 20
 
 
-def test_what_the_roots_wait_for_the_probe_of_aepo_is_measured() -> None:
-    """Four turns of 2 s; ARPO's roots wait for none."""
+def test_the_wait_of_roots_for_the_probe_of_aepo_is_measured() -> None:
+    """Four turns of 2 s; ARPO's roots do not wait."""
     actor = make_actor(script=three_searches, engine={"latency_s": 2.0})
     rollout(actor, AEPO(group_size=8, base_probability=0.0).plan(256))
     assert actor.probes.take() == pytest.approx(
@@ -241,9 +241,9 @@ def test_what_the_roots_wait_for_the_probe_of_aepo_is_measured() -> None:
     assert actor.probes.take() == {}
 
 
-def test_a_tree_ends_after_its_own_time_and_is_delivered_with_what_it_has() -> None:
-    """A step in two hangs for ever; each root alone has 30 s, the tree 70 s, and no root is begun
-    after that."""
+def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -> None:
+    """Every second step hangs forever; each root alone has 30 s, the tree 70 s, and no root is
+    started after that."""
 
     class Hanging(CountingEnv):
         async def step(self, action: Message) -> Any:
@@ -298,7 +298,7 @@ def search_that_is_away(away: Callable[[], Awaitable[None]], until: float) -> To
 
 @pytest.mark.parametrize("plan", GROUPS[:2])
 @pytest.mark.parametrize(("away", "until"), [(refused, 42.0), (accepted, 132.0)])
-def test_a_search_server_that_is_away_costs_no_trajectory(
+def test_an_unreachable_search_server_costs_no_trajectory(
     plan: RolloutPlan, away: Callable[[], Awaitable[None]], until: float
 ) -> None:
     """Six groups of 16 at once; turns of 5 s, and 30 s of work for a trajectory at most, which is
@@ -327,7 +327,7 @@ class CodeTimedOut(StatelessTool):
         raise ToolError("TimeoutError: stopped after 20 s")
 
 
-def test_code_that_runs_into_the_limit_of_its_tool_is_the_trajectory_s_own_time() -> None:
+def test_code_that_exceeds_the_limit_of_its_tool_counts_as_work() -> None:
     """Its 50 s end within the third call, whose end is waited for: the tool could have been
     down."""
     actor = make_actor(script=three_searches, limits=Limits(max_seconds=50.0))
@@ -343,8 +343,8 @@ def test_code_that_runs_into_the_limit_of_its_tool_is_the_trajectory_s_own_time(
 
 
 class Judge:
-    """16 places of 20 s; whoever asks from second 0 to second `away_until` learns after 15 s of
-    breaks that nobody is there."""
+    """16 slots of 20 s; requests from second 0 to second `away_until` fail after 15 s of
+    backoff."""
 
     def __init__(self, away_until: float = 0.0) -> None:
         self.away_until = away_until
@@ -383,7 +383,7 @@ def judged(limits: Limits, judge: Judge, size: int) -> tuple[TrajectoryTree, int
 
 
 @pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
-def test_a_place_at_the_judge_is_waited_for_however_the_trajectory_ended(limits: Limits) -> None:
+def test_any_ended_trajectory_waits_for_a_slot_at_the_judge(limits: Limits) -> None:
     """80 s for the last 16 of 64, though `finish` has 60."""
     tree, _ = judged(limits, Judge(), 64)
     assert not tree.failures()
@@ -394,7 +394,7 @@ def test_a_place_at_the_judge_is_waited_for_however_the_trajectory_ended(limits:
 
 @pytest.mark.parametrize("away_until", [42.0, 102.0])
 @pytest.mark.parametrize(("limits", "calls_each"), [(BY_ITSELF, 3), (BY_A_LIMIT, 2)])
-def test_a_judge_that_is_away_is_asked_again_and_nothing_else_is_done_again(
+def test_a_request_to_an_unreachable_judge_is_the_only_part_retried(
     limits: Limits, calls_each: int, away_until: float
 ) -> None:
     tree, num_calls = judged(limits, Judge(away_until), 2)
@@ -403,8 +403,8 @@ def test_a_judge_that_is_away_is_asked_again_and_nothing_else_is_done_again(
     assert [t.reward for t in tree.trajectories()] == [calls_each + 1.0] * 2, "each turn once"
 
 
-class DeafJudge(Judge):
-    """It is only after 20 s that nobody answers."""
+class SilentJudge(Judge):
+    """Requests fail only after 20 s."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -415,9 +415,9 @@ class DeafJudge(Judge):
         return await super().grade(task, written, calls)
 
 
-def test_no_deadline_cuts_what_has_ended_and_is_only_graded() -> None:
+def test_no_deadline_truncates_an_ended_trajectory_during_grading() -> None:
     """10 s for a trajectory, of which the judge needs 20, and is silent for 102."""
-    tree, num_calls = judged(replace(BY_ITSELF, max_seconds=10.0), DeafJudge(102.0), 2)
+    tree, num_calls = judged(replace(BY_ITSELF, max_seconds=10.0), SilentJudge(102.0), 2)
     assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 2
     assert num_calls == 6
 
@@ -428,8 +428,8 @@ class NeverDone:
         raise AssertionError
 
 
-def test_a_grader_that_never_ends_is_waited_for_as_long_as_one_that_is_down() -> None:
-    """The step, then what its deadline has cut: each for `outage_s`, and the last try."""
+def test_a_hanging_grader_is_awaited_as_long_as_an_unreachable_one() -> None:
+    """The step, then the grading after its deadline: each for `outage_s`, and the last attempt."""
 
     async def main() -> tuple[TrajectoryTree, float]:
         limits = Limits(max_seconds=10.0, max_failures=0, max_tree_seconds=9999.0)
@@ -444,7 +444,7 @@ def test_a_grader_that_never_ends_is_waited_for_as_long_as_one_that_is_down() ->
 
 
 @pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
-def test_a_judge_that_does_not_come_back_gives_way_to_a_fresh_root(limits: Limits) -> None:
+def test_a_judge_that_stays_unreachable_leads_to_a_fresh_root(limits: Limits) -> None:
     """Its failure is a grader's, so that an evaluation can be graded again."""
     tree, _ = judged(replace(limits, max_failures=1), Judge(1e6), 1)
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
@@ -454,8 +454,8 @@ def test_a_judge_that_does_not_come_back_gives_way_to_a_fresh_root(limits: Limit
 
 
 class SlowToFinish(CountingEnv):
-    """Cannot be asked for the grade of what a limit ended before second `until`: its machinery
-    refuses, or says nothing."""
+    """Cannot grade a truncated trajectory before second `until`: its infrastructure refuses, or
+    does not reply."""
 
     hangs = False
     until = 120.0
@@ -469,7 +469,7 @@ class SlowToFinish(CountingEnv):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_grade_of_what_a_limit_ended_is_asked_for_through_an_outage(
+def test_grading_of_a_truncated_trajectory_is_retried_through_an_outage(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SlowToFinish, "hangs", hangs)

@@ -1,4 +1,4 @@
-"""What the configuration says of sampling reaches the engine, turn by turn."""
+"""The sampling parameters of the configuration reach the engine, turn by turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentenv.types import Completion, SamplingParams
 from tests.test_actor import make_actor, rollout
 
 
-def test_stop_strings_of_the_user_stand_beside_those_of_the_renderer() -> None:
+def test_stop_strings_of_the_user_are_added_to_those_of_the_renderer() -> None:
     actor = make_actor()
     actor.sampling = Sampling(
         stop=["</think>"], min_p=0.1, repetition_penalty=1.2, top_k=7, temperature=0.5
@@ -41,7 +41,7 @@ def test_values_without_a_meaning_are_refused(keys: dict[str, Any]) -> None:
         Sampling(**keys)
 
 
-def test_another_engine_leaves_out_the_keys_of_the_old_one(
+def test_another_engine_ignores_the_keys_of_the_old_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As when a run that was saved with all its keys is evaluated on a server."""

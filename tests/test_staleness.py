@@ -9,7 +9,7 @@ from agentenv.types import VersionSpan
 from tests.learners.ranks import uneven_trees
 
 
-def test_tokens_are_counted_by_the_versions_that_chose_them() -> None:
+def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
     tree = uneven_trees(1)[0]
     turns = [node for node in tree.nodes if node.action_ids]
     for node in turns:

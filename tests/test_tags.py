@@ -59,7 +59,7 @@ class Size(Enum):
 
 @tool
 def sized(size: Size) -> str:
-    """What is of a size."""
+    """An object with a size."""
     return size.value
 
 
@@ -88,7 +88,7 @@ TASK = Task("t", "me/Shop-v0", "How many?", ("3",))
 
 
 async def result(text: str) -> str:
-    """What the policy reads after a turn that is this text."""
+    """The observation of the policy after a turn with this text."""
     env = ShopEnv(TASK)
     _, info = await env.reset(seed=0)
     messages, *_ = await env.step(Message("assistant", text, tag_calls(text, info["tools"])))
@@ -123,7 +123,9 @@ async def test_a_call_is_a_text_or_an_object(text: str, expected: str) -> None:
         ("<total>1, 2</total>", "not valid JSON"),
     ],
 )
-async def test_an_object_that_cannot_be_read_is_told_with_the_form(text: str, problem: str) -> None:
+async def test_the_error_of_an_unreadable_object_shows_the_expected_form(
+    text: str, problem: str
+) -> None:
     said = await result(text)
     assert "The tool call cannot be read: expected <" in said
     assert problem in said
@@ -131,7 +133,7 @@ async def test_an_object_that_cannot_be_read_is_told_with_the_form(text: str, pr
         assert '{"item": string, "count": integer, "speed": "fast" | "slow" (optional)}' in said
 
 
-async def test_what_the_object_lacks_is_an_error_of_the_tool() -> None:
+async def test_a_missing_argument_is_an_error_of_the_tool() -> None:
     assert "count" in await result('<order>{"item": "bolts"}</order>')
     assert await result('<order>{"item": "nails", "count": 1}</order>') == "there is no 'nails'"
 
@@ -152,14 +154,14 @@ async def test_what_the_object_lacks_is_an_error_of_the_tool() -> None:
         ('<order>{"item": <order>{"item": "nuts", "count": 1}</order>', None),
     ],
 )
-def test_a_call_begins_behind_the_thoughts_and_is_opened_once(
+def test_a_call_begins_after_the_thoughts_and_is_opened_once(
     text: str, arguments: dict[str, Any] | None
 ) -> None:
     (call,) = tag_calls(text, [schema(one) for one in (stock, order, weather)])
     assert call.name == MALFORMED_CALL if arguments is None else call.arguments == arguments
 
 
-def test_an_engine_that_stops_within_a_text_is_told_how_it_is_written() -> None:
+def test_a_closing_tag_within_an_argument_is_reported_with_its_escaped_form() -> None:
     """Engines stop at the first closing tag; so do the turns that demonstrations show."""
     tools, tokenizer = [schema(order)], CharTokenizer()
     arguments = {"item": "a</order>b", "count": 1}
@@ -180,7 +182,7 @@ def test_an_engine_that_stops_within_a_text_is_told_how_it_is_written() -> None:
             assert r"is written <\/order>" in call.arguments["problem"]
 
 
-def test_arguments_are_written_as_they_are_read() -> None:
+def test_written_arguments_are_read_back_unchanged() -> None:
     for one, arguments in (
         (stock, {"item": "bolts"}),
         (order, {"item": "bölts", "count": 3}),
@@ -194,8 +196,9 @@ def test_arguments_are_written_as_they_are_read() -> None:
     assert written_arguments({"code": "1"}, None) == "1"
 
 
-def test_a_prompt_describes_all_tools_if_the_form_of_one_cannot_be_guessed() -> None:
-    """All that it does not show yet: a list without `stock` would say that there is none."""
+def test_a_prompt_describes_all_tools_if_any_call_form_is_not_obvious() -> None:
+    """All tools that it does not show yet: a list without `stock` would imply that it does not
+    exist."""
     tools = [schema(stock), schema(order)]
     system, question = Message("system", "Be brief."), Message("user", "How many?")
     told = with_tools([system, question], tools, "several")
@@ -218,7 +221,7 @@ def test_a_prompt_describes_all_tools_if_the_form_of_one_cannot_be_guessed() -> 
     assert with_tools([question], [schema(stock)], "several") == [question]
 
 
-def test_the_renderer_puts_it_before_the_question() -> None:
+def test_the_renderer_puts_the_description_of_tools_before_the_question() -> None:
     renderer = TagRenderer(CharTokenizer())
     ids = renderer.prompt([Message("user", "How many?")], [schema(order)])
     text = renderer.decode(ids)
@@ -259,7 +262,7 @@ def test_schemas_of_foreign_servers() -> None:
     assert call.name == MALFORMED_CALL
 
 
-async def test_the_conformance_kit_takes_texts_and_refuses_such_tools() -> None:
+async def test_the_conformance_kit_accepts_texts_and_refuses_uncallable_tools() -> None:
     await check_tool_env(
         ShopEnv, TASK, ["<stock>nuts</stock>", '<order>{"item": "nuts", "count": 1}</order>', "3"]
     )

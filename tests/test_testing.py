@@ -30,7 +30,7 @@ class ShoutingEnv(ToolEnv):
         super().__init__(task, tools=[shout, Counter()], grader=LastMessage())
 
 
-async def test_an_env_of_ones_own_is_tiny_and_conforms() -> None:
+async def test_a_small_custom_env_conforms() -> None:
     actions = [call("shout", text="hi"), call(), call("shout"), call("no"), call(), ANSWER]
     await check_tool_env(ShoutingEnv, TASK, actions)
 
@@ -95,7 +95,7 @@ class GlobalRandomEnv(TallyEnv):
 
 
 class StickyEnv(TallyEnv):
-    """Its second episode goes on counting where the first one ended."""
+    """Its second episode continues the count of the first one."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -196,7 +196,7 @@ class Sleepy(EnvWrapper):
         return await super().step(action)
 
 
-async def test_a_step_that_holds_up_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_blocks_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "HELD_S", 0.05)
     with pytest.raises(AssertionError, match="step 0 blocked the event loop"):
         await check_tool_env(lambda task: Sleepy(ShoutingEnv(task)), TASK, [call(), ANSWER])

@@ -52,7 +52,9 @@ async def test_async_and_sync_functions_are_called_with_converted_arguments() ->
         ({"city": "Lima", "when": "now"}, "when"),
     ],
 )
-async def test_wrong_arguments_are_the_policys_fault(arguments: dict[str, Any], says: str) -> None:
+async def test_wrong_arguments_are_a_tool_error_of_the_policy(
+    arguments: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ToolError, match=says) as raised:
         await weather.call(arguments, None)
     assert "weather" in str(raised.value)

@@ -74,9 +74,9 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     await env.close()
 
 
-async def test_the_record_of_an_error_keeps_head_and_tail_of_what_may_be_megabytes() -> None:
-    """It goes into the tree, the journal, the archive and frames of workers; the policy reads its
-    text as that of any result."""
+async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
+    """It is stored in the tree, the journal, the archive and frames of workers; the policy reads
+    its text like any result."""
     text = "head" + "x" * 5_000_000 + "tail"
     counter = Counter()
     counter.faults = [ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
@@ -95,7 +95,7 @@ async def test_the_record_of_an_error_keeps_head_and_tail_of_what_may_be_megabyt
 
 
 @pytest.mark.parametrize("half", ["", chr(0xD83D)], ids=["text", "half a pair"])
-async def test_a_very_long_result_lets_others_go_on_while_it_is_looked_at(half: str) -> None:
+async def test_the_check_of_a_very_long_result_does_not_block_the_loop(half: str) -> None:
     size = 8 * PIECE_CHARS
     counter = Counter()
     counter.faults = [ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
@@ -119,7 +119,7 @@ async def test_a_very_long_result_lets_others_go_on_while_it_is_looked_at(half: 
 
 
 @pytest.mark.parametrize("arguments", [{}, {"problem": ["x"]}, {"other": 1}])
-async def test_the_policy_may_write_the_name_of_what_cannot_be_read(
+async def test_the_policy_may_call_the_reserved_name_of_malformed_calls(
     arguments: dict[str, object],
 ) -> None:
     env = make(Counter())
@@ -147,7 +147,7 @@ def test_infrastructure_is_retried_and_never_shown() -> None:
     run_virtual(main())
 
 
-def test_the_seconds_of_a_failed_try_are_told_as_waited() -> None:
+def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None:
     """Two tries of 3 s, one of which fails; the break between them is 0.1 s, and up to half as
     long again."""
 
@@ -167,7 +167,7 @@ def test_the_seconds_of_a_failed_try_are_told_as_waited() -> None:
 
 
 @pytest.mark.parametrize(("outage_s", "num_tries"), [(0.0, 3), (60.0, 12)])
-def test_infrastructure_that_stays_away_is_waited_for_and_then_fails(
+def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
     outage_s: float, num_tries: int
 ) -> None:
     """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
@@ -186,13 +186,13 @@ def test_infrastructure_that_stays_away_is_waited_for_and_then_fails(
     run_virtual(main())
 
 
-def test_a_tool_that_is_waited_for_is_told_of_once_a_minute_and_shown(
+def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However many rollouts wait for it."""
 
     async def main() -> None:
-        await close_shared()  # what another test was told
+        await close_shared()  # state of other tests
         counter = Counter()
         counter.faults = [InfraError("connection refused")] * 400
         envs = [make(counter, outage_s=100.0) for _ in range(8)]
@@ -235,7 +235,7 @@ async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:
     await env.close()
 
 
-async def test_finish_grades_what_is_there() -> None:
+async def test_finish_grades_the_messages_so_far() -> None:
     env = make(Counter())
     await env.reset()
     await env.step(call())
@@ -247,7 +247,7 @@ async def test_finish_grades_what_is_there() -> None:
     await env.close()
 
 
-async def test_an_env_is_used_between_reset_and_close() -> None:
+async def test_an_env_may_only_be_used_between_reset_and_close() -> None:
     env = make(Counter())
     with pytest.raises(EnvError, match="step before reset"):
         await env.step(call())

@@ -44,7 +44,7 @@ def test_fork_mode_is_the_weakest(modes: list[ForkMode], weakest: str) -> None:
     assert make(*tools).fork_mode == weakest
 
 
-async def test_a_failed_fork_closes_what_it_made() -> None:
+async def test_a_failed_fork_closes_its_partial_copies() -> None:
     first, second = Counter("first"), Counter("second")
     second.fork_fault = InfraError("full")
     env = make(first, second)
@@ -56,7 +56,7 @@ async def test_a_failed_fork_closes_what_it_made() -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))
-async def test_cancelled_anywhere_nothing_stays_open(num_steps: int) -> None:
+async def test_a_cancellation_at_any_point_leaves_nothing_open(num_steps: int) -> None:
     """A fork, a step or a close, cancelled after so many turns of the loop."""
     tools = [Counter("counter"), Counter("second"), Counter("third")]
 
@@ -79,7 +79,7 @@ async def test_cancelled_anywhere_nothing_stays_open(num_steps: int) -> None:
     assert [one.open for one in tools] == [[], [], []]
 
 
-async def test_closing_one_tool_badly_closes_the_others() -> None:
+async def test_a_tool_that_fails_to_close_does_not_keep_the_others_open() -> None:
     class Bad(Counter):
         async def close(self, state: list[int]) -> None:
             raise InfraError("stuck")

@@ -38,7 +38,7 @@ def shout(text: str) -> str:
 
 
 class Slow(StatelessTool):
-    """Takes a while; says how many calls were in flight with it. Broken, it fails for good."""
+    """Takes a while; returns the number of its calls in flight. Broken, it always fails."""
 
     name = "slow"
     description = ""
@@ -96,7 +96,7 @@ async def texts(env: ToolEnv, *actions: Message) -> list[str]:
     return shown
 
 
-async def test_beyond_its_limit_a_tool_answers_that_there_are_no_more_calls() -> None:
+async def test_a_tool_beyond_its_limit_replies_that_all_calls_are_used() -> None:
     env = ToolEnv(TASK, [echo, shout], Anything(), tool_limits={"echo": ToolLimits(max_calls=1)})
     await env.reset()
     assert await texts(env, call("echo"), call("echo"), call("shout")) == [
@@ -142,7 +142,7 @@ async def test_on_limit_end_ends_the_episode_with_a_grade(
     await env.close()
 
 
-def test_at_most_so_many_calls_of_a_tool_are_in_flight() -> None:
+def test_the_concurrency_of_a_tool_is_bounded() -> None:
     async def main() -> list[str]:
         slow = Slow()
         limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
@@ -159,7 +159,7 @@ def test_at_most_so_many_calls_of_a_tool_are_in_flight() -> None:
     assert (len(shown), max(shown)) == (10, "3")
 
 
-def test_a_record_tells_what_its_call_waited_for_a_place_apart_from_its_work() -> None:
+def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
     async def seconds(env: ToolEnv) -> tuple[float, float]:
         with working(WorkClock()):  # as in a rollout
             *_, info = await env.step(call("slow"))
@@ -180,7 +180,7 @@ def test_a_record_tells_what_its_call_waited_for_a_place_apart_from_its_work() -
     assert run_virtual(main()) == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
 
 
-def test_each_tool_has_a_deadline_and_retries_of_its_own() -> None:
+def test_each_tool_has_its_own_deadline_and_retries() -> None:
     async def main() -> None:
         slow = Slow(latency_s=5)
         limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
@@ -234,7 +234,7 @@ async def test_a_configuration_lists_the_tools_and_their_limits() -> None:
     await env.close()
 
 
-async def test_without_keys_an_environment_is_as_its_class_says() -> None:
+async def test_without_keys_an_environment_has_the_defaults_of_its_class() -> None:
     env = maker({}, Limits(), PromptConfig())
     prompt, info = await env.reset()
     assert [schema["name"] for schema in info["tools"]] == ["echo", "shout"]
@@ -260,13 +260,13 @@ async def test_without_keys_an_environment_is_as_its_class_says() -> None:
         ),
     ],
 )
-def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) -> None:
+def test_an_unavailable_tool_is_refused(entry: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         maker({"tools": [entry]}, Limits(), PromptConfig())
     assert says in str(caught.value)
 
 
-def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optional_tool_that_is_unavailable_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
     assert "nowhere:tool is skipped" in caplog.text
@@ -282,6 +282,6 @@ def test_misspelled_keys_of_a_tool_are_refused() -> None:
         build_config(TrainConfig, raw, "test")
 
 
-async def test_limits_of_a_tool_that_is_not_there_are_refused() -> None:
+async def test_limits_of_an_unknown_tool_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tool_limits: unknown tools \['ehco'\]"):
         ToolEnv(TASK, [echo], Anything(), tool_limits={"ehco": ToolLimits()})

@@ -65,14 +65,14 @@ def test_views_of_a_random_tree(seed: int) -> None:
 
 
 @given(st.integers(0, 10**9))
-def test_a_frame_gives_the_tree_back_and_a_row_of_json_what_it_holds(seed: int) -> None:
+def test_a_tree_survives_the_round_trip_through_a_frame_and_json(seed: int) -> None:
     tree = random_tree(Random(seed))
     tree.nodes[1].info = {"tool_calls": [{"name": "search", "ok": True}]}
     assert of_frame(to_frame(tree)) == tree
     assert msgspec.convert(json.loads(to_json(tree)), TrajectoryTree) == tree
 
 
-def test_a_frame_takes_whatever_an_env_says() -> None:
+def test_a_frame_accepts_any_info_of_an_env() -> None:
     tree = random_tree(Random(0))
     tree.nodes[1].info = {"half": "\ud800", 7: {(1, 2): 3}}  # type: ignore[dict-item]
     found = of_frame(to_frame(tree)).nodes[1].info
@@ -80,7 +80,7 @@ def test_a_frame_takes_whatever_an_env_says() -> None:
 
 
 @given(st.integers(0, 10**9))
-def test_a_prefix_is_the_tokens_of_its_path_without_holding_them_again(seed: int) -> None:
+def test_a_prefix_has_the_tokens_of_its_path_without_a_copy(seed: int) -> None:
     rng = Random(seed)
     parts = [packed_ids(range(rng.randint(0, 12))) for _ in range(rng.randint(0, 4))]
     prefix = Prefix()
@@ -96,7 +96,7 @@ def test_a_prefix_is_the_tokens_of_its_path_without_holding_them_again(seed: int
     assert all(kept is part for kept, part in zip(prefix.parts, parts, strict=True))
 
 
-def test_a_stored_token_costs_no_more_than_its_figures() -> None:
+def test_a_stored_token_takes_no_more_memory_than_its_values() -> None:
     """Sampled 12 bytes, observed 4."""
     sampled = TrajectoryTree(TASK).add(
         None, action_ids=[1] * 10_000, logprobs=[-0.5] * 10_000, entropies=[1.0] * 10_000

@@ -1,4 +1,4 @@
-"""What ends a turn is read in one place: three files of a model, and the chat template."""
+"""The end tokens of a turn are read in one place: three files of a model, and the chat template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 class Model:
-    """A directory whose files say different things."""
+    """A directory whose files differ."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Model:
         tokenizer: str | None = None,
         template: str = TURN_END,
     ) -> Any:
-        """The tokenizer, after the files were written; `template` is what ends an answer."""
+        """The tokenizer, after the files were written; `template` is the end of an answer."""
         self.write("config.json", eos_token_id=config)
         path = self.folder / "generation_config.json"
         path.unlink(missing_ok=True)
@@ -95,19 +95,19 @@ def test_three_files_are_read_together(model: Model) -> None:
     assert read_eos_ids(model.folder, tokenizer) == {one, two}
 
 
-def test_the_default_that_a_library_wrote_into_the_configuration_is_no_end(model: Model) -> None:
+def test_a_default_end_token_written_by_a_library_is_ignored(model: Model) -> None:
     one, *_ = ids_of(model)
     word = model.set(tokenizer=None).encode("What", add_special_tokens=False)[0]
     assert read_eos_ids(model.folder, model.set(generation=one, config=word)) == {one}
 
 
-def test_a_value_that_is_no_token_names_file_and_key(model: Model) -> None:
+def test_an_invalid_end_token_is_refused_with_file_and_key(model: Model) -> None:
     tokenizer = model.set(generation="<eos>")
     with pytest.raises(DataError, match=r"generation_config\.json: eos_token_id: expected a token"):
         read_eos_ids(model.folder, tokenizer)
 
 
-async def test_every_engine_stops_where_the_renderer_says(model: Model) -> None:
+async def test_every_engine_stops_at_the_end_tokens_of_the_renderer(model: Model) -> None:
     one, two, three = ids_of(model)
     tokenizer = model.set(generation=[one], config=two, tokenizer=OTHER)
     ends = read_eos_ids(model.folder, tokenizer)
@@ -136,7 +136,7 @@ async def test_every_engine_stops_where_the_renderer_says(model: Model) -> None:
         assert embedded._arch.eos_ids == {one}
 
 
-def test_the_end_of_the_template_must_be_one_of_them(model: Model) -> None:
+def test_the_end_of_the_template_must_be_an_end_token(model: Model) -> None:
     one, two, _ = ids_of(model)
     tokenizer = model.set(generation=[two], tokenizer=TEXT_END)
     with pytest.raises(DataError) as caught:
@@ -156,7 +156,7 @@ def test_the_end_of_the_template_must_be_one_of_them(model: Model) -> None:
     check_turn_end(model.folder, plain, {})
 
 
-def test_a_model_without_any_end_is_refused(model: Model) -> None:
+def test_a_model_without_any_end_token_is_refused(model: Model) -> None:
     with pytest.raises(DataError, match="no end-of-turn token"):
         check_turn_end(model.folder, model.set(tokenizer=None), {})
 
@@ -188,12 +188,12 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_the_end_that_published_templates_write(name: str) -> None:
+def test_the_end_token_of_published_templates(name: str) -> None:
     tokenizer, ends = tokenizer_of(name), ends_of(name)
     found = template_end(tokenizer, tokenizer.convert_tokens_to_ids([*ends]), {})
     text = found and tokenizer.decode([found])
     own = {"phi": "<|end|>", "cohere2": "<|END_RESPONSE|>", "cohere": "<|END_OF_TURN_TOKEN|>"}
-    if end := longest(name, own):  # of which the table of ends knows nothing
+    if end := longest(name, own):  # which is not in the table of ends
         assert text == end
         last = tokenizer.convert_tokens_to_ids("<|END_OF_TURN_TOKEN|>")
         assert name[:6] != "cohere" or template_end(tokenizer, {last}, {}) == last

@@ -35,7 +35,7 @@ def make(num_envs: int, env_id: str = ENV_ID, **kwargs: Any) -> Any:
     return gymnasium.make_vec(env_id, num_envs=num_envs, **{"tasks": TASKS, **kwargs})
 
 
-def test_it_is_a_gymnasium_vector_env() -> None:
+def test_our_vector_env_is_a_gymnasium_vector_env() -> None:
     vector = make(3)
     assert isinstance(vector, VectorEnv)
     assert type(vector) is agentenv.gym.VectorEnv
@@ -55,7 +55,7 @@ def test_it_is_a_gymnasium_vector_env() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_it_gives_is_what_gymnasiums_own_vector_envs_give(mode: str) -> None:
+def test_results_equal_those_of_the_vector_envs_of_gymnasium(mode: str) -> None:
     """The same episodes for one seed, through an end and the reset that follows it; also of
     processes forked while the event loop of others runs in a thread of this one."""
     ours = make(2)
@@ -108,7 +108,7 @@ def test_an_ended_environment_is_reset_by_the_next_step() -> None:
     vector.close()
 
 
-def test_a_mask_resets_some_and_leaves_the_others() -> None:
+def test_a_reset_mask_resets_only_its_environments() -> None:
     vector = make(2, render_mode="ansi")
     vector.reset(seed=1)
     vector.step([CALL, CALL])
@@ -141,7 +141,7 @@ class FragileEnv(CountingEnv):
 register("toy/Fragile-v0", "tests.test_vector:FragileEnv")
 
 
-def test_one_that_fails_or_hangs_ends_alone() -> None:
+def test_only_the_environment_that_fails_or_hangs_ends() -> None:
     vector = make(3, "toy/Fragile-v0", timeout_s=0.3)
     for place in range(3):
         mask = np.arange(3) == place
@@ -171,7 +171,7 @@ class BusyEnv(CountingEnv):
 register("toy/Busy-v0", "tests.test_vector:BusyEnv")
 
 
-def test_at_most_so_many_are_at_work() -> None:
+def test_the_concurrency_of_environments_is_bounded() -> None:
     vector = make(12, "toy/Busy-v0", max_concurrency=4)
     vector.reset()
     vector.step([CALL] * 12)
@@ -179,7 +179,7 @@ def test_at_most_so_many_are_at_work() -> None:
     assert BusyEnv.most_busy == 4
 
 
-def test_arguments_that_make_no_sense_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_envs must be at least 1, not 0"):
         make(0)
     with pytest.raises(ConfigError, match="pass either tasks"):
@@ -195,7 +195,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     vector.close()
 
 
-def test_tasks_come_from_a_file_too(tmp_path: Any) -> None:
+def test_tasks_can_be_read_from_a_file(tmp_path: Any) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "Why?", "answer": "x"}')
     vector = make(2, tasks=None, data=str(tmp_path / "data.jsonl"))
     assert vector.reset()[0] == ("Why?", "Why?")

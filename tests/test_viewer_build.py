@@ -1,4 +1,4 @@
-"""The page in the package is what its source builds: npm installs, esbuild bundles, bytes agree."""
+"""The built page equals the build of its source: npm installs, esbuild bundles, bytes are equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BUILT = ROOT / "pipelines" / "viewing" / "static"
 MAX_BYTES = 1 << 20
 
 
-def test_it_is_small() -> None:
+def test_the_built_page_is_small() -> None:
     assert sum(path.stat().st_size for path in BUILT.iterdir()) < MAX_BYTES
 
 
-def test_the_lock_names_no_host_and_every_checksum() -> None:
+def test_the_lock_file_has_every_checksum_and_no_host() -> None:
     text = (SOURCE / "package-lock.json").read_text(encoding="utf-8")
     packages = json.loads(text)["packages"]
     del packages[""]
@@ -31,7 +31,7 @@ def test_the_lock_names_no_host_and_every_checksum() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no npm: apt-get install npm")
-def test_it_is_built_from_its_source(tmp_path: Path) -> None:
+def test_the_page_is_built_from_its_source(tmp_path: Path) -> None:
     copy = tmp_path / "viewer"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("node_modules"))
 

@@ -1,15 +1,15 @@
-"""Whatever waits for something outside of its process has a deadline.
+"""Every wait for something outside of the process has a deadline.
 
 A call counts as such a wait if it is one of OUTSIDE below: of sockets, programs, threads, HTTP,
 locks of files, queues. It has a deadline if one of these holds:
 
-    it stands, in its function, inside of asyncio.timeout, timeout_at or Deadline, or is given to
+    it is, in its function, inside of asyncio.timeout, timeout_at or Deadline, or an argument of
     within or asyncio.wait_for
-    it is given a time itself: timeout=.., timeout_s=.., or what its own library calls so
-    it is in ALLOWED, where the reason says who bounds it
+    it has a time limit itself: timeout=.., timeout_s=.., or the equivalent of its library
+    it is in ALLOWED, where the reason names its bound
 
-`in_thread`, `start_process` and `kill` of agentenv/offload.py bound what they start. Tasks and
-futures of the same loop do not count: what they wait for does.
+`in_thread`, `start_process` and `kill` of agentenv/offload.py bound the work that they start. Tasks
+and futures of the same loop do not count: their own waits do.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ ALLOWED = {
     "learners/worker.py main: connection.sendall": CHILD,
     "learners/worker.py serve: connection.sendall": CHILD,
 }
-NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # what they are called alone
+NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # their names alone
 
 
 def _name(call: ast.Call) -> str:
-    """The last part of what is called."""
+    """The last part of the called name."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -203,7 +203,7 @@ class _Walk(ast.NodeVisitor):
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
         before = self._bounded
         for item in node.items:
-            self.visit(item)  # what comes later is inside what comes before
+            self.visit(item)  # later ones are inside earlier ones
             call = item.context_expr
             if isinstance(call, ast.Call) and _name(call) in BOUNDS:
                 self._bounded = self._bounded or not any(map(_is_none, call.args))
@@ -224,7 +224,7 @@ class _Walk(ast.NodeVisitor):
 
 
 def waits_in(source: str) -> list[tuple[str, str]]:
-    """(function, what it calls) of each wait without a deadline."""
+    """(function, called name) of each wait without a deadline."""
     walk = _Walk()
     walk.visit(ast.parse(source))
     return walk.found
@@ -263,7 +263,7 @@ def test_every_wait_for_something_outside_has_a_deadline() -> None:
         "item = queue.get()",
     ],
 )
-def test_the_walk_finds_a_planted_one(planted: str) -> None:
+def test_the_walk_finds_a_planted_violation(planted: str) -> None:
     assert len(waits_in(f"async def f():\n    {planted}\n")) == 1
 
 
@@ -282,5 +282,5 @@ def test_the_walk_finds_a_planted_one(planted: str) -> None:
         "await in_thread(len, '')",
     ],
 )
-def test_the_walk_knows_a_deadline(bounded: str) -> None:
+def test_the_walk_recognizes_a_deadline(bounded: str) -> None:
     assert waits_in(f"async def f():\n    {bounded}\n") == []

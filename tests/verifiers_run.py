@@ -1,5 +1,5 @@
-"""Packages of verifiers' own repository, graded by us as by their own client, and a tiny model that
-learns one: `make long PARTS=verifiers`.
+"""Packages of the repository of verifiers, graded by us like by their own client, and a tiny model
+that learns one: `make long PARTS=verifiers`.
 
 VERIFIERS names a folder with `classic/environments` (the packages of the release 0.1.14),
 `tasksets/environments` (those of 0.4), and the environments `classic/venv` and `tasksets/venv` with
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 Turns = list[dict[str, Any]]
 
 
-def said(*texts: str) -> Turns:
+def replies(*texts: str) -> Turns:
     return [{"text": text} for text in texts]
 
 
@@ -59,18 +59,18 @@ def called(tool: str, /, **arguments: Any) -> Turns:
 
 
 def most_reversed(row: Row) -> Turns:
-    return said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")
+    return replies(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")
 
 
 def two_sorted(row: Row) -> Turns:
     """Two names of each list."""
     tags = ["alphabetical_sorted", *["combined_alphabetical_sorted"] * 2]
     golds = zip(tags, row["info"]["ground_truths"], strict=False)
-    return said(*("\n".join([f"<{tag}>", *gold[:2], f"</{tag}>"]) for tag, gold in golds))
+    return replies(*("\n".join([f"<{tag}>", *gold[:2], f"</{tag}>"]) for tag, gold in golds))
 
 
 def most_repeated(row: Row) -> Turns:
-    return said(*(answer[4:] for answer in row["info"]["answers"]))
+    return replies(*(answer[4:] for answer in row["info"]["answers"]))
 
 
 def all_tools(row: Row) -> Turns:
@@ -81,15 +81,15 @@ def all_tools(row: Row) -> Turns:
 def the_sum(row: Row) -> Turns:
     asked = row["prompt"][-1]["content"].rpartition(": ")[2].partition("=")[0]
     terms = asked.replace(" ", "").replace("-", "+-").split("+")
-    return said(f"<answer>{sum(map(int, terms))}</answer>")
+    return replies(f"<answer>{sum(map(int, terms))}</answer>")
 
 
 GYM = {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}
 # role of the policy, unless it is `agent`; arguments; turns that get a part of the reward
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
     "classic reverse-text": ("", {}, most_reversed),
-    "classic gsm8k": ("", {}, lambda row: said(f"It is \\boxed{{{row['answer']}}}.")),
-    "classic doublecheck": ("", {}, lambda row: said("1?", f"\\boxed{{{row['answer']}}}")),
+    "classic gsm8k": ("", {}, lambda row: replies(f"It is \\boxed{{{row['answer']}}}.")),
+    "classic doublecheck": ("", {}, lambda row: replies("1?", f"\\boxed{{{row['answer']}}}")),
     "classic alphabet-sort": ("", {}, two_sorted),
     "classic sentence-repeater": ("", {}, most_repeated),
     "classic tool-test": ("", {}, all_tools),
@@ -97,15 +97,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
     "tasksets reverse-text": ("", {}, most_reversed),
     "tasksets alphabet-sort": ("", {}, two_sorted),
     "tasksets glossary": (
-        "", {}, lambda row: called("facts_lookup", name=row["name"]) + said(row["answer"])
+        "", {}, lambda row: called("facts_lookup", name=row["name"]) + replies(row["answer"])
     ),
     "tasksets scratchpad": (
-        "", {}, lambda row: called("scratchpad_roundtrip", word=row["word"]) + said(row["word"])
+        "", {}, lambda row: called("scratchpad_roundtrip", word=row["word"]) + replies(row["word"])
     ),
-    "tasksets interception": ("", {}, lambda row: said("I say DETERMINISTIC_BLOCK.")),
-    "tasksets gsm8k": ("", {}, lambda row: said(f"It is so.\n#### {row['answer']}")),
+    "tasksets interception": ("", {}, lambda row: replies("I say DETERMINISTIC_BLOCK.")),
+    "tasksets gsm8k": ("", {}, lambda row: replies(f"It is so.\n#### {row['answer']}")),
     "tasksets code-golf": (
-        "golfer", {"attempts": 1}, lambda row: said("```python\nprint(5050)\n```")
+        "golfer", {"attempts": 1}, lambda row: replies("```python\nprint(5050)\n```")
     ),
 }  # fmt: skip
 
@@ -156,7 +156,7 @@ async def played(task: Task, turns: Turns) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
+def test_a_package_is_graded_like_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
     (line, name), (role, args, turns_of) = case.split(), CASES[case]
     python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
     asked = {"name": name, "folder": folder, "args": args, "role": role}

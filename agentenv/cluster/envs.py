@@ -11,7 +11,7 @@
                              <-----   Gave       its result
                              <-----   Failed     its error
     Cancel(call)             ----->   the call is cancelled
-                             <-----   Alive, Say    see agentenv/cluster/messages.py
+                             <-----   Alive, Notice see agentenv/cluster/messages.py
 
 `env` and `call` are numbers of an environment and of a call, unique on the link.
 
@@ -34,7 +34,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
-from agentenv.cluster.messages import Alive, Figures, Say, pack
+from agentenv.cluster.messages import Alive, Figures, Notice, pack
 from agentenv.deadline import (
     Deadline,
     ReportingClock,
@@ -123,7 +123,7 @@ class Failed(Struct, array_like=True, frozen=True, tag=14):
 
 
 read_call = msgspec.msgpack.Decoder(Call | Cancel).decode
-read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Say).decode
+read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Notice).decode
 
 
 PLACE = "an environment process"
@@ -216,7 +216,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             case Alive():
                 worker.figures = message.figures
                 return
-            case Say():
+            case Notice():
                 return self.report(f"{worker.name}: {message.text}")
         pending = worker.calls.get(message.call)
         if pending is None or pending.answer.done():  # it was cancelled
@@ -383,9 +383,9 @@ class EnvServer:
         except Exception as error:  # of user code, at the end
             logger.warning("closing an environment failed: %r", error)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Send a message for the user to the host."""
-        self._link.send(pack(Say(text)))
+        self._link.send(pack(Notice(text)))
 
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
         request = read_call(frame)

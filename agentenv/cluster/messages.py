@@ -22,7 +22,7 @@
     Over                          ----->           the run has ended
                                   <-----  Ended    a rollout has ended, or failed
                                   <-----  Alive    every BEAT_S seconds, with statistics
-                                  <-----  Say      a message for the user
+                                  <-----  Notice   a message for the user
                                   <-----  Leaving  its machine is about to shut down
 
 `number` identifies a tree, a slot or a turn on one link; a tree that is requested again gets a new
@@ -206,7 +206,7 @@ class Alive(Struct, array_like=True, frozen=True, tag=5):
     figures: Figures
 
 
-class Say(Struct, array_like=True, frozen=True, tag=6):
+class Notice(Struct, array_like=True, frozen=True, tag=6):
     text: str
 
 
@@ -263,7 +263,7 @@ Answer = (
     | Sample
     | Quit
     | Alive
-    | Say
+    | Notice
     | Acquire
     | FirstToken
     | Release

@@ -321,7 +321,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self._actor.probes.merge(message.figures.probe_waits_s)
             case messages.Leaving():
                 self.leave(worker.name, message.within_s)
-            case messages.Say():
+            case messages.Notice():
                 self.report(f"{worker.name}: {message.text}")
             case messages.Ended():
                 self._count(worker, message)

@@ -1,6 +1,6 @@
 """Chat messages instead of token ids, for endpoints without token access.
 
-Actor, env, tools and limits are unchanged: they handle lists of ids, of which the length matters.
+Actor, env, tools and limits are unchanged: they handle lists of ids, and use only the length.
 Here the first id of a piece of text identifies the piece, and the others pad it to its length in
 tokens: exact for sampled tokens if the endpoint reports its usage, else estimated at four bytes per
 token.

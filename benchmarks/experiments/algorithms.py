@@ -4,17 +4,17 @@
         [--arms grpo grpo-6 ... arpo] [--updates 12] [--questions 128] [--report-only]
         [--task quickstart|chain|mend|noisy] [--publish]
 
-Without options it is the whole study: GRPO with groups of 8, 6, 5 and 4, and ARPO, on ten seeds.
-Each seed has a world, questions and a cold start of its own; its arms begin from the same weights
-and are evaluated at each update on the same held-out questions, one sample each. `--updates` are
-those of groups of 8: an arm of smaller groups makes more, so that all sample as many trajectories.
-Arms run one at a time at low priority, all arms of a seed before the next seed. What is finished
-in FOLDER is not run again, so the command may be cut off, repeated, and given more seeds or arms;
-the report is over everything that is there.
+Without options it runs the whole study: GRPO with groups of 8, 6, 5 and 4, and ARPO, on ten seeds.
+Each seed has its own world, questions and cold start; its arms start from the same weights and are
+evaluated after each update on the same held-out questions, one sample each. `--updates` counts
+updates of groups of 8: arms with smaller groups make more, so that all sample as many trajectories.
+Arms run one at a time at low priority, all arms of a seed before the next seed. Finished arms in
+FOLDER are not run again, so the command can be interrupted, repeated, and given more seeds or arms;
+the report covers all finished arms.
 
-Written: FOLDER/results.json, tables.md and algorithms.png. --publish puts the tables and the
-picture into docs/ and the row of the README in its place. How figures are made: stats.py. The arms:
-runs.py. Where forks are worth something: forks.py.
+Written: FOLDER/results.json, tables.md and algorithms.png. --publish writes the tables and the
+picture to docs/ and the row to the README. The statistics: intervals.py. The arms: runs.py. The
+value of forks: forks.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def seeds_of(text: str) -> list[int]:
-    """ "200-202" -> [200, 201, 202]; "200,205" as it stands."""
+    """ "200-202" -> [200, 201, 202]; "200,205" -> [200, 205]."""
     seeds: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -64,7 +64,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def configuration(task: str) -> Row:
-    """The quick start's configuration, with that task in place of its own."""
+    """The quick start's configuration, with this task instead of its own."""
     match task:
         case "chain" | "mend":
             return chain.configure(quickstart(), task)
@@ -115,8 +115,8 @@ def baselines(curves: Curves, arm: str) -> list[str]:
 
 def against_best(curves: Curves, arm: str) -> Row:
     """Ratio of calls at each level, to the GRPO arm that needs the fewest, and difference of
-    success at each budget, to the GRPO arm that then has the highest. The best is chosen by the
-    seeds that it is compared on, to its advantage."""
+    success at each budget, to the GRPO arm with the highest. The same seeds choose and compare the
+    best, to its advantage."""
     found: Row = {}
     bases = baselines(curves, arm)
     pairs = {base: pairs_of(curves, arm, base) for base in bases}
@@ -132,7 +132,7 @@ def against_best(curves: Curves, arm: str) -> Row:
 
 
 def against(curves: Curves, arm: str, base: str) -> Row:
-    """The same beside one arm."""
+    """The same figures, compared with one arm."""
     pairs = pairs_of(curves, arm, base)
     if not pairs:
         return {}
@@ -146,7 +146,7 @@ def _missed(curves: Mapping[int, Curve], level: float) -> int:
 
 
 def _budgets(arms: Sequence[Mapping[int, Curve]]) -> list[int]:
-    """The budgets that every run made."""
+    """The budgets that every run reached."""
     made = min(curve.calls[-1] for by_seed in arms for curve in by_seed.values())
     return [budget for budget in BUDGETS if budget <= made]
 
@@ -199,19 +199,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 a run failed or there is none, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 a run failed or none is finished, 130 interrupted."""
     options = parse(argv)
     try:
         failed = [] if options.report_only else run_all(options)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on, finished runs are kept", file=sys.stderr)
+        print("interrupted; the same command continues, finished runs are kept", file=sys.stderr)
         return 130
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     result = report(options.out)
     if not result["arms"]:
-        print(f"error: there is no finished arm in {options.out}/seed-*", file=sys.stderr)
+        print(f"error: no finished arm in {options.out}/seed-*", file=sys.stderr)
         return 1
     text = json.dumps(result, indent=1)
     (options.out / "results.json").write_text(text + "\n", encoding="utf-8")

@@ -3,22 +3,21 @@
     python benchmarks/experiments/forks.py --out FILE.json [RUN ...]
                                 [--steps 0 3 6 12] [--questions 100] [--siblings 8]
 
-With RUNs, arms of algorithms.py or any others whose checkpoints are kept, fork points are
-added to the file; without, its content is reported. For each checkpoint and question ROOTS
-trajectories are grown from scratch; at each tool result of PROBES of them `siblings` more are
-started from the same point, which do not fork. Each fork point then has two figures that do not
-depend on each other:
+With RUNs (arms of algorithms.py, or any runs with checkpoints), fork points are added to the file;
+without, its content is reported. For each checkpoint and question, ROOTS trajectories are sampled
+from scratch; at each tool result of the PROBES among them, `siblings` more are forked, which do not
+fork again. Each fork point then has two independent figures:
 
-    signal   from the entropies of the trajectory's own next turn, as a plan sees them
+    signal   from the entropies of the trajectory's own next turn, the input of a plan
     worth    from the siblings alone: the variance of their returns, and whether they differ in
-             success at all. A group whose returns are all equal teaches nothing.
+             success. A group with equal returns gives no gradient.
 
-For each signal: AUC for "the siblings differ" (0.5 is a coin toss), Spearman's correlation with
-the variance, and lift: the mean variance at the half of the fork points with the higher signal
-over the mean variance at all, which is what choosing by the signal instead of by lot would gain
-(1 is nothing). `within` is the AUC among fork points of the same kind of question and the same
-number of calls before, with its 95 % interval by bootstrap over questions. Dividing by ln V or V
-changes none of them; what it does to the fork probability is `shift`.
+For each signal: AUC for "the siblings differ" (0.5 is chance), Spearman's correlation with the
+variance, and lift: the mean variance of the half of the fork points with the higher signal, divided
+by the overall mean: the gain over a random choice (1 is no gain). `within` is the AUC among fork
+points of the same kind of question and the same number of earlier calls, with its 95 % interval by
+bootstrap over questions. Dividing by ln V or V changes none of these, only `shift`, the change of
+the fork probability.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """Forks `siblings` times at each tool result of the first from-scratch trajectories."""
+    """Forks `siblings` times at each tool result of the PROBES."""
 
     siblings: int
     group_size: int = 10_000
@@ -75,9 +74,9 @@ class ProbePlan:
 
 
 def fork_points(tree: TrajectoryTree) -> list[dict[str, Any]]:
-    """One row per tool result of a probe: the entropies (nats) of the turn that followed and of
-    the first turn, and the returns and successes of the siblings that started there; `order` is
-    that in which the turns that followed ended."""
+    """One row per tool result of a probe: the entropies (nats) of the next turn and of the first
+    turn, and the returns and successes of the siblings; `order` is the order in which the next
+    turns ended."""
     done = list(tree.trajectories())
     roots = [t for t in done if "+" not in t.leaf.branch]
     rows: list[dict[str, Any]] = []
@@ -110,7 +109,7 @@ def fork_points(tree: TrajectoryTree) -> list[dict[str, Any]]:
 
 
 def _starts_at(trajectory: Trajectory, node: Node) -> bool:
-    """True if this is a sibling that was forked at `node`."""
+    """True for a sibling forked at `node`."""
     own = [one for one in trajectory.path if one.branch == trajectory.leaf.branch]
     return "+" in trajectory.leaf.branch and own[0].parent == node.index
 

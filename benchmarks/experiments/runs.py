@@ -1,8 +1,8 @@
 """Arms of `algorithms.py`, and their quick start runs.
 
-One cold start a seed, FOLDER/seed-N/start, is shared by all arms of that seed, FOLDER/seed-N/ARM:
-same weights, same training questions in the same order, same held-out questions, same seeds of
-sampling. A finished run is kept, one that was cut off is begun anew.
+All arms of a seed, FOLDER/seed-N/ARM, share its cold start, FOLDER/seed-N/start: the same weights,
+training questions in the same order, held-out questions and sampling seeds. A finished run is kept;
+an interrupted run starts over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CODE = Path(__file__).resolve().parents[2]
 CONFIG = CODE / "configs" / "quickstart.toml"
 START = "start"
 SET = "heldout"
-CHECKPOINT_EVERY = 3  # updates; forks.py looks at them
+CHECKPOINT_EVERY = 3  # updates; forks.py reads them
 
 NO_PARTS = {
     "budget_split": False,
@@ -44,7 +44,7 @@ _FORKING = {"group_size": GROUP_SIZE, "entropy_window": 4}
 _NONE = {"name": "aepo", **_FORKING, **NO_PARTS}
 ARMS: dict[str, Raw] = {
     "grpo": {"name": "grpo", "group_size": GROUP_SIZE},
-    # Smaller groups make fewer calls an update: the best of these arms is the baseline.
+    # Smaller groups make fewer calls per update: the best of these arms is the baseline.
     **{f"grpo-{size}": {"name": "grpo", "group_size": size} for size in (6, 5, 4)},
     "arpo": {"name": "arpo", **_FORKING},
     "aepo": {"name": "aepo", **_FORKING},
@@ -53,7 +53,7 @@ ARMS: dict[str, Raw] = {
     "arpo+penalty": _NONE | {"branch_penalty": 0.1},
     "arpo+clipping": _NONE | {"entropy_balanced_clipping": True},
     "arpo+advantage": _NONE | {"entropy_advantage": 0.2},
-    # ARPO with another decision where to fork
+    # ARPO with other fork criteria
     "arpo-coin": {"name": "arpo", **_FORKING, "entropy_weight": 0.0},
     "arpo-relative": {
         "name": "arpo",
@@ -66,12 +66,12 @@ ARMS: dict[str, Raw] = {
 
 
 def quickstart(config: Path = CONFIG) -> Raw:
-    """The configuration that all runs are made from."""
+    """The base configuration of all runs."""
     return tomllib.loads(config.read_text(encoding="utf-8"))
 
 
 def start_config(raw: Raw, seed: int, num_questions: int) -> Raw:
-    """The cold start of a seed and nothing after it."""
+    """Only the cold start of a seed."""
     raw = copy.deepcopy(raw)
     raw["run"]["seed"] = seed
     raw["train"] = {"num_steps": 0}
@@ -81,8 +81,7 @@ def start_config(raw: Raw, seed: int, num_questions: int) -> Raw:
 
 
 def num_updates(arm: str, of_eight: int) -> int:
-    """Updates of an arm, so that each samples as many trajectories as `of_eight` updates of groups
-    of 8: an arm of small groups must not end before it has made as many tool calls."""
+    """Updates of an arm for as many trajectories as `of_eight` updates of groups of 8."""
     return math.ceil(of_eight * GROUP_SIZE / int(ARMS[arm]["group_size"]))
 
 
@@ -95,7 +94,7 @@ def arm_config(
     raw["model"] = {"path": str(start)}
     raw["algorithm"] = dict(algorithm)
     raw["train"] = {"num_steps": num_steps}
-    raw["learner"].pop("schedule", None)  # which ends with the quick start's own number of updates
+    raw["learner"].pop("schedule", None)  # it ends with the quick start's number of updates
     raw["eval"] = {"sets": {SET: _eval_set(str(start), questions, 1)}}
     raw["checkpoint"] = {"every": CHECKPOINT_EVERY, "keep_last": 2 + num_steps // CHECKPOINT_EVERY}
     del raw["sft"]
@@ -107,14 +106,14 @@ def _eval_set(run: str, num_questions: int, every: int) -> Raw:
 
 
 def train(folder: Path, name: str, raw: Raw) -> bool:
-    """Run FOLDER/NAME to its end, one thread a process and at low priority; True if it is done.
-    What it says goes to FOLDER/NAME.log. Raises DataError where a run of other settings is done."""
+    """Run FOLDER/NAME, one thread per process and at low priority; True on success. Its output goes
+    to FOLDER/NAME.log. Raises DataError if a run with other settings is finished."""
     run, config = folder / name, folder / f"{name}.toml"
     if (run / "summary.json").is_file():
         if config.read_text(encoding="utf-8") != to_toml(raw):
             raise DataError(
-                f"{run} is done with other settings than these ({config}); give the same ones, "
-                "or another folder"
+                f"{run} was made with other settings ({config}); give the same ones, or "
+                "another folder"
             )
         return True
     shutil.rmtree(run, ignore_errors=True)
@@ -136,7 +135,7 @@ def train(folder: Path, name: str, raw: Raw) -> bool:
 
 
 def to_toml(raw: Mapping[str, Any]) -> str:
-    """TOML with one line a key of the second level and lists of tables written inline."""
+    """TOML with one line per key of the second level; deeper tables are inline."""
     lines = []
     for table, values in raw.items():
         lines.append(f"[{table}]")
@@ -149,7 +148,7 @@ def _value(value: Any) -> str:
         return "{" + ", ".join(f"{_key(key)} = {_value(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # texts, numbers and truth values are written alike
+    return json.dumps(value)  # JSON and TOML write strings, numbers and booleans alike
 
 
 def _key(key: str) -> str:
@@ -157,8 +156,8 @@ def _key(key: str) -> str:
 
 
 def read_arm(run: Path) -> Raw:
-    """What an arm came to: by evaluation the updates done, the tool calls made for them so far,
-    each shared one once, and for each question, in order, whether it was answered right."""
+    """The results of an arm. By evaluation: the number of updates, the tool calls so far (a shared
+    call counts once), and the success on each question, in order."""
     calls, by_step = 0, {0: 0}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -170,7 +169,7 @@ def read_arm(run: Path) -> Raw:
         folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
         bits = "".join("1" if row.success else "0" for row in read_rows(folder))
         if not bits:
-            raise DataError(f"{folder}: there is no evaluation after update {step}")
+            raise DataError(f"{folder}: no evaluation after update {step}")
         points.append({"step": step, "calls": made, "right": bits})
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return {"points": points, "forks": summary["forks_total"], "cpu_s": summary["cpu_s"]}

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 Floats = NDArray[np.float64]
 WINDOWS = (1, 2, 5, 10, 20, 50)
 BETA = 0.2  # the published weight
-RISE_SCALE, PRIOR_COUNT, MAX_SCORE = 0.02, 2.0, 3.0  # of zscore: a spread taken as seen twice
+RISE_SCALE, PRIOR_COUNT, MAX_SCORE = 0.02, 2.0, 3.0  # of zscore: a prior spread, counted twice
 
 
 def level(row: Row, window: int) -> float:
@@ -36,7 +36,7 @@ def relative(row: Row, window: int) -> float:
 
 
 def signals(rows: Sequence[Row]) -> dict[str, Floats]:
-    """By name, one figure a fork point."""
+    """By name, one value per fork point."""
     found: dict[str, Floats] = {}
     for window in WINDOWS:
         found[f"rise {window}"] = np.array([rise(row, window) for row in rows])
@@ -45,13 +45,13 @@ def signals(rows: Sequence[Row]) -> dict[str, Floats]:
         found[f"zscore {window}"] = np.array(zscores(rows, window))
     for window in (5, 20):
         places = [row["tool"] for row in rows]
-        found[f"rise {window}, by tool"] = _standardised(found[f"rise {window}"], places)
+        found[f"rise {window}, by tool"] = _standardized(found[f"rise {window}"], places)
     return found
 
 
 def zscores(rows: Sequence[Row], window: int) -> list[float]:
-    """Each rise against the mean m and the spread s of those before it on the same tree, within
-    +-3; 0 for the first. s^2 = (2 RISE_SCALE^2 + sum (r - m)^2) / (n + 2)."""
+    """(r - m) / s of each rise r, with the mean m and spread s of the earlier rises on the same
+    tree, clipped to +-3; 0 for the first. s^2 = (2 RISE_SCALE^2 + sum (r - m)^2) / (n + 2)."""
     seen: dict[tuple[str, int, str], list[float]] = {}
     found = [0.0] * len(rows)
     for index in sorted(range(len(rows)), key=lambda i: int(rows[i]["order"])):
@@ -68,8 +68,8 @@ def zscores(rows: Sequence[Row], window: int) -> list[float]:
     return found
 
 
-def _standardised(values: Floats, groups: Sequence[str]) -> Floats:
-    """(value - mean) / spread within its group."""
+def _standardized(values: Floats, groups: Sequence[str]) -> Floats:
+    """(value - mean) / standard deviation, within each group."""
     names, result = np.array(groups), np.empty_like(values)
     for name in set(groups):
         chosen = names == name
@@ -86,7 +86,8 @@ def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
 
 
 def auc(signal: Floats, positive: Floats) -> float:
-    """Probability that a positive one has the higher signal, ties half; nan without both."""
+    """Probability that a positive point has the higher signal, ties half; nan if one class is
+    empty."""
     above, below = signal[positive > 0], signal[positive == 0]
     if not len(above) or not len(below):
         return math.nan
@@ -96,7 +97,7 @@ def auc(signal: Floats, positive: Floats) -> float:
 
 
 def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
-    """AUC over the pairs whose two points are of the same stratum; nan without any."""
+    """AUC over the pairs within a stratum; nan if there are no pairs."""
     of = np.asarray(strata)
     total = pairs = 0.0
     for stratum in np.unique(of):
@@ -109,14 +110,14 @@ def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
 
 
 def spearman(one: Floats, other: Floats) -> float:
-    """Correlation of ranks; nan if one is constant."""
+    """Rank correlation; nan if either is constant."""
     if not np.ptp(one) or not np.ptp(other):
         return math.nan
     return float(spearmanr(one, other).statistic)
 
 
 def lift(signal: Floats, variance: Floats) -> float:
-    """Mean variance at the half with the higher signal over that at all; ties share."""
+    """Mean variance of the half with the higher signal over the overall mean; ties count half."""
     if not variance.any():
         return math.nan
     place = rankdata(signal) - (len(signal) + 1) / 2
@@ -127,8 +128,8 @@ def lift(signal: Floats, variance: Floats) -> float:
 def interval(
     rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
 ) -> tuple[float, float]:
-    """95 % interval of a figure of row indices, by drawing questions with replacement; nan where
-    every draw gives the same, as with very few questions."""
+    """95 % interval of a figure of row indices, by bootstrap over questions; nan if all draws
+    agree, as with very few questions."""
     by_question: dict[tuple[str, str], list[int]] = {}
     for index, row in enumerate(rows):
         by_question.setdefault((row["run"], row["question"]), []).append(index)
@@ -146,9 +147,9 @@ def interval(
 
 
 def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
-    """One row a signal. `within` is the AUC among fork points of one kind of question and depth,
-    which leaves out what the place in the task says alone; `shift` is how far one standard
-    deviation of the signal moves the fork probability at the published weight."""
+    """One row per signal. `within` is the AUC among fork points of the same kind of question and
+    depth, which controls for both; `shift` is the change of the fork probability per standard
+    deviation of the signal, at the published weight."""
     variance, differ = worth(rows)
     places = [f"{row['kind']} {row['depth']}" for row in rows]
     strata = np.unique(places, return_inverse=True)[1]
@@ -175,7 +176,7 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table of each step, over all runs, and what forks are worth by depth."""
+    """Print the table of each step, over all runs, and the value of forks by depth."""
     for step in sorted({row["step"] for row in rows}):
         chosen = [row for row in rows if row["step"] == step]
         print(f"\nafter {step} updates, {len({row['run'] for row in chosen})} runs")

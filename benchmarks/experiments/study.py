@@ -135,6 +135,7 @@ class Study:
         config["train"] |= {
             "num_steps": math.ceil(num_steps / every) * every,
             "stop_at": self.plan["stop_at"],
+            "max_untrained_steps": num_steps + every,  # a policy that collapses is a result too
         }
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
 
@@ -268,7 +269,7 @@ class Study:
                 continue
             costs = {
                 arm: fmean(
-                    calls_to(one.calls, one.success(), level)[0]
+                    calls_to(one.calls, one.success(), level, 2 * self._most[task])[0]
                     for one in curves[arm].values()
                     for level in self.plan["levels"]
                 )

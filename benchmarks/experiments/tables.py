@@ -24,9 +24,9 @@ BEGIN, END = (
 
 
 def tables_of(result: Row) -> str:
-    """What each arm reached, each arm beside the best GRPO, and beside "grpo" and "arpo"."""
+    """The results of each arm, and comparisons with the best GRPO and with "grpo"."""
     arms, levels = result["arms"], result["levels"]
-    head = ["arm", "seeds", "updates", "success before", "after", "gain", "calls in all"]
+    head = ["arm", "seeds", "updates", "success before", "after", "gain", "total calls"]
     rows = [
         [
             f"`{arm}`",
@@ -46,7 +46,7 @@ def tables_of(result: Row) -> str:
         if rows:
             names = [f"calls to {level}" for level in levels]
             names += [f"success at {budget}" for budget in result["budgets"]]
-            texts.append(markdown([f"beside {title}", "seeds", *names], rows))
+            texts.append(markdown([f"compared with {title}", "seeds", *names], rows))
     return "\n\n".join(texts)
 
 
@@ -86,7 +86,7 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def readme_row(result: Row, when: str) -> str:
-    """ARPO's calls beside those of the GRPO that needs the fewest, as the README says them."""
+    """ARPO's calls divided by those of the GRPO arm that needs the fewest, for the README."""
     found = result["arms"]["arpo"][BEST]
     figures = []
     for level in result["levels"]:
@@ -107,8 +107,8 @@ def _group(arm: str) -> str:
 
 
 def publish(result: Row, picture: Path) -> None:
-    """Put tables, picture and the README's row in their places. Raises DataError if a place is
-    not there, or ARPO was not run beside a GRPO with the same seeds."""
+    """Write the tables, the picture and the README's row. Raises DataError if a place for them is
+    missing, or no GRPO arm has the seeds of ARPO."""
     if not result["arms"].get("arpo", {}).get(BEST):
         raise DataError("--publish needs the arm arpo, and a GRPO arm with all of its seeds")
     when = datetime.now(UTC).date().isoformat()

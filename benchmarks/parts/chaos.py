@@ -502,7 +502,7 @@ EVENTS: tuple[tuple[str, Callable[[Process], None]], ...] = (
 
 
 def run(
-    size: Size, say: Callable[[str], None] = lambda text: None, num_storms: int = 1
+    size: Size, report: Callable[[str], None] = lambda text: None, num_storms: int = 1
 ) -> list[Figures]:
     """Run the calm run, then the storms. Raises AgentEnvError if one makes no progress."""
     with tempfile.TemporaryDirectory(prefix="agentenv-chaos-") as name, ExitStack() as stack:
@@ -512,7 +512,7 @@ def run(
         write_workspace(folder, size, servers.ports)
         calm = run_calm(Run(folder, "calm"), size)
         num_steps = calm.witness.step
-        say(f"calm: {num_steps} steps, {calm.goodput():.2f} trees a second")
+        report(f"calm: {num_steps} steps, {calm.goodput():.2f} trees per second")
         servers.storm()
         found = []
         for number in range(1, num_storms + 1):
@@ -524,9 +524,9 @@ def run(
                 "env.kwargs.hangs=0.01",
             )
             num_killed = servers.num_killed
-            run_storm(storm, servers, num_steps, say)
+            run_storm(storm, servers, num_steps, report)
             found.append(figures_of(calm, storm, servers.num_killed - num_killed))
-            say(f"storm {number} of {num_storms}: {found[-1]}")
+            report(f"storm {number} of {num_storms}: {found[-1]}")
         return found
 
 
@@ -545,7 +545,7 @@ def run_calm(calm: Run, size: Size) -> Run:
     return calm
 
 
-def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str], None]) -> None:
+def run_storm(storm: Run, servers: Servers, num_steps: int, report: Callable[[str], None]) -> None:
     """Run to the last step. The events are spread evenly over the steps, and each waits until the
     current process has trained a step."""
     events = deque(enumerate(EVENTS, 1))
@@ -569,11 +569,11 @@ def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str],
             else:
                 storm.watch(process, lambda: False, None)
                 code = process.wait()
-        say(f"{what}, after step {witness.step} of {num_steps}: exit status {code}")
+        report(f"{what}, after step {witness.step} of {num_steps}: exit status {code}")
         if code == 0:
             break
         if what == "by itself":
-            say("".join(list(storm.last_lines)[-3:]).rstrip())
+            report("".join(list(storm.last_lines)[-3:]).rstrip())
         storm.ended[what] += 1
         if storm.ended["by itself"] > len(EVENTS):
             raise AgentEnvError(f"the storm makes no progress; its output:\n{storm.tail()}")

@@ -231,7 +231,7 @@ class Figures:
 
 
 def run(
-    names: Sequence[str] | None, repeats: int, dense: bool, say: Callable[[str], None]
+    names: Sequence[str] | None, repeats: int, dense: bool, report: Callable[[str], None]
 ) -> tuple[dict[str, float], list[Table]]:
     """Return the figures of the shapes as {SHAPE.figure: value}, and as tables."""
     shapes = load_shapes()
@@ -240,7 +240,7 @@ def run(
         raise ConfigError(f"--shapes: unknown {unknown}; known: {sorted(shapes)}; --repeats >= 1")
     found: dict[str, Figures] = {}
     for name in names or shapes:
-        say(f"{name}: {shapes[name]['source']}")
+        report(f"{name}: {shapes[name]['source']}")
         layouts = [*ALL, *["dense"] * dense]
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
     return flattened(found), list(tables(found))

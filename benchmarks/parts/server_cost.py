@@ -66,13 +66,13 @@ class Figures(Struct):
 
 
 def run(
-    lengths: list[int], rounds: int, engine: str, python: str, say: Callable[[str], None]
+    lengths: list[int], rounds: int, engine: str, python: str, report: Callable[[str], None]
 ) -> Figures:
     """Return medians over `rounds` interleaved rounds. `python` is the interpreter with the engine;
     if empty, it is searched for."""
     with TemporaryDirectory() as folder:
         make_model(Path(folder) / "model")
-        return asyncio.run(_run(Path(folder), lengths, rounds, engine, python, say))
+        return asyncio.run(_run(Path(folder), lengths, rounds, engine, python, report))
 
 
 async def _run(
@@ -81,7 +81,7 @@ async def _run(
     rounds: int,
     kind: str,
     python: str,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Figures:
     served = Served(kind, folder / "model", "server", max_model_len=1024, trained=True)
     forms = [form for form, (_, _, plugin) in FORMS.items() if kind == "vllm" or not plugin]
@@ -92,7 +92,7 @@ async def _run(
     )
     found: dict[tuple[str, int], list[Cost]] = {}
     async with AsyncExitStack() as stack:
-        factory = ServerFactory(folder, stack, say)
+        factory = ServerFactory(folder, stack, report)
         (url,) = await factory.start(served, config, "--python")
         parts = _processes(factory.processes[0].pid)
         http = HttpClient(url)
@@ -101,7 +101,9 @@ async def _run(
         for number, length, form in product(range(rounds), lengths, forms):
             cost = await _load(http, length, NUM_TOKENS // length, form, ask, parts)
             found.setdefault((form, length), []).append(cost)
-            say(f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us per token")
+            report(
+                f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us per token"
+            )
     costs = {form: {n: _median(found[form, n]) for n in lengths} for form in forms}
     lines = {form: _line({n: one.server_us for n, one in by.items()}) for form, by in costs.items()}
     turn_us, token_us = ({form: lines[form][i] for form in forms} for i in range(2))

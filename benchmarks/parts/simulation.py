@@ -783,7 +783,7 @@ def simulate(
     slots = getattr(config.engine, "max_num_seqs", DEFAULT_SLOTS)
 
     async def build(
-        config: TrainConfig, run: RunDirectory, checkpoint: Any, stack: AsyncExitStack, say: Any
+        config: TrainConfig, run: RunDirectory, checkpoint: Any, stack: AsyncExitStack, report: Any
     ) -> Parts:
         machines = [Machine(model, slots) for _ in range(variant.num_engines)]
         engine = SimulatedEngine(work, machines, model, num_workers(config))

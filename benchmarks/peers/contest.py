@@ -142,9 +142,9 @@ def run(
     num_rounds: int,
     folder: Path,
     limit_s: float,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     peers: Mapping[str, Peer] = PEERS,
-    keep: Callable[[Report], None] = lambda report: None,
+    keep: Callable[[Report], None] = lambda figures: None,
 ) -> Report:
     """Return the figures by contestant. All peers are installed before the first round, each within
     `limit_s` seconds. `keep` gets the report so far after each round. Raises ConfigError."""
@@ -153,11 +153,11 @@ def run(
     pythons: dict[str, Path] = {}
     for name in names:
         try:
-            pythons[name] = python_of(name, peers[name], folder, limit_s, say)
+            pythons[name] = python_of(name, peers[name], folder, limit_s, report)
             found[name].version = version_of(peers[name], pythons[name])
         except FAILURES as error:
             found[name].error = _reason(error)
-            say(f"{name}: {found[name].error}")
+            report(f"{name}: {found[name].error}")
     with tempfile.TemporaryDirectory(prefix="agentenv-") as place:
         task = write_task(Path(place), sizes)
         for number in range(num_rounds):
@@ -165,17 +165,17 @@ def run(
                 one = found[name]
                 if one.error:
                     continue
-                say(f"round {number + 1} of {num_rounds}: {name}")
+                report(f"round {number + 1} of {num_rounds}: {name}")
                 try:
                     samples = _measured(name, peers[name], pythons[name], task, sizes)
                 except FAILURES as error:
                     one.error = _reason(error)
-                    say(f"{name}: {one.error}")
+                    report(f"{name}: {one.error}")
                     continue
                 for size, sample in samples.items():
                     one.rounds.setdefault(size, []).append(sample)
-            keep(report := _report(found, number + 1))
-    return report
+            keep(figures := _report(found, number + 1))
+    return figures
 
 
 def _reason(error: Exception) -> str:
@@ -212,12 +212,12 @@ def check(
 
 
 def python_of(
-    name: str, peer: Peer, folder: Path, limit_s: float, say: Callable[[str], None]
+    name: str, peer: Peer, folder: Path, limit_s: float, report: Callable[[str], None]
 ) -> Path:
     """Return the interpreter of a peer, which is installed if missing. Raises PeerError."""
     if peer.requirements is None:
         return Path(sys.executable)
-    say(f"{name}: its environment, in {folder}")
+    report(f"{name}: its environment, in {folder}")
     python = interpreter(name, peer.requirements, peer.versions, folder, limit_s)
     if peer.driver is None:
         raise PeerError("it can be installed, but has no driver")

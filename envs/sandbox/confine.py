@@ -45,8 +45,8 @@ _python = ctypes.PyDLL(None, use_errno=True)  # calls that must keep the interpr
 
 
 def fork_into_namespaces(first: bool) -> int:
-    """Like os.fork, but with new namespaces for the child; `first`: also one of processes, in which
-    it is process 1 without siblings. Raises OSError.
+    """Like os.fork, but with new namespaces for the child; `first`: also a process namespace, in
+    which it is process 1. Raises OSError.
 
     One system call replaces unshare with its second fork, at half the cost.
     """
@@ -86,7 +86,7 @@ def fork_at_rest(flags: int) -> int:
                 os.chdir(folder)  # the folder with this name among its own files
                 _drop_capabilities()
             die_with_parent()
-        except BaseException:  # the boundary: it must not go on as its parent
+        except BaseException:  # the boundary: the child must not continue as its parent
             os._exit(1)
     return pid
 
@@ -351,9 +351,9 @@ def program(
 ) -> list[Instruction]:
     """The filter for one session, whose process has the inside pid `pid`.
 
-    `files` allows changes and queries of files by path, which something else must then confine;
+    `files` allows changes and queries of files by path, which the caller must then confine;
     without it, files can only be opened for reading, subject to Landlock or to a read-only system.
-    `threads` allows new threads, which something else must then limit. With `fork_flags` a listener
+    `threads` allows new threads, which the caller must then limit. With `fork_flags` a listener
     decides about these forks and about signals. Raises ValueError for an unsupported machine.
     """
     column, code = _column_of(machine), _beginning(machine)
@@ -429,8 +429,8 @@ SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 
 def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
-    """The filter for a program and all that it starts. With `snapshots` its listener is asked about
-    FORK_SNAPSHOT and about signals. Raises ValueError for another machine."""
+    """The filter for a program and all that it starts. With `snapshots` its listener decides
+    about FORK_SNAPSHOT and signals. Raises ValueError for another machine."""
     column, code = _column_of(machine), _beginning(machine)
     for number in _column(_REFUSED.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine
-else:  # inside, these files are all there is
+else:  # inside the sandbox, only these files exist
     import confine
 
 
@@ -165,7 +165,7 @@ class ForkBroker:
             self._waiting.append((call, fork))
 
     def _answer_prctl(self, call: Call) -> None:
-        if call.arguments[:2] != (1, signal.SIGKILL):  # to die with its parent, and nothing else
+        if call.arguments[:2] != (1, signal.SIGKILL):  # only to die with its parent
             self._answer(call, errno.EPERM)
             return
         fork = self._fork
@@ -239,8 +239,7 @@ class ForkBroker:
             self._may_ask.add(call.pid)
 
     def _answer(self, call: Call, refusal: int = 0) -> bool:
-        """Answer a call; returns whether the caller received it, and was not interrupted or
-        ended."""
+        """Answer a call; False if the caller was interrupted or has ended."""
         answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
         try:
             fcntl.ioctl(self.listener, SEND, answer)

@@ -29,7 +29,7 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1
     max_open_files: ClassVar[int] = 64  # a constant, since no tool needed more
-    tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
+    tmp_bytes: ClassVar[int] = 16 << 20  # total of a session's files
     max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
     max_sessions: Annotated[
         int,

@@ -202,7 +202,7 @@ def kill(pidfd: int) -> None:
         os.close(pidfd)
 
 
-# The process behind all sessions.
+# The parent process of all sessions.
 
 
 class _Report(Struct):

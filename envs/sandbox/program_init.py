@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine, program_snapshot
     from agentenv.envs.sandbox.snapshot_hook import VARIABLE
-else:  # inside, these files are all there is
+else:  # inside the sandbox, only these files exist
     import confine
     import program_snapshot
     from snapshot_hook import VARIABLE
@@ -217,7 +217,7 @@ def _become(
             else:
                 settings["variables"][VARIABLE] = str(channel.theirs.fileno())
         os.execvpe(settings["command"][0], settings["command"], settings["variables"])
-    except BaseException as error:  # the boundary: it must not go on as its parent
+    except BaseException as error:  # the boundary: the child must not continue as its parent
         with contextlib.suppress(OSError):
             os.write(2, f"{settings['command'][0]}: {error}\n".encode())
         os._exit(127)
@@ -370,7 +370,7 @@ class _Watch:
         self._limits: dict[str, int] = settings["limits"]
         self._folders: list[str] = settings["watched"]
         self._copied = folders
-        self._seen: dict[int, float] = {}  # CPU seconds by process, also of those that are gone
+        self._seen: dict[int, float] = {}  # CPU seconds by process, also of ended ones
         self._disk_at = 0.0
         self._by_space = bool(settings["snapshots"])
         self.space = program_snapshot.space_of(os.getpid()) if folders is None else space

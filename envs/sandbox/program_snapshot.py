@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine, fork_broker
     from agentenv.envs.sandbox.snapshot_hook import SIGNAL
-else:  # inside, these files are all there is
+else:  # inside the sandbox, only these files exist
     import confine
     import fork_broker
     from snapshot_hook import SIGNAL
@@ -80,7 +80,7 @@ class Snapshots:
 
     def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
         _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
-        self.listener = fds[0] if fds else -1  # -1: the kernel, or a filter around us, has none
+        self.listener = fds[0] if fds else -1  # -1: the kernel or an outer filter has none
         channel.ours.settimeout(DEADLINE_S)
         self._port, self._disk_bytes = port, disk_bytes
         self._machine = platform.machine()

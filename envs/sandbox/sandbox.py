@@ -245,10 +245,9 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxCounters(Struct):
-    """What happened in a sandbox since it was made: sessions that got a process, cells, cells
-    that ran too long or killed their interpreter, and sessions brought back by running their
-    record again. `num_replays_refused` of these said something else than the first time, or held
-    other variables. `num_live_forks` are forks whose process was copied."""
+    """Counters of a sandbox: sessions that got a process, cells, cells that ran too long or killed
+    their interpreter, and sessions restored by replay. `num_replays_refused` of these gave another
+    output or other variables. `num_live_forks` are forks whose process was copied."""
 
     num_sessions: int = 0
     num_calls: int = 0
@@ -268,13 +267,13 @@ class Sandbox:
 
     The first of `rungs` that this machine offers is taken: "namespaces" (bubblewrap, and
     namespaces for each session) or "landlock" (Landlock; sessions cannot write files). On both a
-    filter of system calls refuses processes and sockets. Before a rung is used, quick escapes are
-    tried on it. Going to a lower rung is said in a warning, and `rung` names it. When
-    none is left a ConfigError says what each one lacks; only `allow_unsafe` makes it fall back to
-    a plain subprocess with resource limits, with a warning.
+    filter of system calls refuses processes and sockets. Each rung is tested with quick escapes
+    before its use. A warning reports a lower rung, and `rung` names it. If no rung works, a
+    ConfigError reports the requirements that each lacks; only `allow_unsafe` falls back to a plain
+    subprocess with resource limits, with a warning.
 
-    `interpreter` is a virtual or conda environment, `preload` what every session finds imported;
-    see SandboxSetup. A module that is not installed is a ConfigError at the start.
+    `interpreter` is a virtual or conda environment, `preload` the imports of each session; see
+    SandboxSetup. A module that is not installed is a ConfigError at the start.
     """
 
     def __init__(
@@ -302,7 +301,7 @@ class Sandbox:
         self._freed = asyncio.Event()
 
     def session(self, seed: int | None) -> SandboxSession:
-        """A session for one episode; its process starts with its first call."""
+        """A session for one episode; its first call starts its process."""
         return SandboxSession(self, 0 if seed is None else seed)
 
     async def start(self) -> ZygoteProcess:
@@ -314,7 +313,7 @@ class Sandbox:
                 raise InfraError("the sandbox is closed")
             if self._zygote is not None and not self._zygote.alive():
                 dead, self._zygote = self._zygote, None
-                await dead.stop()  # which goes on where this is cancelled
+                await dead.stop()  # which continues if this is cancelled
             if self._zygote is None:
                 self._zygote = await self._launch()
             return self._zygote
@@ -342,8 +341,7 @@ class Sandbox:
             await self._freed.wait()
 
     def make_room_for(self, session: SandboxSession) -> bool:
-        """Whether it may have a process now. The session that has been idle longest may have to
-        give its own up."""
+        """True if it may have a process now; the longest idle session may lose its own."""
         if len(self._holding) >= self.limits.max_sessions:
             idle = next((one for one in self._holding if one.resting()), None)
             if idle is None:
@@ -353,12 +351,12 @@ class Sandbox:
         return True
 
     def used(self, session: SandboxSession) -> None:
-        """It is idle, and the last one now to give up its process."""
+        """Mark it idle, as the last to lose its process."""
         self._holding[session] = self._holding.pop(session)
         self._freed.set()
 
     def left(self, session: SandboxSession) -> None:
-        """It has no process any more."""
+        """Its process has ended."""
         self._holding.pop(session, None)
         self._freed.set()
 
@@ -375,10 +373,10 @@ class Sandbox:
             if zygote is not None:
                 await zygote.stop()
         for session in [one for one in self._holding if one.resting()]:
-            session.rest()  # one that runs a cell reads that its process is gone
+            session.rest()  # a running cell reads that its process has ended
 
     async def _launch(self) -> ZygoteProcess:
-        """On the rung that worked before, else on the first that works."""
+        """Start on the rung that worked before, else on the first that works."""
         if self.rung is not None:
             return await self._launch_on(self.rung)
         problems = self.lacking = list[str]()

@@ -1,9 +1,9 @@
-"""Runs inside a program in Python, from before its first line: forks it where process 1 asks.
+"""Runs in a Python program before its first line, and forks it on request of process 1.
 
-The program's main thread, interrupted in its wait for a reply, makes a copy of itself: the same
-memory, so no hook of the interpreter and no generator of random numbers notices. Process 1 gives
-the copy namespaces, files and a loopback of its own (program_snapshot.py). Then the copy opens its
-files and its connection again under their old numbers: the reply to its call arrives there.
+The program's main thread, interrupted in its wait for a reply, copies itself, memory
+included, without notice to interpreter hooks and random generators. Process 1 gives the copy its
+own namespaces, files and loopback (program_snapshot.py). Then the copy reopens its files and its
+connection under their old numbers: the reply to its call arrives there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Hook:
         self._is_busy = False
 
     def on_signal(self, *_: Any) -> None:
-        """Fork, if process 1 still asks for it. Never raises in the program."""
+        """Fork, if process 1 still requests it. Never raises in the program."""
         with suppress(OSError, ValueError):
             while not self._is_busy and select.select([self._channel], [], [], 0)[0]:
                 self._is_busy = True  # a signal that comes now finds its request read below
@@ -48,7 +48,7 @@ class _Hook:
                     self._is_busy = False
 
     def _read(self) -> bool:
-        """Take what has come, of which the last counts; False at the end."""
+        """Read the pending requests, of which the last counts; False at the end."""
         data, fds = b"", list[int]()
         while select.select([self._channel], [], [], 0)[0]:
             for fd in fds:
@@ -69,7 +69,7 @@ def _fork(channel: socket.socket, asked: dict[str, Any], output: int, gate: int)
     if pid == 0:
         try:
             _become(channel, asked, output, gate, folder, *ids)
-        except BaseException as error:  # the boundary: it must not go on as its parent
+        except BaseException as error:  # the boundary: the child must not continue as its parent
             with suppress(OSError):
                 channel.send(f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -108,7 +108,7 @@ def _become(
 
 
 def _tell(channel: socket.socket, text: bytes) -> None:
-    """Raises OSError where no answer comes."""
+    """Raises OSError without an answer."""
     channel.send(text)
     if not select.select([channel], [], [], PATIENCE_S)[0] or not channel.recv(16):
         raise OSError("process 1 is gone")

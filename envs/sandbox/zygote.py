@@ -1,19 +1,19 @@
 """Runs inside the sandbox, as its process 1; needs nothing but the standard library.
 
-    rung             "namespaces": inside bubblewrap, a session has namespaces of its own.
+    rung             "namespaces": inside bubblewrap, a session has its own namespaces.
                      "landlock": a session may read the system and write nowhere.
                      "unsafe": limits only.
     control socket   one JSON packet a request: {"spawn": n, "seed": s} with the session's socket
                      attached; its answer {"born": n} has a descriptor of the new process, by
                      which the host stops and kills it. Or {"fork": n, "child": m} with the socket
-                     of m, answered like a spawn, by {"failed": m} where it cannot be had, and
-                     {"forget": m}. At the end of file everything in here dies.
+                     of m, answered like a spawn, by {"failed": m} if it failed, and
+                     {"forget": m}. At the end of file all processes end.
     session          a fork that sees no other session, bound by a filter of system calls. It reads
                      length-prefixed JSON {"number", "code"} and answers {"number", "output",
                      "problem"}, {"number", "digest": ""} and answers {"number", "digest"}, or
                      {"number", "fork": ""} and answers {"number", "forked"}; see fork_broker.py.
 
-What a session answers comes from a process that runs untrusted code: the host believes nothing.
+A session runs untrusted code: the host trusts none of its answers.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import cells, confine
     from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer, end
-else:  # inside, these files are all there is
+else:  # inside the sandbox, only these files exist
     import cells
     import confine
     from fork_broker import ForkBroker, ForkInitializer, end
 
 
 REAP_INTERVAL_S = 0.1
-WEIGH_SHARE = 20  # of the time, one part goes into looking at what the sessions weigh
+WEIGH_SHARE = 20  # one part of the time measures the memory of sessions
 NICENESS = 5
 Announce = Callable[[int, int], None]
-CHANNEL_FD = 3  # of a session, beside the standard three
+CHANNEL_FD = 3  # of a session, after the standard three
 
 
 def main() -> None:
-    """Give up what a session must not have, load what sessions use, and serve to the end."""
+    """Drop rights, load the modules of sessions, and serve until the host is gone."""
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["control_fd"])
     os.environ.pop("GLIBC_TUNABLES", None)  # the C library has read it
     os.nice(NICENESS)  # the trainer comes first
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # and goes last, where memory runs out
+        file.write("1000")  # killed last when memory runs out
     if config["uid"] is not None:
         os.setgroups([])
         os.setresgid(config["uid"], config["uid"], config["uid"])
@@ -92,7 +92,7 @@ def main() -> None:
     broker = None
     if config["live_forks"]:
         broker = _broker(config, initializer, pids, functools.partial(_announce, control))
-    if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or asked about
+    if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or brokered
         config["filter"] = _filter(config, 1)
     control.send(json.dumps({"missing": missing, "live_forks": broker is not None}).encode())
     gc.freeze()
@@ -101,8 +101,8 @@ def main() -> None:
 
 
 def _filter(config: dict[str, Any], pid: int) -> bytes:
-    """The filter of system calls of a session whose process sees itself as `pid`; made once where
-    it is the same for all."""
+    """The system-call filter of a session whose process has `pid` in its namespace; cached if it is
+    the same for all."""
     if "filter" in config:
         return bytes(config["filter"])
     code = confine.program(
@@ -121,7 +121,7 @@ def _broker(
     pids: dict[int, int],
     announce: Announce,
 ) -> ForkBroker | None:
-    """What lets sessions fork; None where the kernel, or a filter around us, has no such thing."""
+    """The broker of forks; None if the kernel or an outer filter does not support it."""
     isolated = config["rung"] == "namespaces"
     flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
     machine = platform.machine()
@@ -131,7 +131,7 @@ def _broker(
     except (OSError, ValueError):
         return None
     config["fork_flags"] = flags
-    config["rlimits"]["NPROC"] = -1  # who listens counts
+    config["rlimits"]["NPROC"] = -1  # the broker counts
     return ForkBroker(listener, CHANNEL_FD, initializer, pids, announce)
 
 
@@ -142,7 +142,7 @@ def _serve(
     pids: dict[int, int],
     broker: ForkBroker | None,
 ) -> None:
-    """Answer requests and reap what has ended, until the other side has gone."""
+    """Answer requests and reap ended processes until the host is gone."""
     max_pages = config["max_total_bytes"] // resource.getpagesize()
     weigh_at = 0.0
     waiting: list[Any] = [control, *([broker.listener] if broker else [])]
@@ -180,12 +180,12 @@ def _serve(
 
 
 def _announce(control: socket.socket, number: int, pid: int) -> None:
-    """Tell the host which process a session is, or that there is none."""
+    """Report a session's process to the host, or that it failed."""
     fds = [os.pidfd_open(pid)] if pid else []
     news = {"born" if pid else "failed": number}
     try:
         socket.send_fds(control, [json.dumps(news).encode()], fds)
-    except OSError:  # the host is gone, which the next look at the socket shows
+    except OSError:  # the host is gone; the next read of the socket shows it
         pass
     finally:
         for fd in fds:
@@ -193,7 +193,7 @@ def _announce(control: socket.socket, number: int, pid: int) -> None:
 
 
 def _kill_the_largest(pids: Iterable[int], max_pages: int) -> None:
-    """Where the sessions together have added more to their common memory than they may."""
+    """End the largest session if all together exceed their memory limit."""
     common = _pages("self", 1) - _pages("self", 2)
     weights = {}
     for pid in pids:
@@ -204,7 +204,7 @@ def _kill_the_largest(pids: Iterable[int], max_pages: int) -> None:
 
 
 def _pages(pid: int | str, field: int) -> int:
-    """Of a process: 0 its address space, 1 what of it is in memory, 2 of that files."""
+    """Of a process: 0 its address space, 1 resident, 2 of these shared with files."""
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[field])
 
@@ -232,7 +232,7 @@ def _reap(pids: dict[int, int], broker: ForkBroker | None) -> None:
 
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
-    """Fork a session; its pid, or 0 when it could not be made (the host reads why)."""
+    """Fork a session; returns its pid, or 0 on failure, which the host reads."""
     ids = os.getuid(), os.getgid()  # inside they are unknown, until mapped
     isolated = config["rung"] == "namespaces"
     try:
@@ -250,7 +250,7 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
                 confine.map_ids(*ids)
             _run_session(channel, seed, config, home)
         finally:
-            os._exit(1)  # whatever happened, never go on as a second zygote
+            os._exit(1)  # never continue as a second zygote
     return pid
 
 
@@ -268,14 +268,14 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     cells.send(CHANNEL_FD, {"ready": True})
-    files = None if config["rung"] == "landlock" else home  # there none can be written
+    files = None if config["rung"] == "landlock" else home  # no file can be written there
     fork = functools.partial(confine.fork_at_rest, config.get("fork_flags", 0))
     cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files, fork)
 
 
 def _confine(config: dict[str, Any], home: str) -> str:
-    """Give up all that a session must not have, every descriptor but CHANNEL_FD too; the folder
-    that it works in."""
+    """Drop all rights that a session must not have, and all descriptors except CHANNEL_FD; returns
+    its working folder."""
     rung = config["rung"]
     if rung == "namespaces":
         confine.cover(config["tmp_bytes"], config["below_tmp"])
@@ -299,7 +299,7 @@ def _confine(config: dict[str, Any], home: str) -> str:
 
 # Modules that every session finds imported and warmed up.
 
-# what code that calculates is likely to import
+# likely imports of code that calculates
 STANDARD = (
     "bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions "
     "functools heapq itertools math operator re statistics string textwrap typing"
@@ -307,7 +307,7 @@ STANDARD = (
 
 
 def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
-    """Import modules and touch what they make at first use; the names that cannot be imported.
+    """Import modules and trigger their lazy setup; returns the names that cannot be imported.
 
     Of `optional` the ones that are not installed are left out without a word.
     """
@@ -328,15 +328,15 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
 
 
 def ask_by_opening() -> None:
-    """Where files can be opened but not asked about by path, Python opens them to ask.
+    """Let Python open files instead of querying their path, which the sandbox forbids.
 
-    Links are always followed. A path that cannot be opened is missing, and an existing one counts
-    as accessible: that nothing can be written shows when it is tried.
+    Links are always followed. A path that cannot be opened counts as missing, an existing one as
+    accessible: a write fails later.
     """
     machinery: Any = importlib.import_module("importlib._bootstrap_external")
     machinery._path_stat = os.stat = os.lstat = _stat_by_opening
     os.access = _access_by_opening
-    os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib insists on a folder that is there
+    os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib requires an existing folder
 
 
 def _stat_by_opening(

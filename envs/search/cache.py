@@ -80,7 +80,7 @@ class SharedFetches(Generic[T]):
     def _landed(self, key: str, done: asyncio.Task[T]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # retrieved: all waiters may be gone
+            done.exception()  # retrieved, since no waiter may be left
 
 
 async def _await(fetch: Callable[[], Awaitable[T]]) -> T:

@@ -297,7 +297,7 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
     return ToolError(f"{url} could not be reached.")
 
 
-# how Jina's reader says, above the text, that it has only an error page
+# the line above the text by which Jina's reader marks an error page
 _TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.MULTILINE)
 JINA_URL = "https://r.jina.ai"
 JINA_TRAFFIC = TrafficConfig(timeout_s=40.0)

@@ -71,9 +71,9 @@ MAX_FAILURES = 20  # consecutive failed calls until requests to the service paus
 COOL_DOWN_S = 30.0  # length of this pause
 
 
-# A wrong key, one that may not do this, or a plan that is used up: Tavily says 432 and 433.
+# A wrong key, missing permissions, or an exhausted plan (Tavily: 432 and 433).
 _REFUSED = (401, 402, 403, 407, 432, 433)
-# What some, as SerpAPI, say with 429 when a plan is used up, which no retry mends.
+# Words of a 429 for an exhausted plan (SerpAPI and others), which no retry fixes.
 _SPENT = re.compile(
     r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,

@@ -339,14 +339,14 @@ def load_benchmark(
     env_id: str = "",
     rows: RowsConfig | None = None,
     ends: int = 0,
-    say: Callable[[str], None] = logger.warning,
+    report: Callable[[str], None] = logger.warning,
     key: str = "sets.NAME",
 ) -> list[Task]:
     """Tasks of the benchmark in the order of its file: the first `n`; 0: all; None: the papers'
     number.
 
     `env_id`: the environment of rows that select none; empty: deep search. `rows`: keys as for any
-    dataset. `ends`, `key`: see `load_tasks`. `say` reports skipped rows, and groups without a
+    dataset. `ends`, `key`: see `load_tasks`. `report` reports skipped rows, and groups without a
     column. Raises ConfigError for an unknown name, and DataError for a bad row or a missing file,
     with its origin.
     """
@@ -367,16 +367,16 @@ def load_benchmark(
         replace(config, columns=ColumnsConfig()),
         max_samples=spec.num_questions if n is None else n,
         ends=ends,
-        say=say,
+        report=report,
         adapt=adapt,
     )
     if adapt.num_left_out:
-        say(
+        report(
             f"{spec.name}: {adapt.num_left_out} questions with an attachment (column "
             f"{spec.attachment!r}) are skipped; {len(tasks)} remain"
         )
     missing = [field for field in spec.group_by if field not in adapt.fields_seen]
     if missing and len(missing) == len(spec.group_by) and spec.kind == "deep_search":
         columns = [spec.group_by[field] for field in missing]
-        say(f"{spec.name}: no row has {', '.join(columns)}; scores by that column are omitted")
+        report(f"{spec.name}: no row has {', '.join(columns)}; scores by that column are omitted")
     return tasks

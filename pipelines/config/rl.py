@@ -457,7 +457,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
     roles: Annotated[
         dict[str, RoleConfig],
-        Meta(description="models beside the policy by name, [roles.judge]"),
+        Meta(description="other models by name, [roles.judge]"),
     ] = field(default_factory=dict)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
-from agentenv.config import Say, Tree, load_config
+from agentenv.config import Reporter, Tree, load_config
 from agentenv.disk import existing
 from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
@@ -43,7 +43,7 @@ async def examine(
     *,
     is_offline: bool,
     is_quick: bool,
-    say: Say,
+    report: Reporter,
     on_begin: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[CheckResult]:
     """The result of every check, in sequence; `on_begin` takes the name of a check that starts. The
@@ -55,7 +55,9 @@ async def examine(
     result = CheckResult("configuration", "passed")
     if path is not None:
         try:
-            config = load_config(TrainConfig, path, overrides, say=say, explain=_refuse_others)
+            config = load_config(
+                TrainConfig, path, overrides, report=report, explain=_refuse_others
+            )
         except AgentEnvError as error:
             result = runner.failure("configuration", error)
     folder = Path((RunConfig() if config is None else config.run).dir)
@@ -70,7 +72,7 @@ async def examine(
         return
     with tempfile.TemporaryDirectory(prefix="agentenv-doctor-") as place:
         async with AsyncExitStack() as stack:
-            assembly = TrainingAssembly(config, Path(place), None, stack, say)
+            assembly = TrainingAssembly(config, Path(place), None, stack, report)
             for check in select(config, "configuration", "measured"):
                 if check.remote and is_offline:
                     yield CheckResult(check.name, "skipped", "--offline sends no requests")

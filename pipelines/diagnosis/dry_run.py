@@ -135,24 +135,24 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
     """Print the non-default values; with `defaults`, also all others."""
     values = list(values_of(config))
-    view.say("configuration, non-default values:")
+    view.log("configuration, non-default values:")
     for value in values:
         if value.chosen:
-            view.say(f"  {value.key} = {value.text}")
+            view.log(f"  {value.key} = {value.text}")
     rest = [value for value in values if not value.chosen]
     if not defaults:
-        view.say(f"  {len(rest)} more keys have default values; --defaults shows them")
+        view.log(f"  {len(rest)} more keys have default values; --defaults shows them")
         return
-    view.say("\nconfiguration, the defaults:")
+    view.log("\nconfiguration, the defaults:")
     for value in rest:
-        view.say(f"  {value.key} = {value.text}")
+        view.log(f"  {value.key} = {value.text}")
 
 
 def show_sizes(config: AnyRun, view: View) -> None:
     """Print the sizes of an update, a step or an evaluation."""
-    view.say("\nsizes:")
+    view.log("\nsizes:")
     for line in _sizes(config):
-        view.say(f"  {line}")
+        view.log(f"  {line}")
 
 
 def _sizes(config: AnyRun) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _sizes(config: AnyRun) -> Iterator[str]:
 
 def show_plan(plan: Plan, view: View) -> None:
     """Print processes with their GPUs and memory, the memory of each GPU, and missing inputs."""
-    view.say("")
+    view.log("")
     table = Table(title=f"processes on {plan.machine.name}", title_justify="left", box=SIMPLE)
     for name in ("process", "number", "GPUs"):
         table.add_column(name)
@@ -198,18 +198,18 @@ def show_plan(plan: Plan, view: View) -> None:
     view.show(table)
     for process in plan.processes:
         for line in _details(process):
-            view.say(line)
+            view.log(line)
     alike: dict[float, list[str]] = {}
     for gpu, needed in plan.gpu_bytes.items():
         alike.setdefault(needed, []).append(gpu)
     for needed, gpus in alike.items():
-        view.say(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
+        view.log(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
     for line in (*plan.made, *plan.advice):
-        view.say(line)
+        view.log(line)
     if plan.missing:
-        view.say("\nmissing:")
+        view.log("\nmissing:")
         for line in dict.fromkeys(plan.missing):
-            view.say(f"  {line}")
+            view.log(f"  {line}")
 
 
 def span(gpus: Sequence[str]) -> str:
@@ -259,7 +259,7 @@ def dry_run(
     machine = find_machine(arguments.gpus, arguments.gpu_memory)
     resolve = resolver(run)
 
-    assembly = Assembly[Any](config, run, AsyncExitStack(), view.say)
+    assembly = Assembly[Any](config, run, AsyncExitStack(), view.log)
     not_installed = list[str]()
     try:
         asyncio.run(refuse(assembly, "configuration"))
@@ -289,11 +289,11 @@ def dry_run(
     if isinstance(config, TrainConfig):
         show_cluster(config, arguments, view, run)
     fits = "it fits" if plan.is_whole else NOT_ALL
-    view.say(f"dry run: nothing was started; by this estimate {fits}")
+    view.log(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
-        view.say(f"next: {_next(config)}")
+        view.log(f"next: {_next(config)}")
         return 0
-    view.say(
+    view.log(
         f"missing items are listed above (exit code {EXIT_MISSING}: no errors, but missing items); "
         "docs/data.md describes data files, and docs/reproduce.md where to get those of the papers"
     )
@@ -314,7 +314,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     if not isinstance(config.cluster, WideCluster):
         return
     for line in config.cluster.lines(config):
-        view.say(line)
+        view.log(line)
     script = getattr(config.cluster, "script", "")
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
@@ -324,9 +324,9 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
             ) from error
-        view.say(f"wrote {script}")
+        view.log(f"wrote {script}")
     elif job:
-        view.say(f"\n{job}")
+        view.log(f"\n{job}")
 
 
 def _write_job(path: str, text: str, *, is_secret: bool) -> None:
@@ -383,9 +383,9 @@ def _read(
         asyncio.run(check_data(config, run, model, absent, found.append, is_elsewhere=is_elsewhere))
     finally:
         if found:
-            view.say("\navailable data:")
+            view.log("\navailable data:")
         for text in found:
-            view.say(f"  {text}")
+            view.log(f"  {text}")
 
 
 # A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.

@@ -482,7 +482,7 @@ SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network fi
 def saving_line(size: float, finish_s: float) -> str:
     """A line on the duration of a checkpoint, with a warning if finish_s is too short."""
     needed_s = size / SAVED_PER_S
-    line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
+    line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB/s"
     if needed_s <= finish_s:
         return line
     return (

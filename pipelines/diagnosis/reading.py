@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.config import Say
+from agentenv.config import Reporter
 from agentenv.env import close_shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig, GraderKeys
 from agentenv.envs.grading.reward import AnswerReward, ToolReward, check_grader
@@ -52,7 +52,7 @@ async def check_data(
     folder: Path,
     model: Path | None,
     absent: Collection[str],
-    say: Say,
+    report: Reporter,
     *,
     is_elsewhere: bool = False,
 ) -> None:
@@ -61,30 +61,30 @@ async def check_data(
     the run is for another machine. Raises the errors that the run would raise."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
-        assembly = _assembly(config, folder, model, stack, say)
+        assembly = _assembly(config, folder, model, stack, report)
         assembly.ends, assembly.has_weights = ENDS, False
         assembly.built |= {"model": model, "endpoint": None, "set_up": None}
         here: set[Has] = set() if model is None else {"model"}
         if not is_elsewhere:
             here.add("machine")
         if isinstance(assembly, RolloutAssembly):
-            await _read_sets(assembly, model, absent, say, here)
+            await _read_sets(assembly, model, absent, report, here)
         else:
-            await _read_dialogues(assembly, model, absent, say)
+            await _read_dialogues(assembly, model, absent, report)
 
 
 def _assembly(
-    config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, say: Say
+    config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, report: Reporter
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
         from agentenv.pipelines.rl.parts import (
             TrainingAssembly,  # slow to load: after the checks of the configuration
         )
 
-        return TrainingAssembly(config, folder, None, stack, say)
+        return TrainingAssembly(config, folder, None, stack, report)
     if isinstance(config, EvaluateConfig):
-        return EvaluationAssembly(config, Subject("", {}, folder, model), stack, say)
-    return SupervisedAssembly(config, folder, stack, say)
+        return EvaluationAssembly(config, Subject("", {}, folder, model), stack, report)
+    return SupervisedAssembly(config, folder, stack, report)
 
 
 # Questions.
@@ -94,7 +94,7 @@ async def _read_sets(
     assembly: RolloutAssembly[Any],
     model: Path | None,
     absent: Collection[str],
-    say: Say,
+    report: Reporter,
     here: set[Has],
 ) -> None:
     """Read the questions of each set that exist, and try one of each."""
@@ -111,7 +111,7 @@ async def _read_sets(
             await needs_of_environments(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
-        say(
+        report(
             f"not checked, with env and grader, since the run generates the rows: {', '.join(made)}"
         )
     assembly.sets = {
@@ -135,7 +135,7 @@ async def _read_sets(
         if name in makers:
             parts.append(await _prompt(assembly, name, model))
             parts.append(await _gold(makers[name], tasks[0]))
-        say(f"{assembly.sets[name].key}: {'; '.join(parts)}")
+        report(f"{assembly.sets[name].key}: {'; '.join(parts)}")
 
 
 async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
@@ -244,15 +244,15 @@ async def _gold(maker: EnvMaker, task: Task) -> str:
 
 
 async def _read_dialogues(
-    assembly: Assembly[Any], model: Path | None, absent: Collection[str], say: Say
+    assembly: Assembly[Any], model: Path | None, absent: Collection[str], report: Reporter
 ) -> None:
     config = assembly.config
     if _lacks(absent, "data") or assembly.makes(config.data):
         return
     if model is None:
-        number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)
-        say(f"data: read {number} rows")
+        number = await in_thread(count_rows, config, assembly.resolve, report, ENDS)
+        report(f"data: read {number} rows")
         return
     await refuse(assembly, "contract", "files", {"model", "machine"})
     rows = await assembly.rows()  # type: ignore[attr-defined]
-    say(f"data: {len(rows.train)} training rows, the longest has {rows.longest} tokens")
+    report(f"data: {len(rows.train)} training rows, the longest has {rows.longest} tokens")

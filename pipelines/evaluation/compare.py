@@ -219,7 +219,7 @@ MAX_CELL = 70
 async def compare(first: Path, second: Path, out: Path | None, view: View) -> None:
     """Score the rows of both with one scorer and show the differences. `out`: a Markdown file for
     all changed questions. Raises DataError if the two share no question."""
-    scorer = make_scorer(view.say)
+    scorer = make_scorer(view.log)
     sides: list[list[QuestionRows]] = []
     try:
         for folder in (first, second):
@@ -231,18 +231,18 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
         await close_shared()
     tables, left = tables_of(pairing, MAX_LISTED)
     paired = paired_line(pairing)
-    view.say(f"A = {first}, B = {second}")
+    view.log(f"A = {first}, B = {second}")
     for table in tables:
         view.show(table)
     if left:
-        view.say(f"and {left} more changed questions{'' if out else '; --out FILE lists all'}")
-    view.say(paired)
+        view.log(f"and {left} more changed questions{'' if out else '; --out FILE lists all'}")
+    view.log(paired)
     if out is not None:
         tables, _ = tables_of(pairing, len(pairing.pairs))
         head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
         text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
         write_whole(out, text.encode("utf-8", "replace"))
-        view.say(f"wrote {out}")
+        view.log(f"wrote {out}")
 
 
 def paired_line(pairing: Pairing) -> str:

@@ -195,7 +195,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
     try:
         with lock(folder):
             rows = await in_thread(load_rows, folder)
-            scorer = make_scorer(view.say)
+            scorer = make_scorer(view.log)
             view.begin("regrading", len(rows))
             changes = await regrade_rows(
                 rows, Graders.of_config(config, resolver(saved.run)), on_row=view.advance
@@ -210,7 +210,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             await show_report(folder, found, view)
     finally:
         await close_shared()
-    view.say(f"{folder / ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
+    view.log(f"{folder / ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
@@ -272,13 +272,13 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
     table = changes_table(changes)
     write_whole(folder / CHANGES_FILE, as_markdown(table).encode("utf-8", "replace"))
     if not table.rows:
-        view.say(f"{table.title}; {table.note}")
+        view.log(f"{table.title}; {table.note}")
         return
     listed = msgspec.structs.replace(table, rows=table.rows[:MAX_LISTED])
     view.show(listed)
     if table.rows[MAX_LISTED:]:
         left = len(table.rows) - MAX_LISTED
-        view.say(f"and {left} more, in {folder / CHANGES_FILE}")
+        view.log(f"and {left} more, in {folder / CHANGES_FILE}")
 
 
 def verdict(row: EvalRow) -> str:

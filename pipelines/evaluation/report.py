@@ -43,7 +43,7 @@ async def report_of(
     """Compute the figures of the rows in `folder`, show the tables and write the files. `ks`:
     values of k for pass@k and maj@k. Raises DataError without rows."""
     try:
-        scorer = make_scorer(view.say, compat)
+        scorer = make_scorer(view.log, compat)
         async with stored_rows(folder, scorer) as rows:
             found = await figures(folder, rows, scorer, ks)
         return await show_report(folder, found, view)
@@ -71,7 +71,7 @@ async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
     for line in hints_of(summary, str(folder)):
         view.warn(line)
     await in_thread(_write, folder, summary)
-    view.say(f"wrote {SUMMARY_FILE} and {MARKDOWN_FILE} to {folder}")
+    view.log(f"wrote {SUMMARY_FILE} and {MARKDOWN_FILE} to {folder}")
     return summary
 
 

@@ -188,7 +188,7 @@ async def run_evaluation(
     """Sample the trajectories that `out` lacks. Raises the error of `broken` if all attempts
     fail."""
     async with AsyncExitStack() as stack:
-        assembly = EvaluationAssembly(config, subject, stack, view.say)
+        assembly = EvaluationAssembly(config, subject, stack, view.log)
         await refuse(assembly)
         sets = await assembly.questions()
         store = Store(out, saved_of(config, subject, await assembly.endpoint()))
@@ -197,10 +197,10 @@ async def run_evaluation(
         wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
-            view.say(f"{out} contains {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+            view.log(f"{out} contains {len(wanted) - len(missing)} of {len(wanted)} trajectories")
         keys = {one.key for one in wanted}
         if others := len(store.rows.keys() - keys):
-            view.say(
+            view.log(
                 f"{out} also contains {others} trajectories of other samples, questions or sets: "
                 "the report covers all; for a report on this command's only, choose another --out"
             )
@@ -228,7 +228,7 @@ async def run_evaluation(
             problem = first_reason(errors)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
-            view.say(f"environments: {', '.join(counted)}")
+            view.log(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():
             if problem is None or not one.config.limits.strict:  # also counts stored rows

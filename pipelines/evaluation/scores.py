@@ -87,11 +87,11 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = F
     _add_judged(rows)
 
 
-def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
+def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:
     """A scorer, with math-verify if it is installed."""
     math = importlib.util.find_spec("math_verify") is not None
     if not math:
-        say(
+        report(
             f"math-verify is not installed ({install_hint('math')}): expressions are compared as "
             "text"
         )

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.config import (
-    Say,
+    Reporter,
     Tree,
     blaming,
     keys_in,
@@ -198,11 +198,11 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         config: EvaluateConfig,
         subject: Subject,
         stack: AsyncExitStack,
-        say: Say,
+        report: Reporter,
     ) -> None:
         sets = {name: set_config(name, one) for name, one in config.sets.items()}
-        super().__init__(config, subject.run, stack, say, sets=sets)
-        self.servers = ServerFactory(lambda: self._log_folder, stack, say)
+        super().__init__(config, subject.run, stack, report, sets=sets)
+        self.servers = ServerFactory(lambda: self._log_folder, stack, report)
         self.subject = subject
         self.has_weights = config.engine.has_weights
 
@@ -282,7 +282,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        env_id, say = one.env.id, prefixed(self.say, one.key)
+        env_id, report = one.env.id, prefixed(self.report, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)
@@ -291,14 +291,14 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             ]
             tasks = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
-                ends=self.ends, say=say, key=one.key,
+                ends=self.ends, report=report, key=one.key,
             )  # fmt: skip
         else:
             tasks = await load_set(
-                rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks or 0,
+                rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks or 0,
                 self.ends,
             )  # fmt: skip
-        return with_own_names(tasks, say)
+        return with_own_names(tasks, report)
 
     @once
     async def helpers(self) -> Assist | None:
@@ -338,7 +338,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         model = await self.model()
         assert model is not None
         if hint := await in_thread(vllm_hint, self.config.engine, len(self.servers.gpus.visible)):
-            self.say(hint)
+            self.report(hint)
         limits = max(
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
@@ -378,7 +378,7 @@ def set_config(name: str, one: QuestionSet) -> SetConfig:
     return SetConfig(f"sets.{name}", one, one.env, *settings, one.python, one.search, one.grader)
 
 
-def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
+def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:
     """The tasks with unique ids, which identify rows: a repeated id gets a number."""
     seen: Counter[str] = Counter()
     named = []
@@ -388,7 +388,7 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
         named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
     twice = sum(count - 1 for count in seen.values())
     if twice:
-        say(f"{twice} questions have the id of an earlier one; a number is appended to each")
+        report(f"{twice} questions have the id of an earlier one; a number is appended to each")
     return named
 
 
@@ -403,7 +403,7 @@ def configured(
     subject: Subject,
     config_type: type[msgspec.Struct],
     build: Callable[[Tree, str], C],
-    say: Say,
+    report: Reporter,
 ) -> C:
     """The configuration of a command from the keys of the subject, overridden by those of the file,
     overridden by the command line. `build` takes the keys and their source for messages. Raises
@@ -411,7 +411,7 @@ def configured(
     given = None if arguments.config is None else read_toml(arguments.config)
     source = str(arguments.subject if given is None else arguments.config)
     return resolve(
-        subject, source, given, arguments.overrides, arguments.env, config_type, build, say
+        subject, source, given, arguments.overrides, arguments.env, config_type, build, report
     )
 
 
@@ -423,22 +423,22 @@ def resolve(
     env_id: str,
     config_type: type[msgspec.Struct],
     build: Callable[[Tree, str], C],
-    say: Say,
+    report: Reporter,
 ) -> C:
     """`configured` with the keys `given` instead of a file; messages call them `source`."""
-    raw = of_env(subject.raw, env_id, say)
+    raw = of_env(subject.raw, env_id, report)
     if given is not None:
         has_sets = given.get("sets") or given.get("data")
         before = {k: v for k, v in raw.items() if k != "sets" or not has_sets}
         raw = merged(before, given)
-        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
+        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), report)
         if subject.model is None:
             raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
     if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
     if env_id:
         raw = merged(raw, {"env": {"id": env_id}})
-    override_kinds(config_type, raw, overrides, say)
+    override_kinds(config_type, raw, overrides, report)
     with blaming(source, overrides):
         try:
             return build(raw, source)
@@ -447,15 +447,15 @@ def resolve(
             raise
 
 
-def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
+def of_env(raw: Tree, env_id: str, report: Reporter) -> Tree:
     """The keys of a run for the environment `env_id`. If that is not the run's, without
-    environment-specific keys, which `say` reports."""
+    environment-specific keys, which `report` reports."""
     env = raw.get("env", {})
     left = [key for key in ("kwargs", "tools") if env.get(key)]
     if not left or env_id in ("", env["id"]):
         return raw
     keys = " and ".join(f"env.{key}" for key in left)
-    say(f"{keys} of the run are ignored: they belong to {env['id']}, not to {env_id}")
+    report(f"{keys} of the run are ignored: they belong to {env['id']}, not to {env_id}")
     return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
 
 

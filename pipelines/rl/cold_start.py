@@ -196,7 +196,7 @@ class ColdStart:
             self.state.imitating = None
 
     def _report(self, what: str) -> None:
-        self.view.say(f"cold start step {self.step}, {self._place}: {what}")
+        self.view.log(f"cold start step {self.step}, {self._place}: {what}")
         self._reported_s = self._time()
 
     async def _measure(self, note: str = "") -> dict[str, float]:

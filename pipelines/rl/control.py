@@ -395,7 +395,7 @@ class Control:
     def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
         """The reply to a command; terminal and run.log show it too."""
         for line in lines:
-            self.training.view.say(f"agentenv ctl {command}: {line}")
+            self.training.view.log(f"agentenv ctl {command}: {line}")
         return Done(lines, facts or {})
 
 

@@ -146,7 +146,7 @@ class Loop:
         if value is None or best is None or best < value:
             return False
         metric = self.config.checkpoint.best_metric
-        self.view.say(f"training ends: {metric} = {best:.3f} has reached train.stop_at = {value:g}")
+        self.view.log(f"training ends: {metric} = {best:.3f} has reached train.stop_at = {value:g}")
         return True
 
     async def step(self, batch: Batch) -> None:

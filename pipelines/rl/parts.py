@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.config import Say
+from agentenv.config import Reporter
 from agentenv.deadline import retrieve_exception, uncancelled
 from agentenv.disk import (
     SHARED_MEMORY,
@@ -111,7 +111,7 @@ class Parts:
 
 
 Build = Callable[
-    [TrainConfig, RunDirectory, Path | None, AsyncExitStack, Say], Coroutine[Any, Any, Parts]
+    [TrainConfig, RunDirectory, Path | None, AsyncExitStack, Reporter], Coroutine[Any, Any, Parts]
 ]
 
 
@@ -120,20 +120,20 @@ async def build_parts(
     run: RunDirectory,
     checkpoint: Path | None,
     stack: AsyncExitStack,
-    say: Say,
+    report: Reporter,
 ) -> Parts:
     """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
     from it and no set-up runs. Raises ConfigError or DataError for bad input."""
-    assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
+    assembly = TrainingAssembly(config, run.path, checkpoint, stack, report)
     if not assembly.is_wide:  # free shared memory, which the model may need
         await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
     await in_thread(remove_left, run.path, WEIGHTS_PREFIX)
     cluster = config.cluster
     if isinstance(cluster, RayCluster):
         await refuse(assembly, "configuration")
-        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, say)
+        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, report)
         if cluster.engines:
-            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, say)
+            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, report)
         if cluster.learner:
             assembly.remote_ranks = ray_ranks(cluster, ray)
     if checkpoint is None:  # else the checks have passed before
@@ -154,7 +154,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         folder: Path,
         checkpoint: Path | None,
         stack: AsyncExitStack,
-        say: Say,
+        report: Reporter,
     ) -> None:
         trained = training_set(config)
         self._starting: asyncio.Task[object] | None = None
@@ -171,7 +171,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
             config,
             folder,
             stack,
-            say,
+            report,
             checkpoint,
             sets=sets,
         )
@@ -199,10 +199,10 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows, env_id = one.rows, one.env.id
         if isinstance(rows, DataConfig):
-            return await load_training(rows, env_id, self.resolve, self.say, self.ends)
+            return await load_training(rows, env_id, self.resolve, self.report, self.ends)
         assert isinstance(rows, EvalSet)
         return await load_set(
-            rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks, self.ends
+            rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks, self.ends
         )
 
     @once
@@ -332,7 +332,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         rank = adapter_rank(config)
         await self.gpus()
         if hint := await in_thread(vllm_hint, config.engine, len(self.servers.gpus.visible)):
-            self.say(hint)
+            self.report(hint)
         return await config.engine.start(
             EngineStart(
                 model=(frozen_model(checkpoint) or model) if rank else model,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.config import Say, to_plain
+from agentenv.config import Reporter, to_plain
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
@@ -53,7 +53,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
 
 
 async def open_ray(
-    config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, say: Say
+    config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, report: Reporter
 ) -> RayPlacement:
     """Connect to Ray. Raises ConfigError if the bundles do not fit."""
     setup = RaySetup(
@@ -63,14 +63,18 @@ async def open_ray(
         [*needed(config, cluster)],
         cluster.wait_for_nodes_s,
     )
-    found = RayPlacement(setup, folder / FOLDER, say)
+    found = RayPlacement(setup, folder / FOLDER, report)
     stack.push_async_callback(found.shut)
     await found.open()
     return found
 
 
 def node_servers(
-    cluster: RayCluster, placement: RayPlacement, folder: Path, stack: AsyncExitStack, say: Say
+    cluster: RayCluster,
+    placement: RayPlacement,
+    folder: Path,
+    stack: AsyncExitStack,
+    report: Reporter,
 ) -> ClusterServers:
     """The starter of engine servers on the nodes of Ray."""
 
@@ -88,7 +92,7 @@ def node_servers(
             python=cluster.python,
         )
 
-    found = ClusterServers(placement, folder / FOLDER, spec, say)
+    found = ClusterServers(placement, folder / FOLDER, spec, report)
     placement.follow("engine", found.leave)
     stack.push_async_callback(found.shut)
     return found
@@ -139,7 +143,7 @@ async def start_workers(
     with view.doing("the start of the rollout workers"):
         await processes.start()
     at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
-    view.say(f"{cluster.workers} rollout workers{at}, logs in {logs}")
+    view.log(f"{cluster.workers} rollout workers{at}, logs in {logs}")
     return workers
 
 

@@ -150,7 +150,7 @@ class Recorder:
             self.run.monitors.trajectories(name, [msgspec.structs.asdict(row) for row in shown])
         await self.log({"step": step, "phase": when, **report.report_metrics(result)})
         title = report.phase_title(when, cold_start=self.config.sft is not None)
-        self.view.say(report.report_line(result, title))
+        self.view.log(report.report_line(result, title))
         if when in report.PHASES and result.name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
             await in_thread(report.write_samples, path, title, done, append=append)
@@ -186,23 +186,23 @@ class Recorder:
                 self.view.show(table)
         pictures = self.draw()
         if line := entropy_line(state.entropy):
-            self.view.say(line)
+            self.view.log(line)
         for line in engine.get("told", ()):
-            self.view.say(line)
+            self.view.log(line)
         totals = summary["rollouts"]
-        self.view.say(
+        self.view.log(
             f"rollouts: {totals['trajectories']} ended, {totals['failed']} failed "
             f"({totals['failed_share']:.1%}); {summary['tokens']['sampled_per_s']:.0f} sampled "
             "tokens a second over the RL phase"
         )
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-            self.view.say(f"{clock} seconds: {times}")
+            self.view.log(f"{clock} seconds: {times}")
         last = self.run.checkpoints.path(state.step).name
         written = ["summary.json", *pictures, "entropy.csv", "samples.txt", "metrics.jsonl"]
         written += [LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
         existing = [name for name in written if (self.run.path / name).exists()]
-        self.view.say(f"results in {self.run.path}: {', '.join(existing)}, checkpoints/{last}")
+        self.view.log(f"results in {self.run.path}: {', '.join(existing)}, checkpoints/{last}")
 
     def draw(self) -> list[str]:
         """Draw the plots of the run so far; returns their names."""

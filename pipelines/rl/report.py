@@ -437,7 +437,7 @@ class StepReport:
         await self.recorder.log(row)
         self.live.row = row
         num_steps = self.parts.num_steps
-        self.view.say(step_line(row, num_steps), brief_line(row, num_steps))
+        self.view.log(step_line(row, num_steps), brief_line(row, num_steps))
         self.view.advance(self.state.step)
         await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
 

@@ -215,7 +215,7 @@ class Training:
     async def _set_up(self, stack: AsyncExitStack) -> None:
         """Build the parts, recorder, journal, feeder, saver, evaluator and parity check."""
         config, run, state = self.config, self.run, self.state
-        parts = await self._build(config, run, self.checkpoint, stack, self.view.say)
+        parts = await self._build(config, run, self.checkpoint, stack, self.view.log)
         self.parts = parts
         log = parts.actor.failures.log
         log.redactor = Redactor(to_plain(config))
@@ -277,11 +277,11 @@ class Training:
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
             has_newer = self.run.resume_from(
-                config, self.state.step, self.view.say, is_recorded, done
+                config, self.state.step, self.view.log, is_recorded, done
             )
             if has_newer and self.journal is not None:
                 await self.journal.rotate(sys.maxsize)  # trees of abandoned weights
-        self.view.say(
+        self.view.log(
             f"{config.algorithm_name} on {config.env.id}: {len(parts.tasks)} training questions, "
             f"{parts.num_steps} updates; an update takes {config.size_of_update}"
         )
@@ -416,7 +416,7 @@ class SelfCriticRun(Training):
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             else:
-                self.run.resume_from(self.config, self.state.step, self.view.say)
+                self.run.resume_from(self.config, self.state.step, self.view.log)
             while self.state.step < num_rounds:
                 try:
                     trees = await critic.sample(self.state.step)
@@ -429,7 +429,7 @@ class SelfCriticRun(Training):
                     raise
             await self.saver.save()
             await self._evaluate_all("after_rl")
-            self.view.say(
+            self.view.log(
                 f"results in {self.run.path}: pairs/, metrics.jsonl, "
                 f"checkpoints/{self.run.checkpoints.path(self.state.step).name}"
             )
@@ -445,7 +445,7 @@ class SelfCriticRun(Training):
             await parts.publish()
         version = parts.learner.policy_version
         await self.recorder.log({"step": state.step, "policy_version": version, **metrics})
-        self.view.say(f"round {state.step}: {round_line(metrics)}")
+        self.view.log(f"round {state.step}: {round_line(metrics)}")
         await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
 
     async def _evaluate_all(self, when: str) -> None:

@@ -342,7 +342,7 @@ class Saver:
             return "its disk hangs"
         try:
             if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
-                self.view.say(
+                self.view.log(
                     f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
                     "(checkpoint.finish_s)"
                 )

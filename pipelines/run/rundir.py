@@ -253,7 +253,7 @@ class RunDirectory:
         self,
         config: Struct,
         step: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         is_reported: Callable[[str], bool] = bool,
         sft_step: int | None = None,
     ) -> bool:
@@ -265,14 +265,14 @@ class RunDirectory:
         if sft_step is not None:
             place = f"step {sft_step} of the cold start"
             checkpoint = self.checkpoints.path(sft_step, COLD_START)
-        say(f"resuming {self.path} after {place}")
+        report(f"resuming {self.path} after {place}")
         newer = self.checkpoints.set_aside_after(checkpoint)
         for path in newer:
-            say(f"moved a newer checkpoint to {path}")
+            report(f"moved a newer checkpoint to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
-            say(f"changed since the start: {change}")
+            report(f"changed since the start: {change}")
         return bool(newer)
 
     def forget_unless_begun(self) -> None:

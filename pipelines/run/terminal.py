@@ -204,7 +204,7 @@ class Pulse:
             left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
         self._reported = done
         parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
-        self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
+        self._view.log(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
 
 
 class View:
@@ -254,7 +254,7 @@ class View:
             logging.getLogger().addHandler(handler)
         self._logger.setLevel(logging.INFO)
 
-    def say(self, text: str, brief: str = "") -> None:
+    def log(self, text: str, brief: str = "") -> None:
         """Print and log a text; on a terminal that is too narrow for it, print `brief` instead."""
         self.last_line_s = time.monotonic()
         self._logger.info(text)
@@ -286,10 +286,10 @@ class View:
         """Print the commands to run next, each with its use."""
         width, most = max(map(len, commands)), max(map(len, commands.values()))
         is_wide = width + most + len("    # ") > self.console.width
-        self.say("\nnext:")
+        self.log("\nnext:")
         for command, use in commands.items():
             text = f"  # {use}\n  {command}" if is_wide else f"  {command.ljust(width)}  # {use}"
-            self.say(text)
+            self.log(text)
 
     def show(self, table: RichTable | Table) -> None:
         """Print a table, and write it to the log file as well."""
@@ -318,7 +318,7 @@ class View:
         def report() -> None:
             began_s, pause_s = time.monotonic(), BUSY_S
             while not over.wait(pause_s):
-                self.say(f"{what}: {time.monotonic() - began_s:.0f} s so far{after}")
+                self.log(f"{what}: {time.monotonic() - began_s:.0f} s so far{after}")
                 pause_s = PLAIN_S
 
         with suppress(RuntimeError):  # a simulated machine has no threads
@@ -432,7 +432,7 @@ def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: 
     except KeyboardInterrupt:
         view.end()
         if interrupted:
-            view.say(interrupted)
+            view.log(interrupted)
         return EXIT_INTERRUPTED
     except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
         reason = reason_of(error, view.folder, writing)
@@ -510,7 +510,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         jobs = ", ".join(map(str, running(SHOWN_S)))
         waits = [view.activity and f"waiting for {view.activity}", view.longest_wait(), jobs]
         what = "; ".join(filter(None, [first, *waits]))
-        view.say(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
+        view.log(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
 
     async def main() -> T:
         watchdog.claim_signals()

@@ -63,10 +63,10 @@ class ServerProcess:
     """A server process under its guard, with its log in `folder`. It is restarted when it dies, at
     most MAX_RESTARTS times."""
 
-    def __init__(self, spec: ServerSpec, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, spec: ServerSpec, folder: Path, report: Callable[[str], None]) -> None:
         self.spec = spec
         self.log = folder / f"{spec.name}.log"
-        self._say = say
+        self._report = report
         # a working directory without modules that could shadow the engine's
         process = ProcessSpec(
             spec.name, [*spec.command], spec.env, str(self.log), cwd=str(self.log.parent)
@@ -77,7 +77,7 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start the server and wait until it responds. Raises EngineError if it fails to start."""
-        self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
+        self._report(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
         await self._start()
         self._tasks.append(asyncio.create_task(self._keep()))
         if gpus := self.spec.env.get("CUDA_VISIBLE_DEVICES"):
@@ -122,9 +122,9 @@ class ServerProcess:
                 if now - reported >= REPORT_EVERY_S:
                     reported = now
                     last = (await in_thread(self.tail, 1) or ["its log is empty"])[0]
-                    self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
+                    self._report(f"{self.spec.name}: {now - begin:.0f} s: {last}")
                 await asyncio.sleep(POLL_S)
-        self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
+        self._report(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
 
     async def _keep(self) -> None:
         """Restart the server when it dies, up to the limit."""
@@ -199,12 +199,12 @@ class ServerFactory:
         self,
         folder: Path | Callable[[], Path],
         stack: AsyncExitStack,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.processes: list[ServerProcess] = []
         self._given = folder
         self._stack = stack
-        self._say = say
+        self._report = report
         self._ports: set[int] = set()
 
     @cached_property
@@ -224,7 +224,7 @@ class ServerFactory:
         EngineError for a server that fails to start.
         """
         specs = await in_thread(self._specs, served, config, key)
-        started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
+        started = [ServerProcess(spec, self._folder, self._report) for spec in specs]
         for process in started:
             self._stack.push_async_callback(process.close)
         self.processes += started

@@ -53,14 +53,18 @@ class Curve:
 Curves = dict[str, dict[int, Curve]]  # by arm and seed
 
 
-def calls_to(calls: Floats, success: Floats, level: float) -> tuple[float, bool]:
-    """Tool calls at the first crossing of `level`, all of them where there is none, which is less
-    than it would need; and whether there was one."""
-    return float(crossings(calls, success[None], level)[0]), bool((success >= level).any())
+def calls_to(
+    calls: Floats, success: Floats, level: float, otherwise: float = 0.0
+) -> tuple[float, bool]:
+    """Tool calls at the first crossing of `level`, and whether there was one. Without one, all
+    calls, or `otherwise` if that is more: a policy that no longer calls tools needs no fewer."""
+    is_met = bool((success >= level).any())
+    found = float(crossings(calls, success[None], level)[0])
+    return found if is_met else max(found, otherwise), is_met
 
 
 def crossings(calls: Floats, success: Floats, level: float) -> Floats:
-    """`calls_to` for each row of `success` [N, E]; [N]."""
+    """Calls at the first crossing of `level`, or all, for each row of `success` [N, E]; [N]."""
     above = success >= level
     last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
     rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
@@ -74,7 +78,7 @@ def crossings(calls: Floats, success: Floats, level: float) -> Floats:
 class Ratio(Struct):
     """Calls or tokens of an arm divided by those of the baseline for the same success: geometric
     mean over `num_seeds` seeds with its 95 % interval (None for one seed). In `num_missed` seeds an
-    arm never reached the level; all of its calls or tokens count."""
+    arm never reached the level; it counts with the calls or tokens of the longest run."""
 
     value: float
     low: float | None
@@ -222,9 +226,11 @@ def compare_curves(
 ) -> Comparison:
     """The comparison of curves, by arm and seed; `summaries`: of the runs, for CPU seconds."""
     found = Comparison(baseline, {})
+    every = [curve for by_seed in curves.values() for curve in by_seed.values()]
+    most = {unit: max(float(_used(one, unit)[-1]) for one in every) for unit in ("calls", "tokens")}
     for arm, curve_of in curves.items():
         found.arms[arm] = _arm(
-            list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels
+            list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels, most["calls"]
         )
         pairs = {
             seed: (curve, curves[baseline][seed])
@@ -232,8 +238,10 @@ def compare_curves(
             if arm != baseline and seed in curves[baseline]
         }
         for level in levels if pairs else ():
-            found.arms[arm].calls_ratio[f"{level:g}"] = _ratio(pairs, level, "calls")
-            found.arms[arm].tokens_ratio[f"{level:g}"] = _ratio(pairs, level, "tokens")
+            found.arms[arm].calls_ratio[f"{level:g}"] = _ratio(pairs, level, "calls", most["calls"])
+            found.arms[arm].tokens_ratio[f"{level:g}"] = _ratio(
+                pairs, level, "tokens", most["tokens"]
+            )
     for level in levels:
         for name in ("calls_ratio", "tokens_ratio"):
             _holm([getattr(arm, name).get(f"{level:g}") for arm in found.arms.values()])
@@ -241,10 +249,14 @@ def compare_curves(
 
 
 def _arm(
-    seeds: list[int], curves: Sequence[Curve], summaries: Sequence[Any], levels: Sequence[float]
+    seeds: list[int],
+    curves: Sequence[Curve],
+    summaries: Sequence[Any],
+    levels: Sequence[float],
+    most: float,
 ) -> Arm:
     reached = {
-        f"{level:g}": [calls_to(one.calls, one.success(), level) for one in curves]
+        f"{level:g}": [calls_to(one.calls, one.success(), level, most) for one in curves]
         for level in levels
     }
     last = np.stack([_drawn(one, seed)[:, -1] for seed, one in zip(seeds, curves, strict=True)], 1)
@@ -286,11 +298,11 @@ def _interval(values: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str) -> Ratio:
+def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str, most: float) -> Ratio:
     """The ratio of the first curve of each pair to the second; `pairs` by seed."""
 
     def met(curve: Curve, success: Floats) -> tuple[float, bool]:
-        return calls_to(_used(curve, unit), success, level)
+        return calls_to(_used(curve, unit), success, level, most)
 
     points = [[met(one, one.success()) for one in pair] for pair in pairs.values()]
     logs = np.array([log(max(a, 1.0) / max(b, 1.0)) for (a, _), (b, _) in points])
@@ -306,7 +318,10 @@ def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str) ->
     drawn = np.empty((NUM_DRAWS, len(pairs)))
     for place, (seed, pair) in enumerate(pairs.items()):
         first, second = (
-            np.maximum(crossings(_used(one, unit), _drawn(one, seed), level), 1.0) for one in pair
+            np.maximum(crossings(_used(one, unit), _drawn(one, seed), level), 1.0)
+            if points[place][side][1]
+            else np.full(NUM_DRAWS, max(points[place][side][0], 1.0))
+            for side, one in enumerate(pair)
         )
         drawn[:, place] = np.log(first / second)
     found.low, found.high = map(float, np.exp(_interval(drawn)))

@@ -180,7 +180,7 @@ def check(config: SweepConfig) -> Made:
         baseline=config.baseline or next(iter(config.arms)),
     )
     for run in runs_of(path.parent, msgspec.structs.replace(made, seeds=seeds[:1])):
-        load_config(TrainConfig, path, run.overrides, say=lambda _: None)
+        load_config(TrainConfig, path, run.overrides, report=lambda _: None)
     return made
 
 

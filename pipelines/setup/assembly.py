@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 import agentenv.env
-from agentenv.config import RUN, Say, resolver
+from agentenv.config import RUN, Reporter, resolver
 from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
@@ -109,13 +109,13 @@ class Assembly(Generic[C]):
         config: C,
         folder: Path,
         stack: AsyncExitStack,
-        say: Say,
+        report: Reporter,
         checkpoint: Path | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
         self.stack = stack
-        self.say = say
+        self.report = report
         self.checkpoint = checkpoint
         self.ends = 0  # number of rows to read from each end of a data file; 0: all
         self.built: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Assembly(Generic[C]):
             setup = load_function(self.run.setup, "run.setup")
             message = await in_thread(setup, self.folder, self.run.seed)
             if isinstance(message, str):
-                self.say(message)
+                self.report(message)
 
     async def own_model(self, path: str) -> Path:
         """The checkpoint or model directory at `path`, which the set-up may create."""
@@ -239,15 +239,15 @@ class RolloutAssembly(Assembly[WithRoles]):
         config: WithRoles,
         folder: Path,
         stack: AsyncExitStack,
-        say: Say,
+        report: Reporter,
         checkpoint: Path | None = None,
         *,
         sets: Mapping[str, SetConfig],
     ) -> None:
-        super().__init__(config, folder, stack, say, checkpoint)
+        super().__init__(config, folder, stack, report, checkpoint)
         self.sets = sets
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
-        self.servers = ServerFactory(folder, stack, say)
+        self.servers = ServerFactory(folder, stack, report)
         self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
 
     @cached_property
@@ -309,7 +309,8 @@ class RolloutAssembly(Assembly[WithRoles]):
         number = len(self.processes)
         logs = self.logs / f"set-{number}" if number else self.logs
         found = agentenv.env.shared(
-            ("environments", str(logs)), lambda: EnvProcesses(settings, self.folder, logs, self.say)
+            ("environments", str(logs)),
+            lambda: EnvProcesses(settings, self.folder, logs, self.report),
         )
         self.processes.append((maker, found))
         await found.start()
@@ -342,7 +343,7 @@ class RolloutAssembly(Assembly[WithRoles]):
         for name, one in self.sets.items():
             renderer = renderers[name]
             fitting = await fit_prompts(
-                tasks[name], one.rows, makers[name], renderer, one.limits, self.say, one.key
+                tasks[name], one.rows, makers[name], renderer, one.limits, self.report, one.key
             )
             found[name] = Questions(one, fitting, makers[name], renderer)
         return found
@@ -373,15 +374,21 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 
 async def load_training(
-    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
+    config: DataConfig, env_id: str, resolve: Resolve, report: Reporter, ends: int = 0
 ) -> Sequence[Task]:
     """The training questions: those of data.train, or the weighted parts of data.mix."""
     if config.mix:
         return await in_thread(
-            load_mix, config.mix, env_id, config, resolve, ends=ends, say=prefixed(say, "data")
+            load_mix,
+            config.mix,
+            env_id,
+            config,
+            resolve,
+            ends=ends,
+            report=prefixed(report, "data"),
         )
     number = config.max_samples
-    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
+    return await load_set(config.train, env_id, config, resolve, report, "data", number, ends)
 
 
 async def load_set(
@@ -389,7 +396,7 @@ async def load_set(
     env_id: str,
     rows: RowsConfig,
     resolve: Resolve,
-    say: Say,
+    report: Reporter,
     key: str,
     max_samples: int = 0,
     ends: int = 0,
@@ -404,7 +411,7 @@ async def load_set(
         rows,
         max_samples=max_samples,
         ends=ends,
-        say=prefixed(say, key),
+        report=prefixed(report, key),
         held_out=not isinstance(rows, DataConfig),
         key=key,
     )
@@ -416,17 +423,17 @@ async def fit_prompts(
     make_env: EnvMaker,
     renderer: Renderer,
     limits: Limits,
-    say: Say,
+    report: Reporter,
     key: str,
 ) -> Sequence[Task]:
     """The tasks whose prompts fit; the parts of a mix stay separate."""
     overlong = f"{key}.overlong_prompt"
-    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
+    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, report)
     if isinstance(tasks, TaskMix):
         return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
     return await fitter.fit(tasks)
 
 
-def prefixed(say: Say, key: str) -> Say:
-    """`say` with `key` before each text."""
-    return lambda text: say(f"{key}: {text}")
+def prefixed(report: Reporter, key: str) -> Reporter:
+    """`report` with `key` before each text."""
+    return lambda text: report(f"{key}: {text}")

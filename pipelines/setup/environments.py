@@ -20,7 +20,7 @@ from msgspec import Struct
 
 import agentenv.env
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
-from agentenv.config import Say, build_config, substituted, to_plain
+from agentenv.config import Reporter, build_config, substituted, to_plain
 from agentenv.env import Env, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.errors import ConfigError, CrashError, at_start
@@ -391,7 +391,7 @@ class EnvProcesses:
     """The processes of one configuration of environments, with logs in `logs`. A shared resource
     (agentenv/env.py): its counters are reported with those of this process."""
 
-    def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Say) -> None:
+    def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Reporter) -> None:
         self._workers = EnvWorkers(held_s=max(HELD_S, settings.limits.env_timeout_s), report=report)
         setup = EnvSetup(to_plain(settings), str(folder.absolute()))
         spec = WorkerSpec(

@@ -220,7 +220,7 @@ async def of_the_hub(assembly: Assembly[Any]) -> None:
         if assembly.checkpoint is not None and key == "model.path":
             continue  # a resumed run has its weights
         try:
-            await in_thread(fetch_from_hub, text, kind, prefixed(assembly.say, key))
+            await in_thread(fetch_from_hub, text, kind, prefixed(assembly.report, key))
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
 
@@ -369,7 +369,7 @@ async def room_for_weights(assembly: Any) -> None:
     """There is space for new weights in transfer from the learner to the engine."""
     found = await assembly.passage()
     if found.message:
-        assembly.say(found.message)
+        assembly.report(found.message)
 
 
 # The parts.

@@ -118,7 +118,7 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
 
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 Reader = Callable[[RawRow, RowFormat], list[T]]
 MAX_LISTED = 50  # bad rows that are listed individually
@@ -164,10 +164,10 @@ class Cut:
         self.longest = limit
         return cut
 
-    def report(self, say: Say) -> None:
+    def report_to(self, report: Reporter) -> None:
         """Report the numbers of changed rows, if any."""
         if self.num_cut or self.num_left_out:
-            say(
+            report(
                 f"data.max_length = {self.config.max_length}: {self.num_cut} rows were truncated, "
                 f"{self.num_left_out} skipped"
             )
@@ -178,7 +178,7 @@ def load_examples(
     encoder: ChatEncoder,
     resolve: Resolve,
     seed: int,
-    say: Say,
+    report: Reporter,
     ends: int = 0,
 ) -> Loaded[Example]:
     """Sequences with their masks, of all rows or of `ends` rows at each end of a file. Raises
@@ -191,7 +191,7 @@ def load_examples(
             raise DataError("no training signal: the policy's texts are empty")
         return cut(example) or []
 
-    return _load(config, read, cut, resolve, seed, say, ends, ranking=False)
+    return _load(config, read, cut, resolve, seed, report, ends, ranking=False)
 
 
 def load_pairs(
@@ -199,7 +199,7 @@ def load_pairs(
     encoder: ChatEncoder,
     resolve: Resolve,
     seed: int,
-    say: Say,
+    report: Reporter,
     ends: int = 0,
 ) -> Loaded[EncodedTree]:
     """Pairs without the reference's log-probs. Raises DataError as `load_examples` does."""
@@ -219,10 +219,10 @@ def load_pairs(
             pairs.append(encode_pair(*kept))
         return pairs
 
-    return _load(config, read, cut, resolve, seed, say, ends, ranking=True)
+    return _load(config, read, cut, resolve, seed, report, ends, ranking=True)
 
 
-def count_rows(config: SupervisedRunConfig, resolve: Resolve, say: Say, ends: int) -> int:
+def count_rows(config: SupervisedRunConfig, resolve: Resolve, report: Reporter, ends: int) -> int:
     """Number of rows that can be read as dialogues or preferences, without a tokenizer. Raises
     DataError for bad rows, as `load_examples` does."""
     ranking = not isinstance(config, SFTRunConfig)
@@ -233,7 +233,7 @@ def count_rows(config: SupervisedRunConfig, resolve: Resolve, say: Say, ends: in
         return [(read_preference if ranking else read_conversation)(raw.row, form)]
 
     cut, seed = Cut(config.data), config.run.seed
-    loaded = _load(config.data, read, cut, resolve, seed, say, ends, ranking=ranking)
+    loaded = _load(config.data, read, cut, resolve, seed, report, ends, ranking=ranking)
     return len(loaded.train)
 
 
@@ -263,7 +263,7 @@ def _load(
     cut: Cut,
     resolve: Resolve,
     seed: int,
-    say: Say,
+    report: Reporter,
     ends: int,
     *,
     ranking: bool,
@@ -278,7 +278,7 @@ def _load(
             if limit and len(rows) == limit:
                 break
         if problems:
-            say(f"data.skip_bad_rows: {len(problems)} invalid rows are skipped")
+            report(f"data.skip_bad_rows: {len(problems)} invalid rows are skipped")
         for text in problems[:MAX_LISTED]:
             logger.warning("%s", text)
         if not any(rows):
@@ -289,7 +289,7 @@ def _load(
     measured: list[list[T]] = load(config.eval, 0) if config.eval else []
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
-    cut.report(say)
+    cut.report_to(report)
     train, held = [one for row in rows for one in row], [one for row in measured for one in row]
     return Loaded(train, held, cut.longest)
 

@@ -126,7 +126,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         """Training and held-out rows: sequences, or preference pairs."""
         config, encoder = self.config, await self.encoder()
         load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
-        more = (self.resolve, config.run.seed, self.say, self.ends)
+        more = (self.resolve, config.run.seed, self.report, self.ends)
         found: Loaded[Any] = await in_thread(load, config.data, encoder, *more)
         return found
 
@@ -230,7 +230,7 @@ async def train_supervised(
     """A whole run of agentenv sft or agentenv dpo, with the objective of `make_objective`."""
     checkpoint = run.checkpoints.to_resume(resume) if resume else None
     async with AsyncExitStack() as stack:
-        assembly = SupervisedAssembly(config, run.path, stack, view.say, checkpoint)
+        assembly = SupervisedAssembly(config, run.path, stack, view.log, checkpoint)
         await refuse(assembly)
         learner, objective = await assembly.learner(), await make_objective(assembly)
         await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
@@ -291,8 +291,8 @@ class SupervisedTraining:
             self.run.forget_metrics_after(-1)  # rows of an interrupted start
             self.run.begin(self.config)
         else:
-            self.run.resume_from(self.config, self.state.step, self.view.say)
-        self.view.say(
+            self.run.resume_from(self.config, self.state.step, self.view.log)
+        self.view.log(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
             f"{loop.batch_size} x {loop.gradient_accumulation} = {loop.rows_per_step} rows"
@@ -317,7 +317,7 @@ class SupervisedTraining:
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
         shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
-        self.view.say(
+        self.view.log(
             f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
         )
         self.view.advance(state.step)
@@ -337,7 +337,7 @@ class SupervisedTraining:
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
         shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.view.say(f"held out after step {state.step}: {shown}")
+        self.view.log(f"held out after step {state.step}: {shown}")
         is_best = state.best is None or metrics["loss"] < state.best
         if self.config.checkpoint.keep_best and is_best:
             state.best = metrics["loss"]
@@ -353,7 +353,7 @@ class SupervisedTraining:
         summary = {**counts, **figures, "wall_s": round(state.wall_s, 2)}
         self.run.write_json("summary.json", summary)
         plot_losses(self.run.path, self.objective.name, self.objective.plotted)
-        self.view.say(
+        self.view.log(
             f"results in {self.run.path}: summary.json, loss.png, metrics.jsonl, "
             f"checkpoints/{self.run.checkpoints.path(state.step).name}"
         )

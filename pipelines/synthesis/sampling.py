@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor, Answer, RolloutHooks
 from agentenv.branch import Branch
-from agentenv.config import Say
+from agentenv.config import Reporter
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.envs.grading.verdict import final_answer
@@ -189,7 +189,7 @@ class SynthesisSampling:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self.view.say(f"{stage}: {held} exist already")
+            self.view.log(f"{stage}: {held} exist already")
         if not missing:
             return
         if self._engine is None:
@@ -249,10 +249,13 @@ class SynthesisSampling:
 
 
 async def read_questions(
-    plan: SynthesisPlan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
+    plan: SynthesisPlan,
+    assembly: EvaluationAssembly,
+    sets: Mapping[str, Questions],
+    report: Reporter,
 ) -> tuple[list[TaskPair], list[Dropped]]:
     """The questions in order, and the dropped ones. Raises DataError if none remains."""
-    excluded = await _excluded(plan, assembly, say)
+    excluded = await _excluded(plan, assembly, report)
     seen: dict[str, str] = {}
     pairs: list[TaskPair] = []
     dropped: list[Dropped] = []
@@ -301,11 +304,13 @@ async def tool_names(
     return found
 
 
-async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
+async def _excluded(
+    plan: SynthesisPlan, assembly: EvaluationAssembly, report: Reporter
+) -> dict[str, str]:
     """The source of each excluded question."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:
-        tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")
+        tasks = await load_set(path, "", RowsConfig(), assembly.resolve, report, "exclude")
         found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     return found
 

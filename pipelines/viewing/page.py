@@ -190,7 +190,7 @@ def encode(answer: Any) -> bytes:
     return msgspec.json.encode(answer, enc_hook=str)
 
 
-async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> None:
+async def serve(server: Server, report: Callable[[str], None], *, opens: bool) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)
@@ -202,9 +202,11 @@ async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> N
             "free one"
         ) from error
     try:
-        say(f"{server.path}: {server.address}")
+        report(f"{server.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"
-        say(f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address")
+        report(
+            f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address"
+        )
         if opens:
             await in_thread(webbrowser.open, server.address)
         await asyncio.Event().wait()
@@ -213,7 +215,7 @@ async def serve(server: Server, say: Callable[[str], None], *, opens: bool) -> N
 
 
 @contextmanager
-def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
+def viewed(run: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Inside, serve a run that has just started from a separate process, and print the address.
     That process always ends with this one; if it fails, the run continues without it."""
     token = secrets.token_urlsafe(24)
@@ -226,7 +228,7 @@ def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
             env=os.environ | {TOKEN_VARIABLE: token},
             start_new_session=True,
         )
-        say(f"view it at {address_of(port_of(held), token)}")
+        report(f"view it at {address_of(port_of(held), token)}")
         try:
             yield
         finally:
@@ -234,7 +236,7 @@ def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
                 process.stdin.close()  # ends the process
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=END_S)
-            say(f"to view it again: agentenv view {run}")
+            report(f"to view it again: agentenv view {run}")
 
 
 # Exports of the page.

@@ -73,7 +73,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     done = f"{num_trajectories} trajectories of {questions} written to {out}"
     if arguments.format == "inspect":
         done += f", logs: {num_logs}; view them with `inspect view --log-dir {out}`"
-    view.say(done)
+    view.log(done)
 
 
 def _write_inspect(part: Part, out: Path, model: str, *, per_tree: bool) -> None:

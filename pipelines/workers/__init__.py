@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentenv.config import Say
+from agentenv.config import Reporter
 from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.run.terminal import View, exit_code_of, is_shown, run_until_done
@@ -31,7 +31,7 @@ class Worker(Protocol):
         """Work until the connection ends. False: the run is not over."""
         ...
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Send a message for the user to the controller."""
         ...
 
@@ -44,7 +44,7 @@ NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 RETRY_S = 2.0
 
 # (setup frame, link, stack that closes the parts, report, number of the worker) -> worker
-Build = Callable[[bytes, Link, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
+Build = Callable[[bytes, Link, AsyncExitStack, Reporter, int], Coroutine[Any, Any, Worker]]
 
 
 class Errors(logging.Handler):
@@ -117,7 +117,7 @@ async def work(
         stack.callback(link.close)
         try:
             try:
-                worker = await build(setup, link, stack, view.say, hello.number)
+                worker = await build(setup, link, stack, view.log, hello.number)
             except msgspec.DecodeError as error:
                 raise ConfigError(
                     f"the messages of {address} cannot be decoded ({error}); does it have the same "
@@ -130,7 +130,7 @@ async def work(
         loop = asyncio.get_running_loop()
 
         def report(text: str) -> None:
-            loop.call_soon_threadsafe(worker.say, text)
+            loop.call_soon_threadsafe(worker.notify, text)
 
         view.report = report
         leave: Callable[[float], None] | None = getattr(worker, "leave", None)

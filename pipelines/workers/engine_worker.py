@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.cluster.messages import Alive, Figures, Say, pack, read_answer
+from agentenv.cluster.messages import Alive, Figures, Notice, pack, read_answer
 from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
@@ -85,11 +85,11 @@ class ClusterServers(WorkerGroup[Worker]):
         self._added, self._removed = added, removed
 
     def take(self, worker: Worker, message: Any) -> None:
-        if isinstance(message, Say) and message.text.startswith(URL):
+        if isinstance(message, Notice) and message.text.startswith(URL):
             self._urls[worker.name] = message.text.removeprefix(URL)
             self._joined.set()
             self._added(self._urls[worker.name])
-        elif isinstance(message, Say):
+        elif isinstance(message, Notice):
             self.report(f"{worker.name}: {message.text}")
 
     def left(self, worker: Worker, why: str) -> Left:
@@ -127,17 +127,17 @@ class EngineHolder:
     def __init__(self, link: Link, url: str) -> None:
         self._link, self._url = link, url
 
-    def say(self, text: str) -> None:
-        self._link.send(pack(Say(text)))
+    def notify(self, text: str) -> None:
+        self._link.send(pack(Notice(text)))
 
     async def serve(self) -> None:
         """Report the URL, then send heartbeats."""
-        self.say(f"{URL}{self._url}")
+        self.notify(f"{URL}{self._url}")
         await serve(self._link, lambda frame: None, lambda: pack(Alive(Figures())))
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, report: Callable[[str], None], number: int
 ) -> EngineHolder:
     """Start the server and wait until it responds."""
     setup = read_engine_setup(frame)
@@ -152,7 +152,7 @@ async def build(
     port = config.port + number if config.port else 0
     config = replace(config, num_servers=1, gpus=[], host=host, port=port)
     folder = Path(setup.folder) / f"of-engine-{number}"
-    (url,) = await ServerFactory(folder, stack, say).start(served, config, setup.key)
+    (url,) = await ServerFactory(folder, stack, report).start(served, config, setup.key)
     return EngineHolder(link, url)
 
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.cluster.envs import EnvServer
-from agentenv.config import Say, resolver
+from agentenv.config import Reporter, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
 from agentenv.pipelines.setup.environments import EnvMaker, env_settings, read_env_setup
@@ -17,7 +17,7 @@ from agentenv.pipelines.workers import main
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, report: Reporter, number: int
 ) -> EnvServer:
     """The server of this process's environments."""
     setup = read_env_setup(frame)

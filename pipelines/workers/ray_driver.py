@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from agentenv.cluster.messages import Alive, Figures, Say
+from agentenv.cluster.messages import Alive, Figures, Notice
 from agentenv.errors import ConfigError, MissingError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
@@ -279,8 +279,8 @@ class RayDriver:
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def say(self, text: str) -> None:
-        self._link.send(pack(Say(text)))
+    def notify(self, text: str) -> None:
+        self._link.send(pack(Notice(text)))
 
     async def serve(self) -> None:
         """Work until the connection ends."""
@@ -410,7 +410,7 @@ def does_not_fit(
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, report: Callable[[str], None], number: int
 ) -> RayDriver:
     """Connect to the cluster, and check that the bundles of the start fit."""
     ray = Ray(read_setup(frame))

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.cluster.messages import Alive, Say
+from agentenv.cluster.messages import Alive, Notice
 from agentenv.errors import WorkerError
 from agentenv.guard import guarded
 from agentenv.supervisor import GRACE_S, ProcessSpec, Supervisor
@@ -87,7 +87,7 @@ class Place(Struct, array_like=True, frozen=True, tag=50):
     spec: ProcessSpec
 
 
-FromDriver = Connected | Started | Ended | Leaves | Alive | Say
+FromDriver = Connected | Started | Ended | Leaves | Alive | Notice
 pack = packed
 read_setup = msgspec.msgpack.Decoder(RaySetup).decode
 read_request = msgspec.msgpack.Decoder(Place | Stop).decode
@@ -241,7 +241,7 @@ class RayPlacement(WorkerGroup[Worker]):
                 leave = self._leave.get(message.name.rpartition("-")[0])
                 if leave is not None:
                     leave(message.name, message.within_s)
-            case Say():
+            case Notice():
                 self.report(f"Ray: {message.text}")
 
     def left(self, worker: Worker, why: str) -> Left:

@@ -22,7 +22,7 @@ from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Figures, Grow, pack
-from agentenv.config import Say, build_config
+from agentenv.config import Reporter, build_config
 from agentenv.encoder import encode_in_process
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
@@ -161,9 +161,9 @@ class RolloutWorker:
             case _:
                 self._engine.handle(request)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Send a message for the user to the controller."""
-        self._link.send(pack(messages.Say(text)))
+        self._link.send(pack(messages.Notice(text)))
 
     def leave(self, within_s: float) -> None:
         """Request no more trees: this process ends in `within_s` seconds."""
@@ -219,10 +219,10 @@ class WorkerAssembly(RolloutAssembly[TrainConfig]):
     """The parts of a rollout worker: set-up, model and servers of roles already exist."""
 
     def __init__(
-        self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, say: Say, peer: str
+        self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, report: Reporter, peer: str
     ) -> None:
         super().__init__(
-            config, Path(setup.folder), stack, say, sets={TRAINED: training_set(config)}
+            config, Path(setup.folder), stack, report, sets={TRAINED: training_set(config)}
         )
         self._model = Path(setup.model)
         urls = {name: seen_from_here(url, peer) for name, url in setup.urls.items()}
@@ -264,12 +264,12 @@ async def make_engine(
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, report: Reporter, number: int
 ) -> RolloutWorker:
     """The worker with this number; `stack` closes its parts."""
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
-    assembly = WorkerAssembly(config, setup, stack, say, link.peer)
+    assembly = WorkerAssembly(config, setup, stack, report, link.peer)
     assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
@@ -285,7 +285,7 @@ async def build(
         actor_seed(config, sampling, TRAINING),
     )
     lag = LoopLag()
-    waits = Waits(lambda: [actor], lambda text: worker.say(text))
+    waits = Waits(lambda: [actor], lambda text: worker.notify(text))
 
     def look(figures: Figures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()

@@ -1,4 +1,4 @@
-"""One workspace for all launcher tests; each run has a name of its own."""
+"""One workspace for all launcher tests; each run has its own name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def here() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def drawing() -> dict[str, Any]:
-    """What draws pictures, by its name."""
+    """The drawing functions by name."""
     return undrawn.drawing()
 
 

@@ -19,7 +19,8 @@ Run = Callable[..., int]
 
 
 def guessing(prompt: str, rng: Random) -> str:
-    """Asks for any item, then says a number or gives up: samples differ."""
+    """A policy that requests a random item, then answers with a number or gives up, so samples
+    differ."""
     if "<result>" not in prompt:
         return f"<think>look</think><stock>{rng.choice(list(STOCK))}</stock>"
     return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
@@ -27,7 +28,7 @@ def guessing(prompt: str, rng: Random) -> str:
 
 def runner(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Evaluates the untrained model with a scripted engine into tmp_path/NAME; the report, which
-    takes seconds, only where it is looked at."""
+    takes seconds, is written only on request."""
     write_report = evaluate.write_report
 
     def evaluated(name: str, *more: str, data: bool = True, report: bool = False) -> int:
@@ -44,7 +45,7 @@ def runner(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def first_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The prompts of first turns, in the order in which the engine was asked."""
+    """The prompts of first turns in the order of the requests to the engine."""
     prompts: list[str] = []
     generate = ScriptedEngine.generate
 

@@ -1,5 +1,5 @@
-"""Runs that are killed, gone on with by the command that a user types, and looked at from outside:
-which trees were lost, which were trained twice, and what weights came out."""
+"""Runs that are killed, resumed with the command of a user, and inspected from outside: which trees
+were lost, which were trained twice, and which weights resulted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = {  # by the victim, in the command line of one of them
     "sandbox": "program_init.py",
     "endpoint": "rollout_worker",
 }
-LIMIT_S = 120.0  # in which a process comes to its point, or to its end
+LIMIT_S = 120.0  # until a process reaches its kill point or ends
 
 
 class KilledRun:
@@ -57,7 +57,7 @@ class KilledRun:
 
     @contextmanager
     def process(self, plan: Plan = Plan()) -> Iterator[Command]:  # noqa: B008 - it is frozen
-        """A process of the run; what it wrote is read when it has ended."""
+        """A process of the run; its output is read after its end."""
         log = self.workspace.parent / f"{self.name}-{self._num_starts}.log"
         self._num_starts += 1
         self.witness.begin()
@@ -66,7 +66,7 @@ class KilledRun:
             yield process
             process.kill()
             process.wait()
-        self.look()
+        self.check()
 
     def start(self, plan: Plan = Plan()) -> int:  # noqa: B008
         """Its exit status, once it has ended by itself or was killed by its plan."""
@@ -79,8 +79,8 @@ class KilledRun:
         return process.poll() is not None
 
     def start_and_kill(self, victim: str, rng: Random, seconds: float) -> str:
-        """Kill it, or what is below it, at a random moment of so many seconds, and let what is left
-        come to its end. What was done, in words."""
+        """Kill the process or its children at a random moment within these seconds and wait for the
+        rest to end. Returns a description of the kill."""
         moment = rng.uniform(0, seconds)
         with self.process(Plan(own_rank=victim == "rank")) as process:
             end = time.monotonic() + moment
@@ -94,11 +94,11 @@ class KilledRun:
             assert not goes_on or process.returncode == 0, f"{self.name}: {victim}, see its log"
         return f"{victim}: after {moment:.3f} s"
 
-    def look(self) -> None:
+    def check(self) -> None:
         for frame in self._reader.read():
             self.witness.add(frame)
 
-    # what became of it
+    # its fate
 
     def lost(self) -> list[int]:
         """Trees that were not trained, or rolled out again although they were finished."""
@@ -109,7 +109,7 @@ class KilledRun:
         return self.witness.duplicated()
 
     def has_checkpoint(self) -> bool:
-        """Whether a process that goes on has weights to load."""
+        """Whether a resumed process has weights to load."""
         return bool(Checkpoints(self.path / "checkpoints").finished())
 
     def is_done(self) -> bool:
@@ -131,7 +131,7 @@ class KilledRun:
         other = type(self)(self.workspace, name, *self._overrides)
         shutil.rmtree(other.path, ignore_errors=True)
         shutil.copytree(self.path, other.path)
-        other.look()
+        other.check()
         other.witness = Witness()
         for path in Checkpoints(other.path / "checkpoints").finished()[1:]:
             shutil.rmtree(path)
@@ -161,7 +161,8 @@ class CountingRun(KilledRun):
 
 
 class ProgramRun(KilledRun):
-    """With programs in sandboxes, whose calls are the turns. `left` says what is still there."""
+    """With programs in sandboxes, whose calls are the turns. `left` returns the remaining processes
+    and folders."""
 
     def left(self) -> list[str]:
         """Processes of programs and of their sandboxes, and their folders."""
@@ -180,8 +181,8 @@ class WorkedProgramRun(ProgramRun):
 
 
 class ServedRun(KilledRun):
-    """On engine servers that recite. One that was killed is back at once; what is sampled, and so
-    the weights, depends on when."""
+    """On replay engine servers. A killed server is restarted immediately; the sampled tokens, and
+    so the weights, depend on the timing."""
 
     def __init__(self, folder: Path, servers: Servers, name: str) -> None:
         super().__init__(folder / CONFIG, name)

@@ -1,4 +1,4 @@
-"""Syntheses with a scripted engine that knows some questions and finds others."""
+"""Syntheses with a scripted engine that knows some questions and looks up others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HINTS = ("hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.p
 
 
 def policy(prompt: str, rng: Random) -> str:
-    """Knows what is easy; finds what is plain with the tool, what is doubted only behind a hint;
-    asks twice for what is twice."""
+    """Answers easy questions directly, plain ones with the tool and doubtful ones only after a
+    hint; calls twice for questions marked twice."""
     kind = next(kind for kind in KINDS if f"({kind}" in prompt)
     item, found = KINDS[kind], prompt.rpartition("<result>")[2].split("<")[0].strip()
     if "solves problems" in prompt:  # the language-only prompt
@@ -41,7 +41,7 @@ def policy(prompt: str, rng: Random) -> str:
 
 
 def write_questions(path: Path) -> Path:
-    """Two of each kind, and one that is there twice."""
+    """Two questions of each kind, and a duplicate."""
     rows = [
         {
             "question": f"How many {item} are there? ({kind} {n})",
@@ -72,7 +72,7 @@ def runner(warehouse: Path, tmp_path: Path, questions: Path) -> Run:
 
 
 def count_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """[0] counts the turns that the engine was asked for."""
+    """[0] counts the turns requested from the engine."""
     count = [0]
     generate = ScriptedEngine.generate
 

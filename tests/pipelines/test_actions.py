@@ -33,7 +33,7 @@ async def test_an_action_that_fails(error: Exception, told: type[Exception], end
     await asyncio.sleep(0)
     try:
         async with asyncio.TaskGroup() as group:
-            actions.begin(group)  # what was asked for before is carried out
+            actions.begin(group)  # earlier requests are carried out
             await asyncio.wait([placed])
     except ExceptionGroup:
         assert ends
@@ -43,7 +43,7 @@ async def test_an_action_that_fails(error: Exception, told: type[Exception], end
         await placed
 
 
-async def test_an_action_waits_for_the_end_of_a_step_and_for_no_other_client() -> None:
+async def test_an_action_waits_for_the_end_of_a_step_and_survives_its_client() -> None:
     actions, done = PendingActions(), []
 
     async def work() -> int:
@@ -56,7 +56,7 @@ async def test_an_action_waits_for_the_end_of_a_step_and_for_no_other_client() -
             placed = [asyncio.create_task(actions.run(work)) for _ in range(2)]
             await asyncio.sleep(0.01)
             assert not done
-            placed[0].cancel()  # the client is gone, its action stays
+            placed[0].cancel()  # the client disconnected, its action remains
         assert await placed[1] == 1
     assert done == [0, 1]
     actions.close("the run is ending")

@@ -57,7 +57,7 @@ def short(warehouse: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """What a run may change in its process."""
+    """The process state that a run may change."""
     return {
         "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
         "handlers": list(logging.getLogger().handlers),
@@ -108,7 +108,7 @@ def test_a_class_rows_and_a_model_in_memory_train(warehouse: Path, tmp_path: Pat
     assert state() == before
 
 
-def test_a_running_event_loop_is_no_hindrance(warehouse: Path, tmp_path: Path) -> None:
+def test_train_works_inside_a_running_event_loop(warehouse: Path, tmp_path: Path) -> None:
     """As in a notebook, whose cells run in one."""
 
     async def cell() -> api.TrainingResult:
@@ -117,7 +117,7 @@ def test_a_running_event_loop_is_no_hindrance(warehouse: Path, tmp_path: Path) -
     assert asyncio.run(cell()).success is None  # the file has no evaluation set
 
 
-def test_rows_take_the_place_of_the_sets_file(warehouse: Path, tmp_path: Path) -> None:
+def test_rows_in_memory_replace_the_file_of_a_set(warehouse: Path, tmp_path: Path) -> None:
     """Its other keys, and other sets, stay."""
     file = str(warehouse.parent / "a.jsonl")
     sets = {"other": {"path": file, "max_tasks": 1}, "heldout": {"path": file, "num_samples": 2}}
@@ -164,7 +164,9 @@ def test_tools_in_memory_are_an_environment(
     assert state() == before
 
 
-def test_a_class_of_a_function_is_an_environment_here(warehouse: Path, tmp_path: Path) -> None:
+def test_a_local_class_is_an_environment_of_this_process_only(
+    warehouse: Path, tmp_path: Path
+) -> None:
     class Inner(Warehouse):
         pass
 
@@ -177,7 +179,7 @@ def test_a_class_of_a_function_is_an_environment_here(warehouse: Path, tmp_path:
         evaluate(path, ASKED, elsewhere, env=Inner, data=ROWS[:3], out=tmp_path / "other")
 
 
-def test_the_same_call_asks_only_what_is_missing(
+def test_a_repeated_evaluation_runs_only_the_missing_trajectories(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = warehouse.parent / "model"
@@ -215,7 +217,7 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
         evaluate(warehouse.parent / "model", tokenizer=object(), env=Warehouse, data=ROWS)
 
 
-def test_a_run_goes_on_and_is_refused_where_it_is(warehouse: Path, tmp_path: Path) -> None:
+def test_an_existing_run_is_refused_unless_resumed(warehouse: Path, tmp_path: Path) -> None:
     more = {"run.dir": str(tmp_path), "run.name": "long"}
     train(warehouse, {**more, "train.num_steps": 1}, is_quiet=True)
     with pytest.raises(ConfigError, match="already contains a run"):
@@ -224,7 +226,7 @@ def test_a_run_goes_on_and_is_refused_where_it_is(warehouse: Path, tmp_path: Pat
     assert result.summary["num_steps"] == 2
 
 
-def test_what_the_caller_shares_stays_his(warehouse: Path, tmp_path: Path) -> None:
+def test_shared_resources_of_the_caller_stay_open(warehouse: Path, tmp_path: Path) -> None:
     class Counter:
         closed = False
 
@@ -247,7 +249,7 @@ def test_what_the_caller_shares_stays_his(warehouse: Path, tmp_path: Path) -> No
 
 
 def interrupting(prompt: str, rng: Random) -> str:
-    """A policy in whose second update somebody presses the stop button."""
+    """A policy that interrupts the process in its second update."""
     from tests.support.warehouse import warehouse_turn
 
     if next(calls) == 60:
@@ -258,7 +260,7 @@ def interrupting(prompt: str, rng: Random) -> str:
 calls = itertools.count()
 
 
-def test_an_interruption_saves_and_the_run_goes_on(warehouse: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_saved_and_resumes(warehouse: Path, tmp_path: Path) -> None:
     before = state()
     more = {"run.dir": str(tmp_path), "run.name": "stopped", "train.num_steps": 100}
     with pytest.raises(KeyboardInterrupt):
@@ -270,7 +272,7 @@ def test_an_interruption_saves_and_the_run_goes_on(warehouse: Path, tmp_path: Pa
     assert result.summary["num_steps"] == number + 1
 
 
-def test_a_tool_that_holds_up_the_loop_is_named(
+def test_a_tool_that_blocks_the_loop_is_named(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slow(task: Task) -> ToolEnv:
@@ -295,7 +297,7 @@ def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None
     assert found.success.num_trajectories == 2
 
 
-def test_the_core_offers_them_without_importing_them() -> None:
+def test_the_core_exports_train_and_evaluate_lazily() -> None:
     import agentenv
 
     assert agentenv.train is train

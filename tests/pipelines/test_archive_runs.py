@@ -1,4 +1,4 @@
-"""What a run keeps of its trees."""
+"""The archive of the trees of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_learners_logprobs_are_of_the_same_tokens(finished: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["arpo", "aepo", "reinforce_pp", "gspo"])
 @pytest.mark.parametrize("equal", ["count", "drop"])
-def test_optimizer_steps_are_as_many_as_were_said(
+def test_the_number_of_optimizer_steps_matches_the_announced_one(
     warehouse: Path,
     here: None,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""The audit of rewards: what is graded again, against its gold and another one, and jumps."""
+"""The audit of rewards: regrading against the gold and against another one, and jumps."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def steady(number: int, shift: float = 0.0) -> Step:
         ([steady(1), steady(2, 0.6)], []),  # too few before it
     ],
 )
-async def test_a_step_far_from_those_before_it_is_a_jump(
-    steps: list[Step], jumps: list[int]
-) -> None:
+async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
     assert [one.step for one in find_jumps(steps)] == jumps
     check = Check("jumps", "measured", (), no_jumps)
     (verdict,) = [one async for one in Runner().run([check], steps)]
@@ -76,13 +74,11 @@ async def test_a_step_far_from_those_before_it_is_a_jump(
         ("Lima", [], "not Lima"),
     ],
 )
-def test_a_gold_is_changed_into_one_that_is_wrong(
-    gold: str, others: list[str], expected: str
-) -> None:
+def test_a_gold_is_mutated_into_a_wrong_answer(gold: str, others: list[str], expected: str) -> None:
     assert mutated(gold, others, [gold]) == expected
 
 
-def test_a_ground_truth_of_the_row_s_own_is_changed_with_the_gold() -> None:
+def test_the_ground_truth_of_a_row_is_mutated_with_its_gold() -> None:
     def task(number: int, **metadata: Any) -> Task:
         return Task(f"t{number}", "e", "?", (str(number),), metadata=metadata)
 
@@ -107,7 +103,7 @@ def audited(run: Path) -> dict[str, CheckResult]:
 
 
 class Other:
-    """ExactMatch, but for what `change` makes of its grade."""
+    """ExactMatch with grades altered by `change`."""
 
     def __init__(self, inner: Any, change: Any) -> None:
         self.inner, self.change = inner, change
@@ -127,7 +123,7 @@ class Other:
         (lambda grade: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
     ],
 )
-def test_rewards_that_do_not_follow_the_golds_are_found(
+def test_rewards_that_ignore_the_golds_are_found(
     finished: Path, monkeypatch: pytest.MonkeyPatch, change: Any, failed: list[str], remedy: str
 ) -> None:
     import my_env  # type: ignore[import-not-found]
@@ -186,7 +182,7 @@ def own_grader(folder: Path, name: str) -> list[str]:
         ("whole", False, ""),
     ],
 )
-def test_a_grader_of_the_users_own_that_pays_for_two_guesses_is_found(
+def test_a_custom_grader_that_rewards_two_guesses_is_found(
     warehouse: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -256,7 +252,7 @@ async def test_a_second_candidate_is_wrong_and_of_the_same_kind(
     assert all(other in one.text for one in guesses)
 
 
-async def test_the_remedy_names_what_a_grader_reads() -> None:
+async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
     async def first(text: str) -> bool:
         return text.startswith("Lima")
 
@@ -265,7 +261,7 @@ async def test_the_remedy_names_what_a_grader_reads() -> None:
 
 
 @pytest.mark.slow
-def test_a_jump_shows_the_trajectories_behind_it(
+def test_a_jump_is_reported_with_its_trajectories(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(audits, "FAR", -1.0)
@@ -278,6 +274,8 @@ def test_a_jump_shows_the_trajectories_behind_it(
     assert json.loads(capsys.readouterr().out)["samples"]
 
 
-def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert doctor.main(["audit", str(tmp_path)]) == 2
     assert "expected the folder of a run" in " ".join(capsys.readouterr().err.split())

@@ -74,7 +74,7 @@ def test_a_mistake_in_the_configuration(
 ) -> None:
     name = f"run.name=bad-{abs(hash(override))}"
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
-    # nothing is left that would be in the way of the next try
+    # no leftovers block the next attempt
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
 
 
@@ -135,7 +135,7 @@ EXPECTED = "; expected `async def grade(self, task, written, calls)` that return
         ("async def grade(self, task): return Grade(1.0, True)", "positional arguments"),
     ],
 )  # fmt: skip
-def test_a_grader_that_gives_something_else_than_a_grade(
+def test_a_grader_that_returns_no_grade(
     warehouse: Path, capsys: pytest.CaptureFixture[str], grade: str, message: str, more: list[str]
 ) -> None:
     name = f"grading_{len(message)}"
@@ -160,7 +160,7 @@ def test_a_grader_that_gives_something_else_than_a_grade(
          "line 3)"),
     ],
 )  # fmt: skip
-def test_a_bug_of_an_environment_is_told_with_its_line(
+def test_a_bug_of_an_environment_is_reported_with_its_line(
     warehouse: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -181,7 +181,7 @@ def test_a_bug_of_an_environment_is_told_with_its_line(
         ("run.seed=1", "; the file comes first, then key.sub=value"),
     ],
 )
-def test_a_configuration_file_that_is_not_there(
+def test_a_missing_configuration_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: str, hint: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -189,7 +189,7 @@ def test_a_configuration_file_that_is_not_there(
     assert f"{argument}: no such configuration file{hint}" in told
 
 
-def test_a_line_that_is_no_json_has_one_number(
+def test_an_invalid_json_line_is_reported_with_one_number(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -205,7 +205,7 @@ def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) 
     assert "or does the file belong to another command?" in told
 
 
-def test_a_directory_that_is_something_else(
+def test_a_directory_without_a_run(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").mkdir()
@@ -217,11 +217,15 @@ def test_a_directory_that_is_something_else(
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "do not touch"
 
 
-def test_resuming_what_never_ran(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_run_that_never_started(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [str(warehouse), "run.name=never", "--resume"]
     assert "contains no run to resume" in refused(capsys, train.main(arguments))
 
 
-def test_evaluating_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluating_a_folder_without_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [str(tmp_path), "--env", "agentenv/Quickstart-v0", "data=x.jsonl"]
     assert "is not a model directory" in refused(capsys, evaluate.main(arguments))

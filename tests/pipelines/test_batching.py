@@ -1,4 +1,4 @@
-"""What becomes of the trees of a step: each is credited once, and counted once."""
+"""The trees of a step: each is credited once and counted once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
 
 
 def trees() -> list[TrajectoryTree]:
-    """Two to train, one whose returns are equal, one whose leaves failed."""
+    """Two trees to train, one with equal returns, one whose leaves failed."""
     grown = [random_tree(Random(i), index=i, num_leaves=5) for i in range(4)]
     for node in grown[2].nodes:
         node.reward = 0.0
@@ -62,7 +62,7 @@ def trees() -> list[TrajectoryTree]:
     return grown
 
 
-def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_shown(
+def test_a_tool_that_always_fails_and_a_policy_jump_are_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
@@ -83,7 +83,9 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
 
 
-def test_a_cache_without_hits_is_said_after_three_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_without_hits_is_reported_after_three_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """In one, all turns may follow a wake-up."""
     ours = Alarms(load_config(TrainConfig, CONFIG, ["engine.name=vllm"]))
     for share in (0.0, 0.0, 0.78, 0.0, 0.0):
@@ -168,7 +170,7 @@ def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptu
         ([(0, 60, 4)] * 8 + [(0, 4, 60)] * 3, ""),  # it has learned them
     ],
 )
-def test_many_groups_that_teach_nothing_are_said_with_what_helps(
+def test_many_groups_without_a_signal_are_reported_with_a_remedy(
     steps: list[tuple[int, int, int]], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of each step: groups all wrong, with a signal, all right."""
@@ -200,14 +202,14 @@ def course(*means: float) -> list[float]:
     [
         (course(1.2, 0.49, 0.45, 0.44, 0.44, 0.44), 0.02, "stays at 0.4"),
         (course(1.2, 0.60, 0.46, 0.38, 0.33, 0.3), 0.02, ""),
-        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it has learned what it can
+        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it can learn no more
         (course(1.2, 0.06, 0.05, 0.05, 0.05, 0.05), 0.4, ""),
         (course(1.2, 0.5, 0.6, 0.8, 1.1, 1.4), 0.0, "too high"),
         ([*course(1.2, 0.5), math.nan], 0.0, "not finite"),
         (course(1.2, 0.5, 0.44, 0.44, 0.44)[:30], 0.02, ""),  # too short
     ],
 )
-def test_a_rate_of_the_cold_start_that_does_not_fit_is_seen_in_its_loss(
+def test_an_unsuitable_rate_of_the_cold_start_shows_in_its_loss(
     losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
@@ -219,7 +221,7 @@ def test_a_rate_of_the_cold_start_that_does_not_fit_is_seen_in_its_loss(
 
 
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:
-    """Though refilling asks before, accounting afterwards, and the learner encodes."""
+    """Although refilling needs it before, accounting afterward, and the learner encodes it."""
     credit_calls.clear()
     ours, delivered = builder(Counting(group_size=4)), trees()
     assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
@@ -288,7 +290,7 @@ def test_groups_that_are_replaced_cannot_be_counted(
     assert not builder(DAPO(), equal_groups="drop").config.counts_equal_groups
 
 
-def test_what_drop_leaves_out_beside_the_mean_is_said() -> None:
+def test_terms_omitted_by_drop_are_reported() -> None:
     rules = AEPO(kl_loss=0.1, entropy_bonus=0.01)
     told = builder(rules, equal_groups="drop").config.dropped_terms
     for name in ("kl_loss", "entropy_bonus", "entropy_advantage"):
@@ -314,7 +316,7 @@ def masked() -> list[TrajectoryTree]:
 
 
 def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that trains a tree begins the count again; what goes wrong is said once, at once."""
+    """A step that trains a tree resets the count; each problem is reported once, immediately."""
     ours = builder(ARPO(group_size=4))
     ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
     for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):
@@ -329,7 +331,7 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
 
 
 def test_a_step_that_never_fills_ends_the_run_too() -> None:
-    """Where trees without a signal are replaced, so many in a row are a step without any."""
+    """Where trees without a signal are replaced, one step's number in a row is an empty step."""
     ours = builder(ARPO(group_size=4))
     config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
     ours.config = replace(config, queue=replace(config.queue, groups_per_step=4))
@@ -350,7 +352,7 @@ def alike(*, right: bool) -> list[TrajectoryTree]:
     return grown
 
 
-def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
+def test_a_failing_policy_is_distinguished_from_a_perfect_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours = builder(ARPO(group_size=4))
@@ -377,7 +379,7 @@ def test_before_training_a_fifth_of_failures_is_enough(num_failed: int, ends: bo
         refuse_failed("a", ended[:-1], is_before=True)
 
 
-def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
+def test_an_evaluation_whose_trajectories_all_failed_is_refused() -> None:
     rows = [EvalRow(dataset="a", task=task, sample=0, end="failed", error="x") for task in "tu"]
     with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
         refuse_failed("a", rows)
@@ -389,7 +391,7 @@ def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
         refuse_failed("a", rows)
 
 
-def test_what_is_trained_is_normalized_over_the_update() -> None:
+def test_advantages_are_normalized_over_the_trained_trees_of_an_update() -> None:
     algorithm = ReinforcePP(group_size=4)
     found = settled(builder(algorithm, equal_groups="drop"), trees()).trained
     expected = credited(trees()[:2], algorithm)
@@ -409,7 +411,7 @@ def test_a_run_whose_groups_are_all_equal_ends_though_they_are_counted() -> None
         settled(ours, alike(right=True))
 
 
-def test_failures_by_kind_stand_beside_the_reward() -> None:
+def test_failures_by_kind_are_shown_next_to_the_reward() -> None:
     row = {"step": 3, "rollout/trees": 2, "rollout/tool_calls": 4, "rollout/forks": 0}
     assert step_line(row, 9).endswith("tok/s")
     failed = {"failed/by_kind/EnvError": 2, "failed/by_kind/OutageError": 1}
@@ -450,7 +452,7 @@ def replace_credit(credit: TreeCredit, adv_pos: Any) -> TreeCredit:
     return TreeCredit(adv_pos, *rest)
 
 
-def test_the_credit_of_a_users_algorithm_is_checked_where_it_is_made() -> None:
+def test_the_credit_of_a_custom_algorithm_is_checked_when_computed() -> None:
     grown = trees()
     with pytest.raises(ConfigError, match=r"Broken\.credit returned adv_pos that is not finite"):
         builder(Broken(group_size=5)).credit(grown[0])

@@ -31,7 +31,7 @@ async def _shared() -> AsyncIterator[None]:
 
 
 @pytest.mark.slow
-async def test_a_set_in_the_schema_of_xbench_is_asked_in_chinese_and_scored(
+async def test_an_xbench_set_is_evaluated_in_chinese_and_scored(
     tmp_path: Path,
 ) -> None:
     corpus, questions = write_world(tmp_path)
@@ -48,8 +48,8 @@ async def test_a_set_in_the_schema_of_xbench_is_asked_in_chinese_and_scored(
 
 
 @pytest.mark.slow
-async def test_the_same_policy_is_lost_with_the_english_prompt(tmp_path: Path) -> None:
-    """So the score above says that the prompt did arrive."""
+async def test_the_same_policy_fails_with_the_english_prompt(tmp_path: Path) -> None:
+    """Therefore the score above shows that the prompt reached the policy."""
     corpus, questions = write_world(tmp_path)
     tasks = load_benchmark("xbench", questions)
     keys = benchmark("xbench").usual_keys({}) | {"prompt": {"template": "search+python"}}

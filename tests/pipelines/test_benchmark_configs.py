@@ -1,4 +1,4 @@
-"""The shipped evaluations: every benchmark of the papers, asked as published."""
+"""The shipped evaluations: every benchmark of the papers with its published settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sampling_and_limits_are_the_published_ones(name: str) -> None:
     assert (judge.tensor_parallel_size, len(judge.gpus)) == (4, 4)
 
 
-def test_together_they_ask_every_benchmark() -> None:
+def test_together_the_configurations_cover_every_benchmark() -> None:
     sets = [*load("eval_reasoning").sets.items(), *load("eval_deep_search").sets.items()]
     assert {one.benchmark for _, one in sets} == set(BENCHMARKS)
     for name, one in sets:
@@ -55,7 +55,7 @@ def test_together_they_ask_every_benchmark() -> None:
         assert (one.grader.kind, one.grader.reward) == ("judge", "answer")
 
 
-def test_the_ten_sets_of_table_1_are_asked_over_bing_snippets() -> None:
+def test_the_ten_sets_of_table_1_are_evaluated_over_bing_snippets() -> None:
     """Paper, appendix C.3: the top 10 snippets of Bing, in training and in testing."""
     sets = load("eval_reasoning").sets
     ten = "aime24 aime25 math500 gsm8k math webwalker hotpotqa 2wiki musique bamboogle"
@@ -95,7 +95,7 @@ def test_the_prompt_is_that_of_the_training_file(name: str, data: str) -> None:
         assert one.prompt.template == ("chinese" if key == "xbench" else trained)
 
 
-def test_tool_star_asks_its_four_sets_over_wikipedia_and_the_others_over_bing() -> None:
+def test_tool_star_searches_wikipedia_for_its_four_sets_and_bing_for_the_others() -> None:
     """run.py of its evaluation, line 240: five passages of the retriever, or deep_search."""
     sets = load("eval_tool_star").sets
     for name, one in sets.items():
@@ -114,7 +114,7 @@ def test_tool_star_asks_its_four_sets_over_wikipedia_and_the_others_over_bing() 
     assert len(sets) == 12
 
 
-def told() -> dict[str, dict[str, str]]:
+def documented_rows() -> dict[str, dict[str, str]]:
     """The table of docs/evaluation.md about the three files: cells by file and row."""
     text = (CONFIGS.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
     table = text.partition("each number in them names its source:\n\n")[2].partition("\n\n")[0]
@@ -126,8 +126,8 @@ def told() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
-def test_the_documentation_says_what_the_files_resolve_to(name: str) -> None:
-    config, row = load(name), told()[name]
+def test_the_documentation_matches_the_resolved_configurations(name: str) -> None:
+    config, row = load(name), documented_rows()[name]
     one = next(iter(config.sets.values()))
     assert one.env is not None
     calls = [str(tool.max_calls) for tool in one.env.tools]
@@ -135,14 +135,14 @@ def test_the_documentation_says_what_the_files_resolve_to(name: str) -> None:
     sampling = (one.sampling.temperature, one.sampling.top_p, one.sampling.repetition_penalty)
     said = row["temperature, top-p, repetition penalty"].split(", ")
     assert tuple(map(float, said)) == sampling
-    numbers = re.findall(r"[\d,]*\d", row["tokens a turn, seconds a question, at a time"])
+    numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
     limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
     assert tuple(int(number.replace(",", "")) for number in numbers) == limits
-    times = {1: "once", 5: "five times"}[config.num_samples]
-    assert row["asked"].startswith(times)
-    more = {f"AIME {set_.num_samples} times" for set_ in config.sets.values()
+    times = {1: "one", 5: "five"}[config.num_samples]
+    assert row["samples"].startswith(times)
+    more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()
             if set_.num_samples != config.num_samples}  # fmt: skip
-    assert {row["asked"].removeprefix(f"{times}, ")} >= more
+    assert {row["samples"].removeprefix(f"{times}, ")} >= more
     modes = {set_.search.sizes.mode for set_ in config.sets.values() if set_.search is not None}
     assert ("browser agent" in row["search"]) == ("summaries" in modes)
     backends = {set_.search.backend.__class__.__name__ for set_ in config.sets.values()

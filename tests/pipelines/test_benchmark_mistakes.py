@@ -31,11 +31,11 @@ def test_a_row_that_cannot_be_decoded_is_refused(tmp_path: Path, change: Row, sa
     [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"), ("2WikiMultihopQA",
      "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
 )  # fmt: skip
-def test_a_name_is_found_however_it_is_written(name: str, found: str) -> None:
+def test_a_benchmark_is_found_by_any_spelling_of_its_name(name: str, found: str) -> None:
     assert benchmark(name).name == found
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="'hotpot': unknown; did you mean hotpotqa"):
         benchmark("hotpot")
     with pytest.raises(ConfigError, match=r"unknown; known: aime24, .*xbench"):
@@ -43,7 +43,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_missing_file_is_answered_with_where_to_get_it(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_refused_with_its_source(tmp_path: Path, name: str) -> None:
     hub = BENCHMARKS[name].hub
     for path in (tmp_path / "no.jsonl", str(tmp_path / "*.parquet"), ""):
         with pytest.raises(DataError, match=f"{name}: .*huggingface.co/datasets/{hub} ") as raised:
@@ -88,6 +88,6 @@ def test_columns_of_other_names_can_be_given(tmp_path: Path) -> None:
 def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     rows = [{"Question": "q", "Level": 1}, {"Question": "q", "answer": "a", "Level": 1}]
     said: list[str] = []
-    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), say=said.append)
+    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), report=said.append)
     assert [task.id for task in found] == ["rows-2"]
     assert "1 invalid rows are skipped" in said[0]

@@ -52,7 +52,7 @@ xbench = {{ benchmark = "xbench", path = "{xbench}" }}
 
 
 async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Rows, summary, and what the terminal shows."""
+    """Rows, summary, and the output on the terminal."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "launchers/evaluate.py", str(config.parent / "model")),
         *("--config", str(config), "--out", str(out)),
@@ -67,7 +67,7 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
 
 
 @pytest.mark.slow
-async def test_sets_of_the_users_files_are_asked_judged_and_scored_by_their_groups(
+async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(
     tmp_path: Path,
 ) -> None:
     async with judge_server() as judge:
@@ -82,7 +82,7 @@ async def test_sets_of_the_users_files_are_asked_judged_and_scored_by_their_grou
 
         success = {row["task"]: row.get("success", False) for row in rows}
         assert {name: success[name] for name in ("g0", "g1", "g2", "g3", "g4")} == {
-            "g0": True,  # both say so
+            "g0": True,  # both report it
             "g1": True,  # the judge alone
             "g2": True,  # the rules alone
             "g3": False,

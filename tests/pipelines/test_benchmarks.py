@@ -125,7 +125,7 @@ WALK = {"hop": "multi-source", "lang": "en", "difficulty_level": "hard", "golden
 def test_a_row_in_the_published_schema(
     tmp_path: Path, name: str, row: Row, task_id: str, answers: tuple[str, ...], fields: Row
 ) -> None:
-    (task,) = load(tmp_path, name, row, say=lambda _: None)
+    (task,) = load(tmp_path, name, row, report=lambda _: None)
     assert (task.id, task.question, task.answers) == (task_id, "q", answers)
     assert task.kind == benchmark(name).kind
     assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
@@ -138,26 +138,26 @@ def test_rows_of_another_dataset_have_no_groups() -> None:
 
 
 @pytest.mark.parametrize(("name", "column"), [("gaia", "file_name"), ("hle", "image")])
-def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
+def test_questions_with_an_attachment_are_skipped_counted_and_reported(
     tmp_path: Path, name: str, column: str
 ) -> None:
     said: list[str] = []
     row = {"question": "q", "answer": "a", "level": 1, "category": "c", column: ""}
     rows = [row, {**row, column: "cell.xlsx"}, {**row, column: None}, {**row, column: "data:x"}]
-    tasks = load(tmp_path, name, *rows, say=said.append)
+    tasks = load(tmp_path, name, *rows, report=said.append)
     assert [task.id for task in tasks] == ["rows-1", "rows-3"]
     assert said == [
         f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
     ]
 
 
-def test_levels_that_are_not_there_are_said(tmp_path: Path) -> None:
+def test_missing_levels_are_reported(tmp_path: Path) -> None:
     said: list[str] = []
-    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, say=said.append)
+    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, report=said.append)
     assert said == ["gaia: no row has Level; scores by that column are omitted"]
 
 
-def test_as_many_questions_as_the_papers_ask_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_default_number_of_questions_is_that_of_the_papers(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", *({"question": f"{i}", "answer": "a"} for i in range(501)))
     assert [len(load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
     assert len(load_benchmark("musique", path)) == 200
@@ -165,7 +165,7 @@ def test_as_many_questions_as_the_papers_ask_unless_told_otherwise(tmp_path: Pat
     assert [task.question for task in load_benchmark("gsm8k", path, 2)] == ["0", "1"]
 
 
-def test_xbench_is_read_as_it_is_published_and_in_plain_text(tmp_path: Path) -> None:
+def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None:
     pairs = [("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272\uff1f", "\u84dd\u8272"), ("2 + 2?", "4")]
     rows = [encrypted(*pair, number) for number, pair in enumerate(pairs)]
     assert "\u84dd\u8272" not in json.dumps(rows, ensure_ascii=False)
@@ -189,12 +189,12 @@ def test_the_decoding_is_the_published_one() -> None:
     assert encrypt("abc", "\x01\x02") == "YGBi"
 
 
-# how they are asked
+# settings of their environment
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 async def test_the_usual_keys_make_its_environment(name: str) -> None:
-    """Whatever the kind, there are search and Python, each within its calls."""
+    """Every kind has search and Python, each with its limit of calls."""
     spec = BENCHMARKS[name]
     keys = spec.usual_keys({})
     env = build_config(EnvConfig, keys["env"], name)
@@ -215,7 +215,7 @@ async def test_the_usual_keys_make_its_environment(name: str) -> None:
     await close_shared()
 
 
-def test_keys_of_another_environment_or_grader_are_not_given() -> None:
+def test_keys_of_another_environment_or_grader_are_omitted() -> None:
     spec = BENCHMARKS["gsm8k"]
     own = spec.usual_keys({"env": {"id": "me/Mine-v0"}, "grader": {"path": "g.py"}})
     assert own == {"prompt": {"template": "search+python"}, "grader": {}}
@@ -224,7 +224,7 @@ def test_keys_of_another_environment_or_grader_are_not_given() -> None:
     assert spec.usual_keys({"env": {"id": ENV_ID}})["env"] == spec.usual_keys({})["env"]
 
 
-def test_lists_of_gaia_are_graded_in_order_and_those_of_others_in_any() -> None:
+def test_only_gaia_lists_are_graded_in_order() -> None:
     assert [name for name, one in BENCHMARKS.items() if one.ordered] == ["gaia"]
     judge = {"url": "http://j/v1", "model": "m"}
     for given in ({}, {"judge": judge}, {"kind": "judge", "judge": judge}, {"kind": "layered"}):
@@ -237,13 +237,13 @@ def test_lists_of_gaia_are_graded_in_order_and_those_of_others_in_any() -> None:
         assert "ordered" not in keys, "it would not be read"
 
 
-def test_an_order_in_a_table_that_is_no_yes_or_no_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_table_with_a_non_boolean_order_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[benchmarks.tides]\nordered = "yes"\n')
     with pytest.raises(ConfigError, match=r"mine\.toml: benchmarks\.tides.*ordered.*`bool`"):
         benchmark(f"{tmp_path}/mine.toml:tides")
 
 
-def test_a_benchmark_of_the_users_own_file_is_asked_and_scored_as_it_says(tmp_path: Path) -> None:
+def test_a_benchmark_of_a_user_file_is_evaluated_and_scored_as_declared(tmp_path: Path) -> None:
     """One table of TOML is a benchmark; its name leads back to the file in stored rows."""
     (tmp_path / "mine.toml").write_text(
         """
@@ -273,7 +273,7 @@ def test_a_benchmark_of_the_users_own_file_is_asked_and_scored_as_it_says(tmp_pa
         read_benchmarks(tmp_path / "mine.toml")
 
 
-def test_the_table_of_the_documentation_says_what_the_code_reads() -> None:
+def test_the_table_of_the_documentation_matches_the_code() -> None:
     told = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     lines = [line.split("|")[1:-1] for line in told.splitlines() if line.startswith("| `")]
     cells = {line[0].strip(" `"): [cell.strip() for cell in line[1:]] for line in lines}

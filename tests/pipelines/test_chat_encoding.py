@@ -1,4 +1,4 @@
-"""What is learned of a dialogue, token by token, and that it is what a rollout would hold."""
+"""The trained tokens of a dialogue, which equal those of a rollout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs(renderer: Renderer, example: Example) -> list[tuple[bool, str]]:
     ]
 
 
-def test_results_within_an_answer_are_the_environments(tags: TagRenderer) -> None:
+def test_results_within_an_answer_belong_to_the_environment(tags: TagRenderer) -> None:
     example = ChatEncoder(tags).encode(conversation("What is 52 * 57?", CHAIN))
     assert runs(tags, example) == [
         (False, "<|im_start|>user\nWhat is 52 * 57?<|im_end|>\n<|im_start|>assistant\n"),
@@ -55,7 +55,7 @@ def test_results_within_an_answer_are_the_environments(tags: TagRenderer) -> Non
     ]
 
 
-def test_compat_learns_them_too(tags: TagRenderer) -> None:
+def test_compat_trains_results_too(tags: TagRenderer) -> None:
     example = ChatEncoder(tags, compat=True).encode(conversation("What is 52 * 57?", CHAIN))
     assert [learned for learned, _ in runs(tags, example)] == [False, True]
     assert runs(tags, example)[1][1] == CHAIN + "<|im_end|>"
@@ -98,7 +98,7 @@ def test_a_chain_and_its_messages_and_turns_are_one_sequence(tags: TagRenderer) 
 
 
 @pytest.mark.parametrize("wrong", ["a<result>b", "a</result>b", "<result>a<result>b</result>"])
-def test_results_that_cannot_be_told_apart_are_refused(tags: TagRenderer, wrong: str) -> None:
+def test_ambiguous_results_are_refused(tags: TagRenderer, wrong: str) -> None:
     with pytest.raises(DataError, match="in pairs"):
         ChatEncoder(tags).encode(conversation("What?", wrong))
 
@@ -111,7 +111,7 @@ def test_the_backspace_of_the_published_files_is_repaired(tags: TagRenderer) -> 
     assert kept.count("\x08oxed") == 2
 
 
-def test_later_questions_are_written_by_the_chat_template(tags: TagRenderer) -> None:
+def test_later_questions_are_rendered_by_the_chat_template(tags: TagRenderer) -> None:
     asked = conversation("What is 1?", END, "And 2?", END)
     example = ChatEncoder(tags).encode(asked)
     chat = [{"role": m.role, "content": m.content} for m in asked.messages]
@@ -120,7 +120,7 @@ def test_later_questions_are_written_by_the_chat_template(tags: TagRenderer) -> 
     assert [text for learned, text in runs(tags, example) if learned] == [END + "<|im_end|>"] * 2
 
 
-def test_only_what_comes_after_the_prompt_of_a_preference_is_learned(tags: TagRenderer) -> None:
+def test_only_the_completion_of_a_preference_is_trained(tags: TagRenderer) -> None:
     example = ChatEncoder(tags).encode(conversation("What is 1?", "one", "And 2?", "two"), 3)
     assert [text for learned, text in runs(tags, example) if learned] == ["two<|im_end|>"]
 
@@ -151,7 +151,7 @@ def test_a_base_model_reads_plain_text() -> None:
 NATIVE_CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "52 * 57"}}\n</tool_call>'
 
 
-def test_native_calls_are_written_as_the_renderer_reads_them() -> None:
+def test_native_calls_are_written_in_the_form_that_the_renderer_parses() -> None:
     tokenizer = make_tokenizer(QWEN25)
     renderer = NativeRenderer(tokenizer)
     called = Conversation(
@@ -188,7 +188,7 @@ def test_a_thought_that_the_prompt_opens_is_not_opened_twice() -> None:
     assert answer == (True, "hm\n</think>\n\none<|im_end|>")
 
 
-def test_rows_are_filled_and_hold_every_sequence_once() -> None:
+def test_packed_rows_contain_every_sequence_once() -> None:
     lengths = [30, 70, 50, 20, 90, 10, 60, 120]
     rows = fill_rows(lengths, 100, seed=0)
     assert sorted(place for row in rows for place in row) == list(range(8))

@@ -48,7 +48,7 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     assert {one.state for one in results.values()} == {"passed"}
 
 
-def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
+def test_check_names_are_unique_and_lazily_loaded_checks_exist() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         look = loaded(check.function) if isinstance(check.function, str) else check.function
@@ -68,10 +68,10 @@ register("me/Lacking-v0", "lacking_env:LackingEnv")
 """
 
 
-async def test_a_check_after_a_failed_one_is_skipped_and_one_that_raises_has_failed(
+async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_failure(
     warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An environment that cannot be made: the doctor looks on, and has a summary."""
+    """An environment that cannot be created: the doctor continues and prints a summary."""
     (tmp_path / "lacking_env.py").write_text(LACKING)
     monkeypatch.syspath_prepend(tmp_path)
     results = await found(warehouse, tmp_path, ["env.module=lacking_env", "env.id=me/Lacking-v0"])
@@ -105,7 +105,7 @@ async def test_a_check_after_a_failed_one_is_skipped_and_one_that_raises_has_fai
          "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
     ],
 )  # fmt: skip
-async def test_each_mistake_is_found_by_one_check_with_its_remedy(
+async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
     warehouse: Path, tmp_path: Path, override: str, names: list[str], problem: str, remedy: str
 ) -> None:
     results = await found(warehouse, tmp_path, [override])
@@ -116,13 +116,13 @@ async def test_each_mistake_is_found_by_one_check_with_its_remedy(
 
 
 class Radio(StatelessTool):
-    """What it hears cannot be heard again."""
+    """Its state cannot be replayed."""
 
     name, description, fork_mode = "radio", "Listens.", "none"
     schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
 
 
-async def test_groups_cannot_begin_after_given_turns_where_no_env_can_be_led(
+async def test_prefix_starts_require_a_replayable_environment(
     warehouse: Path, tmp_path: Path
 ) -> None:
     tools = f'env.tools=[{{name="stock"}}, {{name="{__name__}:Radio"}}]'
@@ -134,7 +134,7 @@ async def test_groups_cannot_begin_after_given_turns_where_no_env_can_be_led(
     assert failed(await found(warehouse, tmp_path / "led", ["data.prefix_starts={}"])) == []
 
 
-async def test_a_missing_part_fails_the_first_check_that_needs_it_and_skips_the_others(
+async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
@@ -175,7 +175,7 @@ def answer(text: str) -> str:
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_a_tool_that_cannot_be_called_is_refused_with_what_to_do(
+def test_a_tool_that_cannot_be_called_is_refused_with_a_remedy(
     warehouse: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tools = "env.tools=[{name='tests.pipelines.test_checks:answer'}]"

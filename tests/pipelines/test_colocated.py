@@ -88,7 +88,7 @@ def test_two_updates_in_turns(config: Path) -> None:
 
 
 class Log:
-    """Engine and learner that write down who is asked for what, and refuse what overlaps."""
+    """Engine and learner that log their calls and refuse overlapping ones."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -119,7 +119,7 @@ class Idle:
         return None
 
 
-async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
+async def test_the_device_has_one_owner_at_a_time_and_switches_only_on_demand() -> None:
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
     shared = Colocation(engine, learner, Idle(), Handover())  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
     async with shared.turn():
         await shared.release()
         await engine.wake()  # with other weights
-        async with learner.turn():  # the learner is asked once more
+        async with learner.turn():  # the learner is requested again
             assert shared.owner == "learner"
     assert log.calls == handed + handed + handed
     with pytest.raises(RuntimeError, match="mine"):
@@ -140,7 +140,7 @@ async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_an_engine_reads_weights_while_the_learner_falls_asleep_if_both_have_room(
+async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     has_room: bool,
 ) -> None:
     """The copy is released once the learner sleeps, so that a cache never takes its memory."""

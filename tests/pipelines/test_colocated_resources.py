@@ -46,23 +46,23 @@ def test_servers_get_the_learners_gpus_first() -> None:
     assert plan.assign("engine.servers.gpus", [], 3, borrows=True) == ["a", "b", "d"]
 
 
-def test_both_may_name_the_same() -> None:
+def test_engine_and_learner_may_name_the_same_gpus() -> None:
     resources = ResourcesConfig(colocated=True, learner_gpus=[3, 2])
     plan = GpuPlan(["a", "b", "c", "d"])
     assert learner_gpus(resources, on(2, 3), TWO, plan) == ["d", "c"]
     assert plan.assign("engine.servers.gpus", [2, 3], 2, borrows=True) == ["c", "d"]
 
 
-def test_the_learner_goes_where_the_servers_are_named() -> None:
+def test_the_learner_uses_the_gpus_named_for_the_servers() -> None:
     plan = GpuPlan(["a", "b", "c", "d"])
     assert learner_gpus(COLOCATED, on(1, 3), TWO, plan) == ["b", "d"]
 
 
-def test_without_gpus_there_is_nothing_to_claim() -> None:
+def test_without_gpus_none_are_claimed() -> None:
     assert learner_gpus(COLOCATED, EmbeddedConfig(), TWO, GpuPlan([])) == []
 
 
-def test_at_once_they_share_the_gpus_too() -> None:
+def test_engine_and_learner_share_the_gpus_at_the_same_time_too() -> None:
     resources, plan = ResourcesConfig(colocated="at_once"), GpuPlan(["a", "b", "c"])
     assert not resources.in_turn
     assert learner_gpus(resources, SERVERS, TWO, plan) == ["a", "b"]
@@ -72,7 +72,7 @@ def test_at_once_they_share_the_gpus_too() -> None:
             learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
 
 
-async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
+async def test_servers_that_share_a_gpu_get_separate_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is computed, since no server can measure what is free while others start."""
@@ -107,7 +107,9 @@ async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
         (VLLMConfig(urls=["http://127.0.0.1:1"], weights="ipc"), "servers that the run starts"),
     ],
 )
-def test_what_cannot_be_colocated(engine: VLLMConfig | ScriptedConfig, text: str) -> None:
+def test_layouts_that_cannot_be_colocated_are_refused(
+    engine: VLLMConfig | ScriptedConfig, text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         learner_gpus(COLOCATED, engine, TWO, GpuPlan(["a", "b"]))
 
@@ -128,7 +130,7 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
         VLLMConfig(weights="ipc", lora="adapter")
 
 
-def test_the_split_layout_says_what_would_allow_it() -> None:
+def test_the_error_of_a_split_layout_names_the_key_that_allows_it() -> None:
     resources = ResourcesConfig(learner_gpus=[1, 2])
     with pytest.raises(
         ConfigError, match=r"resources\.colocated = true learner and servers alternate"

@@ -1,4 +1,4 @@
-"""What each configuration resolves to: grader, tools, prompt and search, as a table.
+"""The resolved values of each configuration: grader, tools, prompt and search, as a table.
 
 `pytest -s` prints it.
 """
@@ -72,7 +72,7 @@ def resolved() -> dict[tuple[str, str], tuple[str, ...]]:
     return found
 
 
-def test_each_configuration_resolves_to_what_its_row_says() -> None:
+def test_each_configuration_resolves_to_its_row_of_the_table() -> None:
     found = resolved()
     for key, cells in found.items():
         sys.stdout.write(" | ".join((*key, *cells)) + "\n")

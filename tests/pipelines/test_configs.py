@@ -1,7 +1,7 @@
 """Every shipped configuration: read, planned for 8 GPUs, and run for a step on the CPU.
 
-In the runs nothing is changed but what stands in the lists below: paths, the sizes of model and
-data, and the machine.
+The runs change only the keys in the lists below: paths, the sizes of model and data, and the
+machine.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_no_configuration_is_forgotten_here() -> None:
+def test_every_shipped_configuration_has_a_test() -> None:
     found = {path.stem for path in CONFIGS.glob("*.toml")}
     assert found == {*COMMANDS, *EVALUATIONS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_is_planned_for_eight_gpus_and_fits(
+def test_a_dry_run_of_a_configuration_fits_eight_gpus(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ def test_it_is_planned_for_eight_gpus_and_fits(
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
-def test_an_evaluation_is_planned_for_eight_gpus(
+def test_a_dry_run_of_an_evaluation_uses_eight_gpus(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,9 @@ def test_an_evaluation_is_planned_for_eight_gpus(
 
 
 @pytest.mark.parametrize("name", PUBLISHED_RL)
-def test_published_ones_use_eight_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_configurations_use_eight_gpus(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train.main([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "7"]) == 2
     assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7 are free" in capsys.readouterr().err
 
@@ -190,7 +192,7 @@ def test_a_step_of_preferences(small: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("here")
 def test_a_round_of_the_self_critic(small: Path) -> None:
-    """By the command of docs/reproduce.md, then preferences are trained on the pairs it leaves."""
+    """With the command of docs/reproduce.md; then preferences are trained on its pairs."""
     few = ("self_critic.num_questions=6", f"prompt.template={small}/rl.jsonl")
     few += ("self_critic.threshold=0",)  # the right form alone: so small a model is hardly right
     own = ("run.name=critic", f"eval.sets.test.path={small}/rl.jsonl", "eval.sets.test.max_tasks=2")
@@ -213,7 +215,7 @@ def test_a_round_of_the_self_critic(small: Path) -> None:
 )
 def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     """Of two questions a set, graded by the rules and a judge."""
-    rows = ask(name, sets, small)
+    rows = evaluate_small(name, sets, small)
     assert all(SYSTEM in row.segments[0]["env"] for row in rows)
 
 
@@ -228,7 +230,7 @@ def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -
     with retriever("backend.name=faiss", *index) as address:
         url = f"sets.hotpotqa.search.backend.url={address}"
         refiner = "assist.refiner.min_response_tokens=64"
-        rows = ask("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
+        rows = evaluate_small("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
     told = {
         row.dataset: str([part["env"] for part in row.segments if "env" in part]) for row in rows
     }
@@ -236,7 +238,7 @@ def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -
     assert TEXTS[0] not in told["gsm8k"]
 
 
-def ask(name: str, sets: str, small: Path, *more: str) -> list[EvalRow]:
+def evaluate_small(name: str, sets: str, small: Path, *more: str) -> list[EvalRow]:
     """The rows of two questions of each of the sets by configs/NAME.toml."""
     out = small / "evals" / name
     paths = [f"sets.{one}.path={small}/{one}.jsonl" for one in sets.split(",")]

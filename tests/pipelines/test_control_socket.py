@@ -1,4 +1,4 @@
-"""The socket of launchers/ctl.py: who gets in, what it bears, and what a killed process leaves."""
+"""The socket of launchers/ctl.py: access, robustness, and the socket left by a killed process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def answer(request: Request) -> Reply:
     return Done([type(request).__name__])
 
 
-def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
+def run_with_socket(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
     """`act`, in a thread, while requests are answered."""
 
     async def main() -> None:
@@ -75,8 +75,8 @@ def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) 
     asyncio.run(main())
 
 
-def said(run: Path, data: bytes) -> bytes:
-    """What comes back for these bytes."""
+def reply_to(run: Path, data: bytes) -> bytes:
+    """The reply to these bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         with short_path(run) as path:
@@ -88,7 +88,7 @@ def said(run: Path, data: bytes) -> bytes:
         return b"".join(parts)
 
 
-def test_only_its_owner_can_open_it_and_it_is_gone_with_the_run(run: Path) -> None:
+def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: Path) -> None:
     def look() -> None:
         folder, path = run / "ctl", run / "ctl" / "socket"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -97,15 +97,15 @@ def test_only_its_owner_can_open_it_and_it_is_gone_with_the_run(run: Path) -> No
         with pytest.raises(ConfigError, match="not now"):
             ask(run, Pause())
 
-    beside(run, look)
+    run_with_socket(run, look)
     assert not (run / "ctl").exists()
     with pytest.raises(UnreachableError, match="no process listens"):
         ask(run, AskStatus())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_is_kept_out_by_the_folder_and_refused_behind_it(run: Path) -> None:
-    def come() -> None:
+def test_another_user_is_denied_by_the_folder_and_by_the_socket(run: Path) -> None:
+    def connect_as_other() -> None:
         socket_ = run / "ctl" / "socket"
         command = [sys.executable, "-c", CONNECT, str(socket_)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -115,7 +115,7 @@ def test_another_user_is_kept_out_by_the_folder_and_refused_behind_it(run: Path)
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert f"this run belongs to user 0, not to user {NOBODY}" in found.stdout
 
-    beside(run, come)
+    run_with_socket(run, connect_as_other)
 
 
 def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
         assert stat.S_IMODE((deep / "ctl" / "socket").stat().st_mode) == 0o600
         assert ask(deep, AskStatus()) == Done(["AskStatus"])
 
-    beside(deep, look)
+    run_with_socket(deep, look)
     assert not (deep / "ctl").exists()
 
 
@@ -137,7 +137,7 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
         left.bind(str(run / "ctl" / "socket"))
     with pytest.raises(UnreachableError, match="no process listens"):
         ask(run, AskStatus())
-    beside(run, lambda: ask(run, AskStatus()))
+    run_with_socket(run, lambda: ask(run, AskStatus()))
 
 
 @pytest.mark.parametrize(
@@ -152,20 +152,20 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
         (b"x" * (2 * MAX_REQUEST), b"refused"),
     ],
 )
-def test_what_is_no_request_is_refused_and_the_next_one_answered(
+def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
     run: Path, data: bytes, expected: bytes
 ) -> None:
     def say() -> None:
         try:
-            assert expected in said(run, data)
+            assert expected in reply_to(run, data)
         except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
             assert len(data) > MAX_REQUEST
         assert ask(run, AskStatus()) == Done(["AskStatus"])
 
-    beside(run, say)
+    run_with_socket(run, say)
 
 
-def test_who_says_nothing_holds_up_nobody_and_is_sent_away(
+def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "READ_S", 0.5)
@@ -177,19 +177,19 @@ def test_who_says_nothing_holds_up_nobody_and_is_sent_away(
             assert ask(run, AskStatus()) == Done(["AskStatus"])
             assert b"no request within 0.5 s" in silent.recv(4096)
 
-    beside(run, say)
+    run_with_socket(run, say)
 
 
-def test_a_place_that_takes_no_sockets_is_no_reason_to_end(run: Path) -> None:
+def test_a_run_continues_where_no_socket_can_be_created(run: Path) -> None:
     run.rmdir()
     warned: list[str] = []
-    beside(run, lambda: None, warned)
+    run_with_socket(run, lambda: None, warned)
     assert len(warned) == 1
     assert "agentenv ctl cannot reach this run" in warned[0]
     run.mkdir()
 
 
-def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
+def test_a_run_that_does_not_answer_is_distinguished_from_an_ended_one(run: Path) -> None:
     (run / "ctl").mkdir()
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(run / "ctl" / "socket"))
@@ -211,7 +211,7 @@ def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
     ],
     ids=["none", "elsewhere", "killed", "alive"],  # the same in each process of pytest
 )
-def test_where_no_run_is_alive_that_is_said(
+def test_a_command_on_an_ended_run_reports_that_it_ended(
     run: Path, lock: str | None, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.json").write_text("{}")
@@ -249,7 +249,7 @@ def test_a_finished_run_is_distinguished_from_a_stopped_run(
 
 
 @pytest.mark.parametrize("files", [[], ["config.json", "rows.jsonl"]], ids=["none", "evaluation"])
-def test_a_folder_that_is_no_run_is_bad_input(
+def test_a_folder_without_a_run_is_bad_input(
     run: Path, files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in files:
@@ -263,22 +263,22 @@ def test_a_folder_that_is_no_run_is_bad_input(
 
 def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes: list[int] = []
-    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
+    run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
     assert capsys.readouterr().out.splitlines() == [
         "Checkpoint",
         "",
         "next:",
         f"  agentenv view {run}  # its curves and trees",
     ]
-    beside(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
+    run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
     assert "next" not in capsys.readouterr().out
     assert codes == [0, 0]
 
 
-def test_an_interruption_says_that_the_run_goes_on(
+def test_an_interrupted_command_reports_that_the_run_continues(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C, while a run that is deaf is asked."""
+    """Ctrl-C during a request to a run that does not reply."""
     (run / "ctl").mkdir()
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(run / "ctl" / "socket"))
@@ -300,7 +300,7 @@ def test_an_interruption_says_that_the_run_goes_on(
     )
 
 
-def test_a_folder_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["/nowhere/at/all", "pause"]) == 2
     assert "no such folder" in capsys.readouterr().err
 
@@ -308,7 +308,7 @@ def test_a_folder_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "wrong", [["cancel"], ["cancel", "x"], ["bogus"], ["set"], ["requeue", "1"]]
 )
-def test_wrong_arguments_are_told_before_anybody_is_asked(run: Path, wrong: list[str]) -> None:
+def test_wrong_arguments_are_refused_before_any_request(run: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         ctl.main([str(run), *wrong])
     assert ended.value.code == 2

@@ -1,4 +1,5 @@
-"""Rows of dialogues: every form gives the same messages, and bad rows say what is wrong."""
+"""Rows of dialogues: every form yields the same messages, and the errors of bad rows name the
+fault."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_tools_and_calls() -> None:
         assert found.tools == [schema]
 
 
-def test_names_of_columns_and_roles_are_those_that_are_given() -> None:
+def test_names_of_columns_and_roles_are_configurable() -> None:
     row = {"talk": [{"who": "q", "what": "Who?"}, {"who": "a", "what": "<answer>me</answer>"}]}
     tags = ChatTags(role_tag="who", content_tag="what", user_tag="q", assistant_tag="a")
     assert read(row, columns=ChatColumns(messages="talk"), tags=tags) == (USER, ANSWER)
@@ -116,7 +117,9 @@ def test_names_of_columns_and_roles_are_those_that_are_given() -> None:
         ({"question": "a", "turns": [{"result": "x"}]}, "field `action` - at `$.turns[0]`"),
     ],
 )  # fmt: skip
-def test_a_bad_row_says_key_and_what_was_expected(row: dict[str, Any], message: str) -> None:
+def test_the_error_of_a_bad_row_names_the_key_and_the_expected_value(
+    row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         read_conversation(row, RowFormat())
     assert message in str(caught.value)
@@ -163,7 +166,7 @@ def registry(folder: Path, entry: dict[str, Any]) -> ChatDataConfig:
     return ChatDataConfig(train="cold_start", dataset_info=str(folder))
 
 
-def test_a_name_of_dataset_info_stands_for_its_file(tmp_path: Path) -> None:
+def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
     entry = {
         "file_name": "d.json",
         "formatting": "sharegpt",

@@ -1,4 +1,4 @@
-"""launchers/ctl.py against a run that goes on, a process as users start it."""
+"""launchers/ctl.py against a live run, a process started like one of a user."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
         yield run, process
 
 
-class Asked:
+class ControlClient:
     """Runs commands, whose replies are read from their JSON."""
 
     def __init__(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,52 +104,50 @@ def conserved(rows: Sequence[dict[str, Any]]) -> None:
         assert row["trees/offered"] == sum(row[name] for name in parts)
 
 
-def test_every_command_on_a_run_that_goes_on(
-    slow: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(slow, "controlled") as (run, process):
-        asked = Asked(run, capsys)
-        status = asked("status")
+        client = ControlClient(run, capsys)
+        status = client("status")
         assert (status["phase"], status["pid"]) == ("RL", process.pid)
         assert 0 < status["trees"]["in_flight"] <= status["queue"]["capacity"]
 
-        # what rollouts wait for, since when; texts only where they are asked for
-        wait = asked.until("why", holds=stuck)
+        # waits of rollouts with their start; texts only on request
+        wait = client.until("why", holds=stuck)
         assert wait["longest_s"] >= 0
         assert wait["since"]
         assert "`cancel` ends the tree" in wait["advice"]
-        why = asked("why", wait["tree"])
+        why = client("why", wait["tree"])
         assert why["row"]["tree"] == wait["tree"]
         assert why["row"]["question"] is None
         assert all(branch["text"] is None for branch in why["branches"])
         if why["branches"]:
-            text = asked("why", wait["tree"], "--text")
+            text = client("why", wait["tree"], "--text")
             assert "How many" in text["row"]["question"]
             assert any("<stock>" in (one["text"] or "") for one in text["branches"])
-        assert "the tool 'stock'" in " ".join(asked.shown("why").split())
+        assert "the tool 'stock'" in " ".join(client.shown("why").split())
 
-        # pause: nothing begins; a checkpoint and an evaluation work meanwhile
-        asked("pause")
-        assert asked("pause")["lines"] == ["the run is already paused"]
-        path = Path(asked("checkpoint")["facts"]["path"])  # behind the update that went on
-        before = asked("status")
+        # pause: nothing starts; meanwhile a checkpoint and an evaluation work
+        client("pause")
+        assert client("pause")["lines"] == ["the run is already paused"]
+        path = Path(client("checkpoint")["facts"]["path"])  # after the update in progress
+        before = client("status")
         assert before["is_paused"]
         assert (path / "state.json").is_file()
-        found = asked("evaluate", "a")["facts"]
+        found = client("evaluate", "a")["facts"]
         assert (run / "eval" / found["when"] / "rows.jsonl").is_file()
         assert found["sets"]["a"]["num_trajectories"] == 2
-        after = asked("status")
+        after = client("status")
         assert after["step"] == before["step"]
         assert after["trees"]["offered"] == before["trees"]["offered"]
-        asked("resume")
-        assert not asked("status")["is_paused"]
+        client("resume")
+        assert not client("status")["is_paused"]
 
-        asked("cancel", asked.until("why", holds=stuck)["tree"])
-        assert "'nope'; known: ['a']" in asked.refused("evaluate", "nope")
-        assert "is not in flight" in asked.refused("cancel", 99999)
+        client("cancel", client.until("why", holds=stuck)["tree"])
+        assert "'nope'; known: ['a']" in client.refused("evaluate", "nope")
+        assert "is not in flight" in client.refused("cancel", 99999)
 
-        asked.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
-        asked.until("status", holds=lambda one: one["step"] >= after["step"] + 2)
+        client.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
+        client.until("status", holds=lambda one: one["step"] >= after["step"] + 2)
         process.send_signal(signal.SIGKILL)
         process.wait()
 
@@ -160,7 +158,7 @@ def test_every_command_on_a_run_that_goes_on(
     for command in ("pause", "resume", "cancel", "checkpoint", "evaluate"):
         assert f"agentenv ctl {command}: " in log
 
-    assert ctl.main([str(run)]) == 1  # what it has left tells whom it was of
+    assert ctl.main([str(run)]) == 1  # its files name their owner
     assert "was killed" in capsys.readouterr().err
     # an earlier version kept keys that were changed in flight
     change = {"time": "noon", "command": "set", "facts": {"values": {"limits.max_seconds": 5}}}
@@ -170,35 +168,35 @@ def test_every_command_on_a_run_that_goes_on(
         assert "contains values that were set at run time; they are ignored" in log
 
 
-def test_trees_in_workers_are_reached_but_for_their_texts(
+def test_trees_in_workers_are_reachable_except_for_their_texts(
     slow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processes = ("cluster.kind=processes", "cluster.workers=1", "eval.sets={}")
     chosen = [one for one in processes if not one.startswith("eval")]
     with running(slow, "controlled-workers", *chosen) as (run, process):
-        asked = Asked(run, capsys)
+        client = ControlClient(run, capsys)
 
         def tree_at_the_tool(status: Any) -> Any:
             for tree in range(status["trees"]["offered"]):
-                why = asks("why", tree)
+                why = query("why", tree)
                 if why and any(one["what"] == "the tool 'stock'" for one in why["branches"]):
                     return tree, why
             return None
 
-        def asks(*arguments: object) -> Any:
-            """The reply; none about a tree that is not in flight any more."""
+        def query(*arguments: object) -> Any:
+            """The reply; None for a tree that is no longer in flight."""
             if ctl.main([str(run), *map(str, arguments), "--json"]) == 0:
                 return json.loads(capsys.readouterr().out)
             return capsys.readouterr() and None
 
-        tree, why = asked.until("status", holds=tree_at_the_tool)
+        tree, why = client.until("status", holds=tree_at_the_tool)
         assert why["row"]["worker"] == "worker-0"
         assert any("are not accessible" in line for line in why["lines"])
-        asked("pause")
-        assert asked("status")["is_paused"]
-        asked("resume")
-        asked("cancel", tree)
-        asked.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
+        client("pause")
+        assert client("status")["is_paused"]
+        client("resume")
+        client("cancel", tree)
+        client.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
     assert not (run / "ctl").exists()
@@ -208,12 +206,12 @@ def test_trees_in_workers_are_reached_but_for_their_texts(
 
 
 @pytest.mark.parametrize("line", ["R --json why", "R why --json", "--json R", "R --json"])
-def test_json_may_stand_anywhere(line: str) -> None:
+def test_the_json_option_may_have_any_position(line: str) -> None:
     assert ctl.make_parser().parse_args(line.split()).json
     assert not ctl.make_parser().parse_args(["R", "why"]).json
 
 
-def test_a_command_before_the_run_is_put_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_before_the_run_argument_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ctl.main(["status", "runs/mine"])
     assert "the run comes first: agentenv ctl RUN status" in capsys.readouterr().err

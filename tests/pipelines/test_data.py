@@ -55,7 +55,7 @@ async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path
     assert "row 2: key 'q', which columns.question names, is missing" in said[0]
 
 
-async def test_a_mix_takes_the_place_of_train(warehouse: Path, tmp_path: Path) -> None:
+async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"question": "q", "answer": "a"})
     config = configured(
         warehouse,
@@ -83,7 +83,9 @@ async def test_a_mix_takes_the_place_of_train(warehouse: Path, tmp_path: Path) -
         (("eval.sets.a={path = 'x', compat = 'old'}",), "compat: Invalid enum value 'old'"),
     ],
 )  # fmt: skip
-def test_a_key_that_cannot_be(warehouse: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_an_invalid_key_is_refused(
+    warehouse: Path, overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         configured(warehouse, *overrides)
     assert message in str(raised.value)
@@ -98,7 +100,7 @@ def test_a_key_that_cannot_be(warehouse: Path, overrides: tuple[str, ...], messa
         (("limits.max_prompt_tokens=20", "data.overlong_prompt=skip"), "'skip' skipped all 24"),
     ],
 )  # fmt: skip
-def test_what_is_refused_before_a_run_starts(
+def test_invalid_data_is_refused_before_a_run_starts(
     warehouse: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
 ) -> None:
     assert train.main([str(warehouse), "run.name=bad-rows", *overrides]) == 2

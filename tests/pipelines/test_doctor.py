@@ -1,5 +1,5 @@
-"""launchers/doctor.py: every check passes where all is well, and of one fault exactly its check
-fails, with what to do."""
+"""launchers/doctor.py: every check passes without a fault, and one fault fails exactly its check,
+with a remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def failed(results: Sequence[CheckResult]) -> list[str]:
 # The machine.
 
 
-def looked_at(of: Any, *names: str) -> list[CheckResult]:
+def run_checks(of: Any, *names: str) -> list[CheckResult]:
     async def look() -> list[CheckResult]:
         checks = [check for check in CHECKS if check.name in names]
         return [one async for one in Runner().run(checks, of)]
@@ -53,11 +53,11 @@ def looked_at(of: Any, *names: str) -> list[CheckResult]:
     return asyncio.run(look())
 
 
-def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> None:
+def test_the_doctor_refuses_an_evaluation_and_names_the_command_that_checks_it() -> None:
     path = Path(__file__).parents[2] / "configs" / "eval_reasoning.toml"
 
     async def look() -> list[CheckResult]:
-        found = examine(path, [], is_offline=True, is_quick=True, say=print)
+        found = examine(path, [], is_offline=True, is_quick=True, report=print)
         return [one async for one in found if one.name == "configuration"]
 
     (result,) = asyncio.run(look())
@@ -69,8 +69,8 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
 LIGHT = ("versions", "free memory", "free disk", "descriptors")
 
 
-def test_this_machine_is_in_order(tmp_path: Path) -> None:
-    results = looked_at(tmp_path, *LIGHT)
+def test_this_machine_passes_every_check(tmp_path: Path) -> None:
+    results = run_checks(tmp_path, *LIGHT)
     assert [one.name for one in results] == list(LIGHT)
     assert failed(results) == []
 
@@ -96,12 +96,12 @@ class _Disk(NamedTuple):
         (machine, "allowed_files", lambda: 100, "descriptors", "ulimit"),
     ],
 )  # fmt: skip
-def test_a_fault_of_the_machine_is_that_of_its_check(
+def test_a_fault_of_the_machine_fails_exactly_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(of, name, value)
-    results = looked_at(tmp_path, *LIGHT)
+    results = run_checks(tmp_path, *LIGHT)
     assert failed(results) == [expected]
     (found,) = [one for one in results if one.state == "failed"]
     assert remedy in found.remedy
@@ -115,7 +115,7 @@ def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
         return "read a file of the host"
 
     monkeypatch.setattr(sandboxes, "find_escape", escape)
-    (found,) = looked_at(tmp_path, "sandbox")
+    (found,) = run_checks(tmp_path, "sandbox")
     assert found.state == "failed"
     assert "read a file of the host" in found.message + found.remedy
     assert "bubblewrap" in found.message + found.remedy
@@ -126,7 +126,7 @@ def test_a_lower_level_of_the_sandbox_is_named_with_its_reason_and_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)  # no bubblewrap
-    (found,) = looked_at(tmp_path, "sandbox")
+    (found,) = run_checks(tmp_path, "sandbox")
     assert found.state == "passed"
     assert found.message.startswith("landlock: every tested escape was stopped; a lower level")
     assert "since namespaces: the sandbox needs bubblewrap" in found.message
@@ -142,14 +142,14 @@ def without_machine(monkeypatch: pytest.MonkeyPatch, *others: Check) -> None:
     monkeypatch.setattr(doctors, "CHECKS", (*others, *rest))
 
 
-def examined(
+def check_results(
     monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: str, quick: bool = True
 ) -> dict[str, CheckResult]:
     """The results on a configuration by name, without those on the machine."""
     without_machine(monkeypatch)
 
     async def look() -> dict[str, CheckResult]:
-        found = examine(path, overrides, is_offline=True, is_quick=quick, say=lambda text: None)
+        found = examine(path, overrides, is_offline=True, is_quick=quick, report=lambda text: None)
         return {one.name: one async for one in found}
 
     return asyncio.run(look())
@@ -163,10 +163,10 @@ EXTRA = (
 
 
 @pytest.mark.slow
-def test_of_a_good_configuration_every_check_passes_or_says_why_it_is_skipped(
+def test_for_a_good_configuration_each_check_passes_or_is_skipped_with_a_reason(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == []
     assert set(EXTRA) <= found.keys()
     skipped = {name: one.message for name, one in found.items() if one.state == "skipped"}
@@ -193,18 +193,18 @@ async def _no_machine(*_: object) -> str:
         ("limits.max_prompt_tokens=4", "prompts", ""),
     ],
 )
-def test_a_fault_of_the_configuration_is_that_of_its_check(
+def test_a_fault_of_the_configuration_fails_exactly_its_check(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, fault: str, expected: str, remedy: str
 ) -> None:
-    found = examined(monkeypatch, warehouse, fault)
+    found = check_results(monkeypatch, warehouse, fault)
     assert failed(list(found.values())) == [expected]
     assert remedy in found[expected].remedy
-    for one in found.values():  # what it is in the way of says so
+    for one in found.values():  # checks that depend on it name it
         if one.state == "skipped" and "needs" in one.message:
             assert one.message == f"needs {expected!r}, which failed"
 
 
-def _deaf(self: object, completion: Completion, *_: object) -> Message:
+def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
     return Message("assistant", "")
 
 
@@ -216,24 +216,24 @@ def _deaf(self: object, completion: Completion, *_: object) -> Message:
         (shutil, "disk_usage", lambda _: _Disk(1e3), "room on the disk", "keep_last"),
         (machine, "find_machine", lambda *_: PlannedMachine(0, 0.0, 1e6, "tiny"), "room in memory",
          "--gpus"),
-        (TagRenderer, "parse", _deaf, "calls come back", "renderer.name"),
+        (TagRenderer, "parse", _parse_nothing, "calls come back", "renderer.name"),
         (TextCodec, "neutralise", lambda self, text, tools: text, "special tokens in results",
          "report it"),
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
     ],
 )  # fmt: skip
-def test_a_fault_of_a_part_is_that_of_its_check(
+def test_a_fault_of_a_part_fails_exactly_its_check(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
     expected: str, remedy: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(of, name, value)
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == [expected]
     assert remedy in found[expected].message + found[expected].remedy
 
 
 class Grades:
-    """A grader that finds right what `right` says of the gold and the answer."""
+    """A grader that accepts an answer if `right` does for gold and answer."""
 
     def __init__(self, right: Any) -> None:
         self.right = right
@@ -257,18 +257,18 @@ class Grades:
         (lambda gold, said: gold == said.strip(" ."), ""),
     ],
 )
-def test_a_grader_that_tells_right_from_wrong_badly_is_found(
+def test_a_grader_that_confuses_right_and_wrong_answers_is_found(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, right: Any, problem: str
 ) -> None:
     import my_env  # type: ignore[import-not-found]
 
     monkeypatch.setattr(my_env, "ExactMatch", lambda: Grades(right))
-    found = examined(monkeypatch, warehouse)
+    found = check_results(monkeypatch, warehouse)
     assert failed(list(found.values())) == (["grader sanity"] if problem else [])
     assert problem in found["grader sanity"].message
 
 
-def test_an_answer_is_respelled_as_people_write_it() -> None:
+def test_an_answer_is_reformatted_in_common_spellings() -> None:
     assert respelled("Lima") == ["  Lima ", "Lima.", "LIMA"]
     assert respelled("42") == ["  42 ", "42."]
     assert respelled(r"\frac{1}{2}") == ["  \\frac{1}{2} ", "\\frac{1}{2}."]
@@ -284,13 +284,13 @@ def test_an_answer_is_respelled_as_people_write_it() -> None:
         (WebConfig(provider="searxng", url="http://127.0.0.1:9"), "search failed"),
     ],
 )
-def test_a_search_service_without_key_or_answer_is_told(
+def test_a_search_service_without_a_key_or_a_reply_is_reported(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, backend: WebConfig, problem: str
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     monkeypatch.setattr("agentenv.pipelines.diagnosis.contract.SERVICE_S", 0.5)
     config = replace(load_config(TrainConfig, warehouse), search=SearchConfig(backend=backend))
-    (found,) = looked_at(SimpleNamespace(config=config), "services")
+    (found,) = run_checks(SimpleNamespace(config=config), "services")
     assert found.state == "failed"
     assert problem in found.message + found.remedy
 
@@ -302,7 +302,7 @@ def test_a_search_service_without_key_or_answer_is_told(
 def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
     """The results with learner and embedded engine started, of which no gap is small enough."""
     with pytest.MonkeyPatch.context() as patch:
-        yield examined(
+        yield check_results(
             patch, warehouse, "engine.name=embedded", "train.max_logprob_gap=1e-15",
             "train.stop_logprob_gap=1e-15", quick=False,
         )  # fmt: skip
@@ -310,7 +310,7 @@ def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_with_learner_and_engine_the_gap_is_measured_and_judged(
+def test_with_learner_and_engine_the_logprob_gap_is_measured_and_checked(
     embedded: dict[str, CheckResult],
 ) -> None:
     assert failed(list(embedded.values())) == ["log-prob parity"]
@@ -321,7 +321,7 @@ def test_with_learner_and_engine_the_gap_is_measured_and_judged(
 # The command.
 
 
-def test_results_are_told_as_json_and_by_the_exit_code(
+def test_results_are_reported_as_json_and_by_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def wrong(of: object) -> str:
@@ -342,7 +342,7 @@ def test_results_are_told_as_json_and_by_the_exit_code(
     assert doctor.main([]) == 0
 
 
-def test_keys_without_a_configuration_and_files_that_are_not_there_are_told(
+def test_keys_without_a_configuration_and_missing_files_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_machine(monkeypatch)
@@ -353,7 +353,7 @@ def test_keys_without_a_configuration_and_files_that_are_not_there_are_told(
 
 
 @pytest.mark.parametrize("types", [("integer", "integer"), ("string", "array"), ("object",)])
-def test_a_call_whose_arguments_are_an_object_comes_back(types: tuple[str, ...]) -> None:
+def test_a_call_with_an_object_as_arguments_survives_the_round_trip(types: tuple[str, ...]) -> None:
     properties = {f"p{number}": {"type": kind} for number, kind in enumerate(types)}
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     schema = {"name": "mul", "description": "Multiply.", "parameters": parameters}

@@ -64,7 +64,7 @@ def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     assert steps[-1]["dpo/accuracy"] > steps[0]["dpo/accuracy"]
     assert (found / "checkpoints" / "step-000006" / "adapter").is_dir() == (tuning == "lora")
 
-    # goes on from the middle, against the same reference, to the same weights
+    # resumes in the middle, with the same reference, to the same weights
     whole = found / "checkpoints" / "step-000006" / "model.safetensors"
     expected = load_file(whole)
     again = [str(workspace / "small.toml"), f"run.name={tuning}", f"dpo.tuning={tuning}"]
@@ -151,7 +151,7 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
         assert row["self_critic/num_steps"] == 2 * -(-row["self_critic/num_pairs"] // 4)
         assert row["self_critic/loss"] < log(2) - 0.05
         assert row["self_critic/accuracy"] > 0.9
-    # what it has written trains the same way from a file
+    # its pairs train the same way from a file
     files = str(found / "pairs" / "round-000000.jsonl")
     keys = [f"data.train={files}", "data.dataset_info=", "data.eval=", "data.max_length=512"]
     again = run_small(dpo, workspace, "of-rounds", *keys, "dpo.num_steps=3")
@@ -160,7 +160,7 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
 
 
 @pytest.mark.slow
-def test_rounds_between_updates_count_as_no_policy_version_of_their_own(warehouse: Path) -> None:
+def test_rounds_between_updates_do_not_increase_the_policy_version(warehouse: Path) -> None:
     assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC]) == 0
     found = warehouse.parent / "runs" / "critical"
     steps = [row for row in rows_of(found) if "trees/offered" in row]

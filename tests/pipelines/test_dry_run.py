@@ -1,4 +1,4 @@
-"""--dry-run: what it prints, and what it refuses."""
+"""--dry-run: its output and its errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("grader.judge={url='{role:judge}', model='judge'}",), r"\[roles.judge\] is missing"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_settings_that_cannot_work_are_refused(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
 ) -> None:
     assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
@@ -80,12 +80,12 @@ def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "environments: tools, graders; on this machine" in told
 
 
-def test_without_gpus_main_memory_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_gpus_main_memory_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("engine.name=embedded", "model.path=models/Qwen2.5-72B", "learner.num_ranks=8")
     assert "main memory: " in refused(capsys, str(REASONING), *overrides, "limits.max_turns=2")
 
 
-def test_colocated_engine_and_learner_have_the_gpus_in_turn(
+def test_colocated_engine_and_learner_alternate_on_the_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As the released scripts have it: eight of both on eight GPUs, which cannot be awake at once;
@@ -107,7 +107,7 @@ def test_colocated_engine_and_learner_have_the_gpus_in_turn(
     assert "(learner rank and policy server); lower" in told
 
 
-def test_turns_are_advised_against_where_both_fit_at_once(
+def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
@@ -158,7 +158,7 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     assert plan.problems == []
 
 
-def test_a_gpu_that_vllm_would_use_better_is_named(
+def test_a_gpu_suited_to_vllm_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,7 +170,7 @@ def test_a_gpu_that_vllm_would_use_better_is_named(
         train.main([config, f"model.path={tmp_path}/model", "--dry-run", *arguments])
         return capsys.readouterr().out.count("faster on a GPU than the embedded engine")
 
-    assert hints("--gpus", "1") == 0  # there is no vLLM
+    assert hints("--gpus", "1") == 0  # vLLM is not installed
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -184,7 +184,7 @@ def test_a_cold_start_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert "GPU 0 needs" in refused(capsys, config, *more, main=sft.main)
 
 
-def test_it_prints_what_was_chosen_first_and_starts_nothing(
+def test_a_dry_run_prints_the_chosen_keys_first_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -209,14 +209,14 @@ def test_it_prints_what_was_chosen_first_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_defaults_are_shown_where_they_are_asked_for(
+def test_defaults_are_shown_on_request(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
     assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
 
 
-def test_values_name_what_differs_from_the_default() -> None:
+def test_chosen_values_are_those_that_differ_from_the_default() -> None:
     config = LearnerConfig(learning_rate=1e-5, num_ranks=2, lora=LoRAConfig(r=4))
     chosen = {value.key: value.text for value in values_of(config) if value.chosen}
     assert chosen["learning_rate"] == "1e-05"
@@ -228,7 +228,7 @@ def test_values_name_what_differs_from_the_default() -> None:
 
 
 @pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])
-def test_what_only_a_dry_run_reads(
+def test_options_of_a_dry_run_require_it(
     capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -1,4 +1,4 @@
-"""--dry-run reads what is here: rows, a prompt, a gold; and a refused run leaves nothing behind."""
+"""--dry-run reads available rows, a prompt and a gold; and a refused run leaves no files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_adapters_that_cannot_be_merged_are_refused(
         ({"question": "Why? " * 200}, "1 of 7 prompts are longer than limits.max_prompt_tokens"),
     ],
 )
-def test_what_the_run_would_refuse_is_refused(
+def test_a_dry_run_refuses_the_rows_that_a_run_refuses(
     here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], says: str
 ) -> None:
     row = arpo_row(6, answer=change.get("answer"))
@@ -122,7 +122,7 @@ def test_what_the_run_would_refuse_is_refused(
 
 
 @pytest.mark.slow
-def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
+def test_a_gold_that_its_grader_rejects_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A gold that the reward's box cannot hold can never be earned."""
@@ -132,7 +132,7 @@ def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
 
 
 @pytest.mark.slow
-def test_demonstrations_without_the_questions_they_belong_to_are_not_read(
+def test_demonstrations_without_their_questions_are_not_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = dry(
@@ -147,9 +147,7 @@ def test_demonstrations_without_the_questions_they_belong_to_are_not_read(
 
 
 @pytest.mark.slow
-def test_without_a_tokenizer_rows_are_read_all_the_same(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "test.jsonl").unlink()
     code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
     assert code == EXIT_MISSING, capsys.readouterr().err
@@ -163,7 +161,7 @@ def test_without_a_tokenizer_rows_are_read_all_the_same(
 
 
 @pytest.mark.slow
-def test_a_package_that_is_not_installed_here_is_missing_and_no_mistake(
+def test_a_package_that_is_not_installed_is_listed_as_missing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run may be one for another machine, where it is."""
@@ -229,7 +227,7 @@ register("me/Scales-v0", "late_env:ScalesEnv")
         ),
     ],
 )
-def test_of_rows_that_the_run_makes_missing_packages_are_listed(
+def test_missing_packages_are_listed_for_rows_that_the_run_generates(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -280,7 +278,7 @@ def test_a_program_without_namespaces_is_refused(
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_there_are_missing_and_not_wrong(
+def test_missing_weights_are_listed_as_missing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "model" / "model.safetensors").unlink()
@@ -291,7 +289,7 @@ def test_weights_that_are_not_there_are_missing_and_not_wrong(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_of_a_long_file_both_ends_are_read(tmp_path: Path, suffix: str) -> None:
+def test_both_ends_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
     rows = [{"question": str(number)} for number in range(2500)]
     path = tmp_path / f"rows.{suffix}"
     (write_rows if suffix == "jsonl" else write_parquet)(path, rows)
@@ -308,7 +306,7 @@ def test_of_a_long_file_both_ends_are_read(tmp_path: Path, suffix: str) -> None:
         (dpo.main, "dpo", "pairs", SAME),
     ],
 )
-def test_dialogues_are_read_in_tokens(
+def test_dialogues_are_measured_in_tokens(
     here: Path,
     capsys: pytest.CaptureFixture[str],
     main: Any,

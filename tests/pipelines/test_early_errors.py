@@ -71,7 +71,7 @@ def test_a_context_beyond_that_of_an_evaluated_model(
     assert "engine.max_model_len = 2048" in text
 
 
-def test_servers_stretch_the_positions_of_a_model_that_says_so(tmp_path: Path) -> None:
+def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     raw = {"max_position_embeddings": 1024, "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -97,7 +97,7 @@ def test_servers_stretch_the_positions_of_a_model_that_says_so(tmp_path: Path) -
         ("data.train={folder}/rows.jsonl", "rows.jsonl, row 1: key 'question'"),
     ],
 )
-def test_what_needs_nothing_of_the_set_up_is_told_before_it(
+def test_mistakes_that_do_not_depend_on_the_setup_are_reported_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str, more: list[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"answer": 1}\n')
@@ -119,7 +119,7 @@ def test_what_needs_nothing_of_the_set_up_is_told_before_it(
          "engine.urls: no engine server answers at http://127.0.0.1:9 (Conn"),
     ],
 )  # fmt: skip
-def test_what_is_not_here_is_told_before_the_set_up(
+def test_missing_parts_are_reported_before_the_setup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
 ) -> None:
     runs = tmp_path / "runs"
@@ -147,7 +147,7 @@ class Mine(ToolEnv):
         (["python.timeout_s=3"], "[python]: not used by graded_first:Mine; remove the table"),
     ],
 )  # fmt: skip
-def test_an_environment_of_ones_own_that_needs_nothing_of_the_set_up_is_tried_before_it(
+def test_a_custom_environment_independent_of_the_setup_is_tried_before_it(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -166,7 +166,7 @@ def test_an_environment_of_ones_own_that_needs_nothing_of_the_set_up_is_tried_be
     assert not runs.exists()
 
 
-def test_what_only_the_set_up_shows_is_refused_after_it_and_leaves_no_folder(
+def test_mistakes_found_only_after_the_setup_leave_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -175,7 +175,7 @@ def test_what_only_the_set_up_shows_is_refused_after_it_and_leaves_no_folder(
     assert not runs.exists()
 
 
-def test_a_set_up_that_is_interrupted_leaves_no_folder_and_promises_no_resume(
+def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare(run: Path, seed: int) -> None:
@@ -189,7 +189,7 @@ def test_a_set_up_that_is_interrupted_leaves_no_folder_and_promises_no_resume(
     assert not runs.exists()
 
 
-def test_files_of_a_fine_tuning_are_looked_for_before_its_set_up(
+def test_files_of_a_fine_tuning_are_checked_before_its_setup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_files_of_a_fine_tuning_are_looked_for_before_its_set_up(
 @pytest.mark.parametrize(
     "key", ["data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data", "sft.gate"]
 )
-def test_a_file_that_the_set_up_does_not_make(
+def test_a_file_that_the_setup_does_not_create(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     override = f"{key}={tmp_path}/nowhere.jsonl"

@@ -1,5 +1,5 @@
-"""Whatever ends a run, what it has learned is saved first, and state and weights of a checkpoint
-belong together. Runs are whole ones, by their command, with a rank that computes nothing."""
+"""Any end of a run saves its progress first, and state and weights of a checkpoint belong together.
+Runs are whole ones, started by their command, with a rank that computes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUM_STEPS = 4
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ToyRank]]:
-    """The class of the learner's ranks; what a test sets on it is taken back."""
+    """The class of the learner's ranks; attributes set by a test are restored."""
     monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
     monkeypatch.setattr(Recorder, "draw", lambda self: [])  # most of a run's CPU time here
     with toy_ranks() as found:
@@ -63,8 +63,8 @@ def arguments(warehouse: Path, name: str, *overrides: str) -> list[str]:
 
 
 def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
-    """Its step and its state; the weights, and the learner's state beside, are those of the step:
-    an update a step, since the script leaves no group with equal returns."""
+    """The step and the state of the last checkpoint. Its weights and learner state are those of the
+    step: one update per step, since the script leaves no group with equal returns."""
     path = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
     state = json.loads((path / "state.json").read_text())
     ledger = state["ledger"]
@@ -100,7 +100,9 @@ def kept_steps(run: Path) -> list[int]:
     return [*found]
 
 
-def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str) -> None:
+def assert_resumes(
+    warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str
+) -> None:
     """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
     saved before their trajectories could be written."""
     assert train.main([*arguments(warehouse, name, *overrides), "--resume"]) == 0
@@ -118,14 +120,14 @@ def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *over
     assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
 
 
-# Where a signal comes: the command of the learner that is at work and which of its kind, or what
-# else goes on; and the step that is saved then, which is the one before where a step is not done.
+# Moments of a signal: the current command of the learner and its number, or another activity; and
+# the step that is then saved, which is the previous one if the step is incomplete.
 POINTS = {
     "rollout": 1,
     "ScoreSequences 3": 3,  # the parity of step 2, in step 3; the first: of the start
     "Update 3": 3,
     "Publish 2": 2,
-    "evaluation": 2,  # that of step 2, and it is taken up
+    "evaluation": 2,  # that of step 2, which is continued
     "Export 2": 2,  # of the checkpoint of step 2; the first is that of step 0
     "Save 2": 2,
     "archive 2": 2,  # the trees of step 2 are written
@@ -193,7 +195,7 @@ class Signals:
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["hangup", "once", "twice"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_signal_saves_wherever_it_comes(
+def test_a_signal_saves_a_checkpoint_at_any_point(
     warehouse: Path,
     rank: type[ToyRank],
     point: str,
@@ -212,7 +214,7 @@ def test_a_signal_saves_wherever_it_comes(
     assert ("still shutting down" in out) == (number == 2) or point.startswith("Close")
     assert last_checkpoint(run)[0] == POINTS[point]
     assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
-    goes_on(warehouse, name)
+    assert_resumes(warehouse, name)
 
 
 def best(run: Path) -> int:
@@ -224,7 +226,7 @@ def best(run: Path) -> int:
 BEST = "checkpoint.best_metric=a/success"
 
 
-def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are_written(
+def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
     """The checkpoint of an evaluation is saved then, and waits for them."""
@@ -250,10 +252,10 @@ def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are
     assert last_checkpoint(run)[0] == 2
     assert kept_steps(run) == [1, 2]
     assert best(run) == 2
-    goes_on(warehouse, "best-late", frozenset(), BEST)
+    assert_resumes(warehouse, "best-late", frozenset(), BEST)
 
 
-def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
+def test_the_journal_records_trained_trees_before_a_checkpoint_does(
     warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no tree waits for the journal any more, as in the last step."""
@@ -272,10 +274,10 @@ def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
         assert known[f"step-{step:06d}"] >= set(range(step))
 
 
-def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_before(
+def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
-    """The evaluation was done, and had not been looked at."""
+    """The evaluation had finished but had not been processed."""
     replace = evaluations.replace_folder
 
     def replacing(partial: Path, folder: Path) -> None:
@@ -291,18 +293,18 @@ def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_b
     assert last_checkpoint(run)[0] == 2
     assert not (run / "checkpoints" / "best").exists()
     before = (run / "eval" / "step-000002" / "rows.jsonl").stat()
-    goes_on(warehouse, "best-next", frozenset(), BEST)
+    assert_resumes(warehouse, "best-next", frozenset(), BEST)
     after = (run / "eval" / "step-000002" / "rows.jsonl").stat()
     assert after.st_mtime_ns == before.st_mtime_ns, "nothing is asked again"
     assert best(run) == 2, "that of step 4 is no better"
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_run_ends_well_at_the_value_of_its_best_metric(warehouse: Path) -> None:
+def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Path) -> None:
     keys = (BEST, "train.stop_at=0.01")
     run = warehouse.parent / "runs" / "reached"
     assert train.main(arguments(warehouse, "reached", *keys)) == 0
-    for _ in range(2):  # a resumed run knows the value
+    for _ in range(2):  # a resumed run restores the value
         assert last_checkpoint(run)[0] == 2
         evaluated = {path.name for path in (run / "eval").iterdir()}
         assert evaluated == {"after_rl", "before_sft", "step-000002"}
@@ -311,7 +313,7 @@ def test_a_run_ends_well_at_the_value_of_its_best_metric(warehouse: Path) -> Non
     assert last_checkpoint(run)[0] == NUM_STEPS
 
 
-# What else ends a run: what is replaced, the exit code, what is said, and the step that is saved.
+# Other ends of a run: the replacement, the exit code, the message, and the saved step.
 
 
 def dying(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +362,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["engine", "disk", "untrained", "parity", "publish"],
 )
-def test_whatever_else_ends_a_run_is_said_after_saving(
+def test_any_other_cause_of_an_end_is_reported_after_saving(
     warehouse: Path,
     rank: type[ToyRank],
     replace: Callable[[pytest.MonkeyPatch], None],
@@ -376,23 +378,23 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
         assert train.main(arguments(warehouse, name, *overrides)) == 1
     assert told in capsys.readouterr().err.replace("\n", " ")
     assert last_checkpoint(warehouse.parent / "runs" / name)[0] in steps
-    goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
+    assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Alarms, "check_hits"), (report, "rollout_metrics")])
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
-    """Also one in what is told of a step: its weights are whole."""
+    """Also a bug in the report of a step: its weights are whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ExceptionGroup):
             train.main(arguments(warehouse, f"bug-{name}"))
     assert last_checkpoint(warehouse.parent / "runs" / f"bug-{name}")[0] == 1
-    goes_on(warehouse, f"bug-{name}", unwritten={1})
+    assert_resumes(warehouse, f"bug-{name}", unwritten={1})
 
 
-def test_weights_of_half_a_step_are_not_saved(
+def test_weights_of_a_partial_step_are_not_saved(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An update that failed may have moved them."""
@@ -410,10 +412,10 @@ def test_weights_of_half_a_step_are_not_saved(
     assert "in the middle of a step" in err
     assert "step-000002" in err
     assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
-    goes_on(warehouse, "half")
+    assert_resumes(warehouse, "half")
 
 
-def test_a_checkpoint_that_hangs_is_given_up(
+def test_a_checkpoint_that_hangs_is_abandoned(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After checkpoint.finish_s from the signal on; the one before is whole."""
@@ -432,10 +434,10 @@ def test_a_checkpoint_that_hangs_is_given_up(
         assert train.main(given) == 1
     assert "checkpoint.finish_s" in capsys.readouterr().err
     assert last_checkpoint(warehouse.parent / "runs" / "hangs")[0] == 1
-    goes_on(warehouse, "hangs")
+    assert_resumes(warehouse, "hangs")
 
 
-def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
+def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
     warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learner is ended after checkpoint.finish_s, and soon the command without the disk."""
@@ -456,10 +458,10 @@ def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
         assert train.main(given) == 1
     assert "hangs; is its disk" in capsys.readouterr().err.replace("\n", " ")
     assert last_checkpoint(warehouse.parent / "runs" / "disk")[0] == 1
-    goes_on(warehouse, "disk")
+    assert_resumes(warehouse, "disk")
 
 
-def test_trees_that_cannot_be_written_hold_up_no_last_checkpoint(
+def test_unwritable_trees_do_not_block_the_last_checkpoint(
     warehouse: Path, rank: type[ToyRank]
 ) -> None:
     ended, write = threading.Event(), Archive.write
@@ -477,11 +479,11 @@ def test_trees_that_cannot_be_written_hold_up_no_last_checkpoint(
     assert last_checkpoint(run)[0] == 2
     log = (run / "run.log").read_text()
     assert "the trees of the last step could not be written: writing" in log
-    goes_on(warehouse, "slow-trees")
+    assert_resumes(warehouse, "slow-trees")
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_resumed_run_needs_nothing_of_its_checkpoint_after_the_start(
+def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
     warehouse: Path, rank: type[ToyRank], keep_last: int
 ) -> None:
     """Three checkpoints further, when that is long pruned."""
@@ -497,7 +499,7 @@ def test_a_resumed_run_needs_nothing_of_its_checkpoint_after_the_start(
 
 
 def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
-    """A tool, one in so many of whose calls fails."""
+    """A tool that fails in every n-th call."""
     numbers = count(1)
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
@@ -516,7 +518,7 @@ def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, A
         ("limits.strict=true", 1),
     ],
 )
-def test_bugs_of_a_tool_end_a_run_only_when_they_are_many(
+def test_only_many_bugs_of_a_tool_end_a_run(
     warehouse: Path,
     rank: type[ToyRank],
     override: str,
@@ -548,7 +550,7 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of any kind, also what an environment calls its own failure."""
+    """Failures of any kind, including those that an environment raises itself."""
     monkeypatch.setattr(FunctionTool, "call", crashing(EnvError("shelf 7 is locked"), 2))
     given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
     given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
@@ -578,15 +580,15 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
 
 
 @pytest.mark.parametrize("status", [404, 401])
-def test_a_tool_that_stops_working_trains_nothing_and_the_run_goes_on_once_it_is_mended(
+def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
     warehouse: Path,
     rank: type[ToyRank],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Though it calls that the policy's fault (404), and at once where it knows better (401). Also
-    trees in flight are rolled out again."""
+    """Although the tool blames the policy (404), or immediately if the status is clear (401). Trees
+    in flight are rolled out again, too."""
     numbers, is_mended = count(1), False
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
@@ -620,7 +622,7 @@ COLD_START = [
     "sft.stages=[{num_steps=4,batch_size=1}]",
 ]
 
-# Before the updates, and the checkpoint that is there then.
+# Before the updates, and the checkpoint of that moment.
 COLD_POINTS = {
     "Init 1": "",
     "before_sft": "",
@@ -642,7 +644,7 @@ def cold_arguments(warehouse: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("point", COLD_POINTS)
-def test_a_cold_start_goes_on_from_where_a_signal_ended_it(
+def test_a_cold_start_resumes_where_a_signal_interrupted_it(
     warehouse: Path, rank: type[ToyRank], point: str, number: int
 ) -> None:
     name = f"cold-{point.replace(' ', '-')}-{number}".lower()
@@ -681,7 +683,7 @@ def test_the_checkpoint_after_the_cold_start_is_kept_for_other_algorithms(
 OWN_ENGINE = 'eval.engine={name="scripted",script="tests.support.warehouse:warehouse_turn"}'
 
 
-def asked_at_step_2(
+def act_at_step_2(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """In place of each answer to the evaluation of step 2."""
@@ -708,14 +710,14 @@ async def break_down() -> None:
     raise EnvError("the shop is closed")
 
 
-def test_an_evaluation_in_which_everything_failed_ends_the_run(
+def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
     warehouse: Path,
     rank: type[ToyRank],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also one on an engine of its own: the training meets what its trajectories failed of."""
-    asked_at_step_2(monkeypatch, break_down)
+    """Also an evaluation on a separate engine: its failures are raised in training."""
+    act_at_step_2(monkeypatch, break_down)
     assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
     told = (
         "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
@@ -741,7 +743,7 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    asked_at_step_2(monkeypatch, act)
+    act_at_step_2(monkeypatch, act)
     monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
     name = f"gap-{request.node.callspec.id}"
     given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
@@ -754,19 +756,20 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]
 
 
-# What takes long starts beside what is looked at before.
+# Slow parts start in parallel to the checks before them.
 
 
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - no event tells of it
+        while not holds():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
 
 
-def test_learner_and_engine_start_while_the_rest_is_looked_at(
+def test_learner_and_engine_start_during_the_checks(
     warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks of a new run, which import for seconds; of one that goes on the weights, too."""
+    """The ranks of a new run, whose imports take seconds; the ranks of a resumed run load weights,
+    too."""
     renderers, commands = TrainingAssembly.renderers, list[str]()
     is_there: Callable[[], object] = lambda: ToyRank.alive  # noqa: E731
 
@@ -779,11 +782,11 @@ def test_learner_and_engine_start_while_the_rest_is_looked_at(
     assert train.main(arguments(warehouse, "beside", "train.num_steps=1")) == 0
     commands.clear()
     is_there = lambda: "Load" in commands  # noqa: E731
-    goes_on(warehouse, "beside")
+    assert_resumes(warehouse, "beside")
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])
-def test_a_run_that_is_refused_meanwhile_leaves_nothing(
+def test_a_run_refused_during_the_start_leaves_no_folder_or_process(
     warehouse: Path,
     rank: type[ToyRank],
     is_slow: bool,
@@ -814,7 +817,7 @@ def test_a_run_that_is_refused_meanwhile_leaves_nothing(
     assert not (warehouse.parent / "runs" / f"refused-{is_slow}".lower()).exists()
 
 
-def test_a_learner_that_does_not_come_up_is_told_once(
+def test_a_learner_that_fails_to_start_is_reported_once(
     warehouse: Path,
     rank: type[ToyRank],
     monkeypatch: pytest.MonkeyPatch,

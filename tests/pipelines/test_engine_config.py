@@ -110,7 +110,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
         read_urls(tmp_path / "none")
 
 
-async def test_servers_join_and_leave_as_the_file_says(
+async def test_servers_join_and_leave_as_listed_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agentenv.engines.pool, "WATCH_INTERVAL_S", 0.02)

@@ -1,4 +1,4 @@
-"""Environments that compute live in processes of their own, and no environment notices."""
+"""Environments that compute run in separate processes, with the same results."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def calm(warehouse: Path) -> Path:
     return run(warehouse, "envs-calm", *PLAIN)
 
 
-def test_a_run_takes_the_trees_of_one_whose_environments_are_here(
-    warehouse: Path, calm: Path
-) -> None:
+def test_remote_environments_yield_the_trees_of_local_ones(warehouse: Path, calm: Path) -> None:
     found = run(warehouse, "envs-there", *PLAIN, *COMPUTING)
     assert taken(found) == taken(calm)
     assert trees(found) == trees(calm)
@@ -83,7 +81,7 @@ def test_a_run_takes_the_trees_of_one_whose_environments_are_here(
     assert not processes()
 
 
-def test_processes_that_are_killed_cost_no_trajectory(warehouse: Path, calm: Path) -> None:
+def test_killed_environment_processes_cost_no_trajectory(warehouse: Path, calm: Path) -> None:
     killed = []
 
     async def kill(training: Training) -> None:
@@ -92,13 +90,13 @@ def test_processes_that_are_killed_cost_no_trajectory(warehouse: Path, calm: Pat
             killed.append(processes()[step % 2])
             killed[-1].kill()
 
-    found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, beside=kill)
+    found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, during=kill)
     assert len(killed) == 2
     assert trees(found) == trees(calm)
     assert re.search(r"env-worker-1 is lost: it was killed by SIGKILL", log_of(found))
 
 
-def test_an_evaluation_has_its_environments_there_too(
+def test_an_evaluation_runs_its_environments_in_processes_too(
     warehouse: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -122,7 +120,7 @@ def answers(out: Path) -> dict[str, str]:
     return {row.task: row.prediction for row in read_rows(out)}
 
 
-def test_what_they_find_wrong_is_told_before_the_run(
+def test_errors_of_environment_processes_are_reported_before_the_run(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")  # they do not find the module of the environment
@@ -134,10 +132,10 @@ def test_what_they_find_wrong_is_told_before_the_run(
     assert "computing_env" in str(reason)
 
 
-def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(
+def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is the only one of its process; the run goes on."""
+    """If it is the only environment of its process; the run continues."""
     flag = warehouse.parent / "endless"
     endless = f"if not os.path.exists({str(flag)!r}):\n            open({str(flag)!r}, 'x')"
     endless += "\n            while True:\n                pass\n        end = "

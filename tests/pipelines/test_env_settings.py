@@ -1,4 +1,4 @@
-"""The keys of tools, prompt and renderer, from the command line to what the policy reads."""
+"""The keys of tools, prompt and renderer, from the command line to the context of the policy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from agentenv.launchers import evaluate, train
 
 
-def insistent(prompt: str, rng: Random) -> str:
-    """Asks twice for what it knows, then says what it was told."""
+def repeating_policy(prompt: str, rng: Random) -> str:
+    """Calls twice for a known item, then answers with the result."""
     if prompt.count("<result>") < 2:
         return "<think>look</think><stock>bolts</stock>"
     return "<think>done</think><answer>1240</answer>"
@@ -27,7 +27,7 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
         "limits.max_response_tokens=400",
         "limits.max_prompt_tokens=600",
     ]
-    arguments += ["engine.script=tests.pipelines.test_env_settings:insistent"]
+    arguments += ["engine.script=tests.pipelines.test_env_settings:repeating_policy"]
     assert evaluate.main([*arguments, *overrides]) == 0
     lines = (out / "rows.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -71,7 +71,7 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
         (["limits.on_limit=stop"], "limits.on_limit"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_start(
+def test_settings_that_cannot_work_are_refused_before_the_start(
     warehouse: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main([str(warehouse), "run.name=refused", *overrides]) == 2

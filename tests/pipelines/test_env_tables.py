@@ -1,5 +1,5 @@
-"""[python], [search], [grader] and [env.variants.NAME]: to every environment that reads them, and
-refused where none does."""
+"""[python], [search], [grader] and [env.variants.NAME] reach every environment that reads them and
+are refused otherwise."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def maker(env: dict[str, Any], run: Path = Path("runs/x"), **tables: Any) -> Env
     return EnvMaker(config.env, tables_of(config), resolve, Limits(), PromptConfig())
 
 
-def test_every_registered_environment_is_tried_here() -> None:
-    """But for programs and environments of others, which have test files of their own."""
+def test_every_registered_environment_has_a_test() -> None:
+    """Except programs and external environments, which have their own test files."""
     ids = {env_id for env_id in agentenv.env_ids() if env_id.startswith("agentenv/")}
     apart = {"agentenv/Program-v0", "agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
     assert ids - apart == {*READS}
@@ -137,9 +137,7 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
         ({"id": "agentenv/QAGrader-v0"}, {"grader": {"pth": "x.py"}}, "did you mean grader.path"),
     ],
 )  # fmt: skip
-def test_what_is_not_read_is_refused(
-    env: dict[str, Any], tables: dict[str, Any], says: str
-) -> None:
+def test_an_unused_table_is_refused(env: dict[str, Any], tables: dict[str, Any], says: str) -> None:
     def start() -> None:
         rows = [task("agentenv/QAGrader-v0")]
         make = maker(env, **tables)
@@ -151,7 +149,7 @@ def test_what_is_not_read_is_refused(
     assert says in str(raised.value)
 
 
-def test_keys_of_an_environment_that_no_row_meets_are_refused() -> None:
+def test_keys_of_an_environment_without_rows_are_refused() -> None:
     make = maker({"id": "agentenv/QAGrader-v0", "kwargs": {"prompt": "Be brief."}})
     with pytest.raises(ConfigError, match=r"env\.kwargs, env\.tools: no row uses"):
         make.check_read([task("agentenv/DeepSearch-v0")], all_rows=True)
@@ -187,7 +185,7 @@ async def test_three_rows_of_each_environment_are_graded(tmp_path: Path) -> None
     assert (tmp_path / "seen").read_text().split() == ["t0", "t1", "t2", "t5", "t6"]
 
 
-def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
+def test_a_run_with_a_broken_grader_starts_neither_engine_nor_learner(
     warehouse: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -212,7 +210,7 @@ def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
     assert "ZeroDivisionError" in text
 
 
-def test_an_evaluation_takes_the_tables_of_its_run(tmp_path: Path) -> None:
+def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
     raw = {
         "model": {"path": "m"}, "env": {"id": "agentenv/DeepSearch-v0"}, "data": {"train": "x"},
         "algorithm": {"name": "grpo"}, "train": {"num_steps": 1}, "search": SEARCH,

@@ -1,4 +1,4 @@
-"""An evaluation in its directory: what is stored, its sets of questions, what is refused."""
+"""An evaluation in its directory: stored files, its sets of questions, and errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
 
 
 def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of before stay as they are; with a token that is accepted the same command goes on."""
+    """Earlier rows stay unchanged; with an accepted token the same command continues."""
     assert run("out", "--n", "2") == 0
     before = texts(tmp_path / "out")
     capsys.readouterr()
@@ -50,7 +50,7 @@ def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
     assert len(texts(tmp_path / "out")) == 6
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(
+def test_a_missing_checkpoint_is_refused_with_the_existing_ones(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(finished / "checkpoints" / "step-000099")]) == 2
@@ -76,7 +76,7 @@ def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.md").is_file()
 
 
-def test_samples_depend_on_neither_order_nor_number(run: Run, tmp_path: Path) -> None:
+def test_samples_are_independent_of_order_and_number(run: Run, tmp_path: Path) -> None:
     assert run("many", "num_samples=3", "concurrency=2") == 0
     assert run("one", "concurrency=24") == 0
     assert run("few", "--n", "5", "num_samples=2") == 0
@@ -101,7 +101,7 @@ def test_a_directory_of_something_else_or_in_use_is_refused(
 
 
 def test_sets_of_a_file_have_their_own_keys(
-    run: Run, warehouse: Path, tmp_path: Path, asked: list[str]
+    run: Run, warehouse: Path, tmp_path: Path, prompts: list[str]
 ) -> None:
     folder = warehouse.parent
     config = tmp_path / "eval.toml"
@@ -127,7 +127,7 @@ num_samples = 1
     saved = load_saved(tmp_path / "out").config["sets"]
     assert (saved["short"]["limits"]["max_turns"], saved["long"]["limits"]["max_turns"]) == (1, 5)
     assert run("out", "--config", str(config), "--set", "long", "--n", "4", data=False) == 0
-    assert len(asked) == 8
+    assert len(prompts) == 8
     assert len(read_rows(tmp_path / "out")) == 8, "the other set stays"
 
 
@@ -195,7 +195,7 @@ def test_an_error_of_a_column_names_the_key_that_sets_it(
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:8711", "localhost/v1", "gpu-3:8000", "a.example/v1"])
-def test_an_address_without_http_is_no_directory(
+def test_an_address_without_http_is_not_taken_for_a_directory(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([text, "data=x.jsonl"]) == 2
@@ -203,11 +203,11 @@ def test_an_address_without_http_is_no_directory(
 
 
 @pytest.mark.parametrize("text", ["Qwen/Qwen2.5-7B", "models/qwen2.5", "org.ai/model", "./a:1/b"])
-def test_other_names_are_no_addresses(text: str) -> None:
+def test_other_names_are_not_taken_for_addresses(text: str) -> None:
     assert not is_url(text)
 
 
-def test_names_that_return_are_told_apart(
+def test_repeated_task_ids_are_made_unique(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": "x", "question": f"How many bolts? {n}", "answer": 1240} for n in range(3)]
@@ -234,7 +234,7 @@ def test_without_out_each_configuration_has_its_own_directory(
     assert counts == [2, 4], "more samples of one, another seed in another"
 
 
-def test_rows_are_one_line_each_whatever_they_hold(tmp_path: Path) -> None:
+def test_each_row_is_one_line_for_any_content(tmp_path: Path) -> None:
     import msgspec
 
     row = EvalRow(dataset="a", task="t", sample=0, question="line\nbreak \u2028 \ud800".encode(
@@ -244,7 +244,7 @@ def test_rows_are_one_line_each_whatever_they_hold(tmp_path: Path) -> None:
     assert msgspec.json.decode(line, type=EvalRow) == row
 
 
-def test_a_folder_for_logs_is_made_for_servers_alone_and_stays_where_one_fails(
+def test_a_log_folder_is_created_only_for_servers_and_kept_if_one_fails(
     run: Run,
     warehouse: Path,
     tmp_path: Path,

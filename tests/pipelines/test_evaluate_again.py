@@ -1,4 +1,4 @@
-"""A second command over an evaluation: what it asks again, and when it is refused."""
+"""A second command over an evaluation: which trajectories it repeats, and when it is refused."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
 
 
-def test_the_same_command_asks_nothing(run: Run, tmp_path: Path, asked: list[str]) -> None:
+def test_a_repeated_command_sends_no_requests(run: Run, tmp_path: Path, prompts: list[str]) -> None:
     assert run("out") == 0
-    assert len(asked) == 24
+    assert len(prompts) == 24
     before = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert run("out") == 0
-    assert len(asked) == 24
+    assert len(prompts) == 24
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
 
 
-def test_more_samples_and_questions_reuse_what_is_there(
-    run: Run, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+def test_more_samples_and_questions_reuse_stored_trajectories(
+    run: Run, tmp_path: Path, prompts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fewer ask nothing, and it is said that the report is over more."""
+    """Fewer questions send no requests, and the larger extent of the report is shown."""
     assert run("out", "--n", "4") == 0
     first = texts(tmp_path / "out")
     assert run("out", "--n", "6", "num_samples=4", "concurrency=3") == 0
-    assert len(asked) == 24
+    assert len(prompts) == 24
     rows = texts(tmp_path / "out")
     assert len(rows) == 24
     assert {key: rows[key] for key in first} == first
     assert "also contains" not in capsys.readouterr().out
     assert run("out", "--n", "5", "num_samples=3") == 0
-    assert len(asked) == 24
+    assert len(prompts) == 24
     told = " ".join(capsys.readouterr().out.split())
     assert "contains 15 of 15 trajectories" in told
     assert "also contains 9 trajectories of other samples, questions or sets" in told
 
 
-def test_a_torn_last_line_is_dropped_and_asked_again(
-    run: Run, tmp_path: Path, asked: list[str]
+def test_a_truncated_last_line_is_dropped_and_evaluated_again(
+    run: Run, tmp_path: Path, prompts: list[str]
 ) -> None:
     assert run("out", "--n", "6") == 0
     path, before = tmp_path / "out" / "rows.jsonl", texts(tmp_path / "out")
     path.write_bytes(path.read_bytes()[:-40])
     assert len(read_rows(tmp_path / "out")) == 5
     assert run("out", "--n", "6") == 0
-    assert len(asked) == 7
+    assert len(prompts) == 7
     assert texts(tmp_path / "out") == before
     path.write_bytes(b'{"no": "row"}\n' + path.read_bytes())
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1"):
@@ -86,7 +86,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_failures_are_no_wrong_answers_and_are_asked_again(
+def test_failures_do_not_count_as_wrong_and_are_retried(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--n", "6", "concurrency=1", "limits.max_failures=1")
@@ -114,7 +114,7 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
 def test_an_evaluation_in_which_everything_fails_stops(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is stored of it is asked again."""
+    """Its stored trajectories are evaluated again."""
     broken[0] = 1
     keys = ("num_samples=20", "concurrency=4", "limits.max_failures=0", "limits.max_turn_retries=0")
     assert run("out", *keys) == 1

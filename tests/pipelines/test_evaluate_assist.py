@@ -24,8 +24,8 @@ SUMMARY = "The stock tool was asked. Go on to the answer."
 
 
 def clumsy(prompt: str, rng: Random) -> str:
-    """Misspells an item, which the debugger repairs; then often asks for what is not there, which
-    the backtracer takes back; answers what it found once its work has been summarized."""
+    """Misspells an item, which the debugger repairs; then often requests a missing one, which the
+    backtracer rewinds; answers with the result once its work has been summarized."""
     if SUMMARY in prompt:
         return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
     if "<result>" not in prompt:
@@ -44,7 +44,7 @@ def counting(prompt: str, rng: Random) -> str:
 
 
 def helpful(body: Json, _: int) -> Answer:
-    """Debugger or refiner, whoever is asked."""
+    """The reply of debugger or refiner."""
     if "You repair Python code" in body["messages"][0]["content"]:
         code = "print(2)" if "prnt" in body["messages"][1]["content"] else "bolts"
         return reply(f"```\n{code}\n```", "stop", (40, 5))
@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.slow
-def test_rows_and_report_say_what_the_helpers_did(
+def test_rows_and_report_record_the_actions_of_the_helpers(
     run: Run, tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("out") == 0
@@ -106,7 +106,7 @@ def test_rows_and_report_say_what_the_helpers_did(
 
 
 @pytest.mark.slow
-def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> None:
+def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3") == 0
     for row in read_rows(tmp_path / "out"):
         texts = [next(iter(segment.values())) for segment in row.segments]
@@ -119,7 +119,7 @@ def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_regrading_gives_the_same(run: Run, tmp_path: Path) -> None:
+def test_regrading_keeps_the_results(run: Run, tmp_path: Path) -> None:
     assert run("out") == 0
     before = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}
     assert len({success for success, _ in before.values()}) == 2, "right ones and wrong ones"
@@ -163,7 +163,7 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
         (["assist.browser.url=x"], "assist.browser"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
+def test_settings_that_cannot_work_are_refused_at_the_start(
     run: Run, tmp_path: Path, keys: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = ["--dry-run"] if "never" in text else []
@@ -184,7 +184,7 @@ def test_a_role_is_a_helper(
 def test_an_endpoint_of_chat_messages_has_helpers_too(
     warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Native calls: the turn with the error is asked again, and the summary begins a new chat."""
+    """Native calls: the turn with the error is repeated, and the summary begins a new chat."""
     monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     turns = ["nails", "bolts", "answer"]
 
@@ -211,7 +211,7 @@ def test_an_endpoint_of_chat_messages_has_helpers_too(
     assert "nails" in row.abandoned[0]
 
 
-def test_training_has_no_such_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_has_no_assist_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(warehouse), "assist.backtracer.max_uses=1"]) == 2
     assert "assist" in refused(capsys)
 
@@ -227,7 +227,7 @@ def test_the_shipped_configuration_is_planned_and_runs_small(
     row = {"problem": "How much is 1 + 1?", "answer": "2", "id": 1}
     (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
     build_model(tmp_path / "model", seed=0)
-    path = tmp_path / "model" / "config.json"  # a benchmark's prompt is a long one here
+    path = tmp_path / "model" / "config.json"  # the prompt of a benchmark is long here
     path.write_text(path.read_text().replace('_embeddings": 1024', '_embeddings": 4096'))
     small = [str(tmp_path / "model"), "--config", config, "--set", "aime24"]
     small += ["--out", str(tmp_path / "out"), f"sets.aime24.path={tmp_path}/aime.jsonl"]

@@ -56,7 +56,7 @@ def native(body: Json, _: int) -> Answer:
     return reply("<answer>1240</answer>", usage=(60, 4))
 
 
-def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> None:
+def test_the_tag_protocol_with_results_as_user_turns(run: Evaluate, rows: Any) -> None:
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, "sampling.top_p=0.9", n=1) == 0
     first, second = endpoint.requests
@@ -86,10 +86,11 @@ def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> Non
         (("prompt.template=no_tools",), False),
     ],
 )
-def test_an_endpoint_reads_which_tools_there_are(
+def test_the_prompt_of_an_endpoint_lists_the_tools(
     run: Evaluate, keys: tuple[str, ...], is_described: bool
 ) -> None:
-    """A model behind an endpoint was not trained on our tags; a prompt without tools stays so."""
+    """The model of an endpoint was not trained on our tags; a prompt without tools stays
+    unchanged."""
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, *keys, n=1) == 0
     prompt = "".join(message["content"] for message in endpoint.requests[0]["messages"])
@@ -97,12 +98,12 @@ def test_an_endpoint_reads_which_tools_there_are(
 
 
 @pytest.mark.parametrize(("owner", "keys"), [("vllm", ()), ("x", ("engine.continuation=prefix",))])
-def test_tags_that_continue_the_assistants_text(
+def test_the_tag_protocol_with_continued_assistant_text(
     run: Evaluate, rows: Any, owner: str, keys: tuple[str, ...]
 ) -> None:
     with ScriptedEndpoint(tags, owner) as endpoint:
         assert run(endpoint, *keys, n=1) == 0
-    if owner == "vllm":  # it says where it stopped, and gives the stop string if asked
+    if owner == "vllm":  # it reports where it stopped, and returns the stop string on request
         assert endpoint.requests[0]["include_stop_str_in_output"]
         assert len(endpoint.requests) == 1
         return
@@ -143,7 +144,7 @@ def test_without_usage_tokens_are_estimated_and_limits_hold(run: Evaluate, rows:
     ("bad", "num_requests"),
     [(429, 2), (503, 2), (b"<html>busy</html>", 2), (b'{"choices": []}', 2), (b"", 2)],
 )
-def test_what_passes_is_asked_again(
+def test_a_transient_failure_is_retried(
     run: Evaluate, rows: Any, bad: Answer, num_requests: int
 ) -> None:
     def script(body: Json, number: int) -> Answer:
@@ -168,7 +169,7 @@ def test_what_passes_is_asked_again(
         (reply("", "content_filter"), "ended a turn with 'content_filter'", 1),
     ],
 )
-def test_what_stays_is_a_failure_by_kind_and_no_wrong_answer(
+def test_a_permanent_failure_is_counted_by_kind_and_not_as_wrong(
     run: Evaluate, rows: Any, bad: Answer, says: str, num_requests: int
 ) -> None:
     def script(body: Json, number: int) -> Answer:
@@ -239,7 +240,7 @@ def test_a_larger_share_of_failed_trajectories_than_the_limit_is_a_failure(
         assert run(endpoint, *REFUSING, "limits.max_failed_share=0.5", n=2) == 0
 
 
-def test_failures_that_end_the_command_early_are_reported_as_they_are_stored(
+def test_failures_that_abort_the_command_are_reported_as_stored(
     run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(lambda _, n: reply("<answer>3</answer>") if n == 1 else 400) as endpoint:
@@ -262,7 +263,7 @@ def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_what_no_request_can_survive_ends_the_command(
+def test_a_status_that_fails_every_request_ends_the_command(
     run: Evaluate, rows: Any, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(body: Json, number: int) -> Answer:
@@ -275,7 +276,7 @@ def test_what_no_request_can_survive_ends_the_command(
     assert len(rows()) == 1, "what was answered stays"
 
 
-def test_a_server_that_is_gone_ends_the_command(
+def test_an_unreachable_server_ends_the_command(
     run: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(tags) as endpoint:
@@ -284,7 +285,7 @@ def test_a_server_that_is_gone_ends_the_command(
     assert "engine.url" in capsys.readouterr().err
 
 
-def test_the_key_comes_from_the_environment_only(
+def test_the_api_key_is_read_only_from_the_environment(
     run: Evaluate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -304,7 +305,9 @@ def test_the_key_comes_from_the_environment_only(
     assert (saved.subject["model"], saved.subject["name"]) == ("m", "m")
 
 
-def test_the_same_server_at_another_port_goes_on(run: Evaluate, rows: Any) -> None:
+def test_an_evaluation_continues_on_the_same_server_at_another_port(
+    run: Evaluate, rows: Any
+) -> None:
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, n=2) == 0
     with ScriptedEndpoint(tags) as other:
@@ -313,7 +316,7 @@ def test_the_same_server_at_another_port_goes_on(run: Evaluate, rows: Any) -> No
     assert len(rows()) == 3
 
 
-def test_a_tokenizer_needs_a_server_that_speaks_in_ids(
+def test_a_tokenizer_requires_a_server_that_accepts_token_ids(
     run: Evaluate, warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(tags) as endpoint:

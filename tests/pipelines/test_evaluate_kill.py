@@ -1,4 +1,4 @@
-"""An evaluation that is killed at any moment, or interrupted, goes on and asks nothing twice."""
+"""An evaluation that is killed at any moment, or interrupted, continues and repeats no question."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logged(prompt: str, rng: random.Random) -> str:
 
 
 class Evaluation:
-    """The command in a process of its own; `asked` are the questions that were begun so far."""
+    """The command in a separate process; `begun_questions` returns the questions begun so far."""
 
     def __init__(self, warehouse: Path, folder: Path, latency_s: float = LATENCY_S) -> None:
         self.out, self.log, self.folder = folder / "out", folder / "log", folder
@@ -51,7 +51,7 @@ class Evaluation:
             patch.setenv(LOG, str(self.log))
             return Command(*self.arguments, log=self.folder / "said", path=[self.path])
 
-    def asked(self) -> list[str]:
+    def begun_questions(self) -> list[str]:
         return self.log.read_text().splitlines()
 
     def stored(self) -> set[str]:
@@ -60,42 +60,46 @@ class Evaluation:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_path: Path) -> None:
+def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
+    warehouse: Path, tmp_path: Path
+) -> None:
     command, rng = Evaluation(warehouse, tmp_path), random.Random(time.time_ns())
     questions = [
         json.loads(line)["question"]
         for line in (warehouse.parent / "a.jsonl").read_text().splitlines()
     ]
     for _ in range(NUM_KILLS):
-        begun, kept = len(command.asked()), command.stored()
+        begun, kept = len(command.begun_questions()), command.stored()
         with command.start() as process:
             more = rng.randint(1, 6)
-            while process.poll() is None and len(command.asked()) < begun + more:
+            while process.poll() is None and len(command.begun_questions()) < begun + more:
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 2.5 * LATENCY_S))
             process.kill()
-        assert kept.isdisjoint(command.asked()[begun:]), "what was stored was asked again"
+        assert kept.isdisjoint(command.begun_questions()[begun:]), "what was stored was asked again"
     with (command.out / "rows.jsonl").open("ab") as file:  # as if cut off while writing
         file.write(b'{"dataset":"a","task":"a-1","sam')
-    begun, kept = len(command.asked()), command.stored()
+    begun, kept = len(command.begun_questions()), command.stored()
     with command.start() as process:
         out = process.said()
     assert process.returncode == 0, out
-    assert kept.isdisjoint(command.asked()[begun:])
+    assert kept.isdisjoint(command.begun_questions()[begun:])
     assert command.stored() == set(questions)
     assert len(read_rows(command.out)) == len(questions)
     assert len((command.out / "rows.jsonl").read_bytes().splitlines()) == len(questions)
-    # only what was in flight when it was killed was begun again
-    assert len(command.asked()) <= len(questions) + NUM_KILLS * CONCURRENCY
+    # only questions in flight at the kill were begun again
+    assert len(command.begun_questions()) <= len(questions) + NUM_KILLS * CONCURRENCY
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_evaluation_can_be_continued(
+    warehouse: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     command = Evaluation(warehouse, tmp_path, SLOW_S)
     with command.start() as process:
-        while process.poll() is None and len(command.asked()) < 6:
+        while process.poll() is None and len(command.begun_questions()) < 6:
             time.sleep(0.005)
         process.send_signal(number)
         out = process.said()

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(
     subject: str, out: Path, *keys: str, num: int = NUM, report: bool = False
 ) -> dict[Key, EvalRow]:
-    """The rows; the report, which takes seconds, only where it is looked at."""
+    """The rows; the report, which takes seconds, is written only on request."""
     with pytest.MonkeyPatch.context() as patch:
         if not report:
             patch.setattr(evaluate, "write_report", lambda *_: None)
@@ -92,7 +92,7 @@ def test_a_running_vllm_server_is_evaluated_by_tokens_and_by_chat(
             key: (row.prediction, row.success) for key, row in own.items()
         }
         counts = ("prompt_tokens", "action_tokens", "tool_tokens")
-        for key, row in by_chat.items():  # from the usage that the server tells
+        for key, row in by_chat.items():  # from the usage reported by the server
             assert [getattr(row, name) for name in counts] == [
                 getattr(own[key], name) for name in counts
             ]
@@ -110,7 +110,7 @@ def by_hand(calls: list[dict[str, Any]]) -> bool:
 
 
 def answer(text: str, search: SearchTool) -> str:
-    """What stands behind a text that ends in a call; nothing if it does not."""
+    """The result of the call at the end of a text; empty if there is none."""
     called = re.search(r"<(search|python)>([^<]*)</\1>\Z", text)
     if called is None:
         return ""

@@ -19,12 +19,12 @@ async def _closed():
     await close_shared()
 
 
-def test_ks_are_powers_of_two_and_the_whole():
+def test_ks_are_powers_of_two_and_the_number_of_samples():
     assert default_ks(questions_of([row(sample=i) for i in range(6)])) == (1, 2, 4, 6)
     assert default_ks(questions_of([row()])) == (1,)
 
 
-def test_numbers_of_samples_that_were_asked_for_are_ks_too():
+def test_requested_numbers_of_samples_are_ks_too():
     questions = questions_of([row(sample=i) for i in range(5)])
     assert default_ks(questions, num_samples=[3, 9]) == (1, 2, 3, 4, 5)
 
@@ -34,7 +34,7 @@ async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
     return summary
 
 
-async def test_failed_trajectories_are_in_no_score_and_bounded():
+async def test_failed_trajectories_are_excluded_from_scores_and_bounded():
     rows = [row("1", 0), row("1", 1, False, answer="8"), failed("1", 2), failed("2", 0, "EnvError")]
     rows.append(row("3", 0, False, answer="9"))
     overall = (await figures(rows)).overall
@@ -73,7 +73,7 @@ async def test_uses_of_helpers_are_added_up():
     assert overall.assist == {"debugger_ok": 1, "debugger_tokens": 90, "debugger_uses": 3}
 
 
-async def test_without_any_tool_call_there_is_no_productivity():
+async def test_without_tool_calls_no_productivity_is_reported():
     overall = (await figures([row(tool_calls=[])])).overall
     assert "tool_productivity" not in overall.estimates
     assert "tool_efficiency" not in overall.estimates
@@ -81,7 +81,7 @@ async def test_without_any_tool_call_there_is_no_productivity():
     assert figures_of([], (1,)).arpo_tool_productivity is None
 
 
-async def test_answers_that_only_their_format_makes_wrong_are_counted():
+async def test_answers_with_only_a_wrong_format_are_counted():
     bad = {"format": -1.0, "accuracy": 0.0}
     rows = [
         row("1", success=False, parts=bad),
@@ -93,8 +93,8 @@ async def test_answers_that_only_their_format_makes_wrong_are_counted():
     assert (await figures(rows)).overall.num_misformatted == 2
 
 
-async def test_most_calls_of_a_tool_that_fail_alike_are_a_warning_of_the_report():
-    """Beyond numbers; what the policy asked for too often is its own doing."""
+async def test_the_report_warns_if_most_calls_of_a_tool_fail_alike():
+    """Beyond numbers; calls above the limit are mistakes of the policy."""
     bad = [{"name": "order", "ok": False, "error": f"order {i}: HTTP 401"} for i in range(4)]
     over = {"name": "stock", "ok": False, "error": "no calls", "info": {"limit": "max_calls"}}
     summary = await figures([row("1", tool_calls=[*bad, *[over] * 9])])
@@ -123,8 +123,8 @@ async def test_every_share_has_an_interval_with_a_width():
             assert one.low == pytest.approx(0.04 ** (1 / count) if one.value else 0)
 
 
-def test_a_run_follows_the_same_intervals():
-    """Also where a set asks each question several times."""
+def test_a_run_reports_the_same_intervals():
+    """Also for a set with several samples per question."""
     rows = [row(str(i), j) for i in range(8) for j in range(5)]
     found = brief_report("heldout", rows)
     assert found.overall.interval == pytest.approx((0.04 ** (1 / 8), 1))
@@ -132,7 +132,7 @@ def test_a_run_follows_the_same_intervals():
     assert brief_report("heldout", [failed("1", 0)]).overall.interval == (0, 1)
 
 
-async def test_pass_at_k_has_a_sample_less_for_each_that_it_takes():
+async def test_the_interval_of_pass_at_k_has_fewer_effective_samples():
     """Eight questions with two right samples of four each: pass@4 is 1 of each, seen once."""
     rows = [row(str(i), j, success=j < 2 - i % 2) for i in range(8) for j in range(4)]
     overall = (await figures(rows, ks=(1, 4))).overall
@@ -140,7 +140,7 @@ async def test_pass_at_k_has_a_sample_less_for_each_that_it_takes():
     assert overall.pass_at[4].low == pytest.approx(0.04 ** (1 / 8))
 
 
-async def test_what_is_no_share_has_an_interval_only_where_it_differs():
+async def test_a_mean_that_is_not_a_share_has_an_interval_only_if_values_differ():
     rows = [row(str(i), tool_calls=[], action_tokens=i) for i in range(5)]
     found = (await figures(rows)).overall.estimates
     assert (found["tool_calls"].value, found["tool_calls"].low) == (0, None)
@@ -154,7 +154,7 @@ async def test_pass_at_k_and_majority_by_hand():
     overall = (await figures(rows, ks=(1, 3, 4))).overall
     assert overall.pass_at[1].value == pytest.approx(0.5)
     assert overall.pass_at[3].value == 1.0
-    # of 4 subsets of 3: two hold both right ones, two hold one beside 8 and 9: a tie of three
+    # of 4 subsets of 3: two have both right ones, two have one with 8 and 9: a tie of three
     assert overall.majority_at[3].value == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4)
     assert overall.majority_at[4].value == 1.0
     assert list(overall.pass_at) == [1, 3, 4]
@@ -207,7 +207,7 @@ async def test_versions_and_order_of_rows_do_not_matter():
     assert one.policy_versions == [2, 9]
 
 
-def test_figures_of_nothing_are_empty():
+def test_figures_of_no_rows_are_empty():
     found = figures_of([], (1,))
     assert found.num_questions == 0
     assert found.estimates == {}

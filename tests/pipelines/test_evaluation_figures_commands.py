@@ -27,7 +27,7 @@ EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
 
 
 class Page(HTMLParser):
-    """The tags of a page and what a browser would run."""
+    """The tags of a page and the scripts that a browser would run."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Page(HTMLParser):
         return [name for name, _ in self.attributes if name.startswith("on")]
 
     def answer(self, path: str) -> Any:
-        """What the page would be answered, of the data that it holds."""
+        """The replies to the page, from its embedded data."""
         return json.loads(gzip.decompress(base64.b64decode(self._answers[path])))
 
     def handle_starttag(self, tag, attrs):
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 # report
 
 
-def test_a_report_is_terminal_json_and_markdown(tmp_path, capsys):
+def test_a_report_is_written_to_the_terminal_as_json_and_as_markdown(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
     assert evaluate.main(["report", str(folder), "--k", "1,3"]) == 0
     said = capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
+def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
     rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
     rows[0].segments[-1]["policy"] += EVIL
@@ -120,7 +120,7 @@ def test_a_report_needs_rows(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_failures_are_told_with_their_bound(tmp_path, capsys):
+def test_failures_are_reported_with_their_bound(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
@@ -131,7 +131,7 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_right_answers_in_a_wrong_format_are_told_with_what_to_do(tmp_path, capsys):
+def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     for one in rows:
         one.success, one.parts = False, {"format": -1.0}
@@ -145,7 +145,7 @@ def test_right_answers_in_a_wrong_format_are_told_with_what_to_do(tmp_path, caps
 
 
 @pytest.mark.slow
-def test_a_report_has_the_number_of_samples_that_was_asked_for_last(tmp_path, capsys):
+def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
     config = json.loads((folder / "config.json").read_text())
     for one in config["config"]["sets"].values():
@@ -157,7 +157,7 @@ def test_a_report_has_the_number_of_samples_that_was_asked_for_last(tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_report_leaves_the_rows_as_they_are(tmp_path):
+def test_a_report_does_not_change_the_rows(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()
     assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
@@ -173,7 +173,7 @@ def test_a_report_leaves_the_rows_as_they_are(tmp_path):
         ({"name": "run", "step": 20, "policy_version": 21}, "0 failed, after step 20 (policy"),
     ],
 )
-def test_a_report_names_the_weights_that_were_asked(tmp_path, subject, told):
+def test_a_report_names_the_evaluated_weights(tmp_path, subject, told):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
@@ -229,7 +229,7 @@ def test_several_samples_are_compared_as_rates(tmp_path, capsys):
     assert low < 0.45 < 0.55 < high
 
 
-def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, capsys):
+def test_failed_samples_are_shown_next_to_the_success_that_excludes_them(tmp_path, capsys):
     one = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
     for lost in [*two[:2], two[3]]:
@@ -242,9 +242,7 @@ def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, 
     assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
 
 
-def test_evaluations_without_failures_have_no_table_of_them_and_failed_ones_no_success(
-    tmp_path, capsys
-):
+def test_failures_have_a_table_only_if_any_and_failed_evaluations_no_success(tmp_path, capsys):
     fine = write_evaluation(tmp_path / "fine", [row(str(n)) for n in range(4)])
     gone = write_evaluation(tmp_path / "gone", [failed(str(n), 0) for n in range(4)])
     assert evaluate.main(["compare", str(fine), str(fine)]) == 0
@@ -263,7 +261,7 @@ def test_evaluations_without_failures_have_no_table_of_them_and_failed_ones_no_s
     assert "Truncated and failed" not in text
 
 
-def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
+def test_equal_evaluations_show_the_interval_of_their_difference(tmp_path, capsys):
     rows = rows_of({str(i): ["Paris"] for i in range(40)})
     folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
     assert evaluate.main(["compare", *map(str, folders)]) == 0
@@ -273,7 +271,7 @@ def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
     assert re.search(r"tool tokens +40 +\S+ +\S+ +\+0.000 +1.000", said), said
 
 
-def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
+def test_evaluations_without_a_common_question_are_refused(tmp_path, capsys):
     one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
     two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
     assert evaluate.main(["compare", str(one), str(two)]) == 2

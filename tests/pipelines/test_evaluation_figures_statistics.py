@@ -112,7 +112,7 @@ def test_sign_flip_counts_all_signs(differences):
     assert sign_flip(differences) == pytest.approx(expected, abs=1e-12)
 
 
-def test_sign_flip_of_many_differences_comes_near_the_exact_value():
+def test_sign_flip_of_many_differences_approximates_the_exact_value():
     differences = [0.5] * 20 + [-0.5] * 10  # a coin with 20 heads of 30
     assert sign_flip(differences) == pytest.approx(mcnemar(10, 20), abs=0.01)
     assert sign_flip([1.0] * 60) < 1e-3
@@ -125,7 +125,7 @@ def test_kappa():
     assert cohen_kappa(0, 0, 0, 0) is None
 
 
-def test_sign_flip_of_very_many_differences_takes_the_normal_distribution():
+def test_sign_flip_of_very_many_differences_uses_the_normal_distribution():
     rng = np.random.default_rng(0)
     change = rng.normal(0.008, 1.0, 20_001)
     error = change.std() / math.sqrt(len(change))

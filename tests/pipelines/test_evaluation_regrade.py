@@ -40,7 +40,7 @@ def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_another_grader_flips_verdicts_and_says_which(tmp_path, capsys):
+def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
     answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
     assert evaluate.main(["regrade", str(folder)]) == 0
@@ -68,7 +68,7 @@ def test_the_published_reward_is_graded_with_its_tools(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_set_may_get_a_grader_of_its_own(tmp_path):
+def test_one_set_may_have_its_own_grader(tmp_path):
     rows = rows_of({"1": ["WWII"]}, "World War II", dataset="a")
     rows += rows_of({"1": ["WWII"]}, "World War II", dataset="b")
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
@@ -77,7 +77,7 @@ def test_one_set_may_get_a_grader_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_failed_trajectories_stay_failed_but_for_their_grader(tmp_path, capsys):
+def test_only_trajectories_that_failed_in_the_grader_are_regraded(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Paris"]})
     error = "GraderError: the judge is down"
     rows[0] = msgspec.structs.replace(rows[0], end="failed", error=error, success=False)
@@ -111,7 +111,7 @@ def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
+def test_a_regrade_without_any_grade_changes_nothing(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     rows = rows_of({str(i): ["Rome"] for i in range(25)})
@@ -124,7 +124,7 @@ def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
     assert after == before
 
 
-def test_regrading_refuses_what_it_does_not_read(tmp_path, capsys):
+def test_regrading_refuses_unused_keys(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     for text, why in (
         ("limits.max_turns=3", "regrading accepts grader.key=value"),
@@ -174,7 +174,7 @@ class JudgeServer(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_judge_is_asked_once_and_its_agreement_with_the_rules_told(tmp_path, capsys):
+def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_path, capsys):
     JudgeServer.asked.clear()
     answers = {"1": ["Paris"], "2": ["Lutetia"], "3": ["Rome"], "4": ["paris!"], "5": ["Oslo"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
@@ -211,7 +211,7 @@ def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
     assert "another command is writing this evaluation" in capsys.readouterr().err
 
 
-def test_who_writes_an_evaluation_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_the_writer_of_an_evaluation_is_named_with_a_remedy(tmp_path: Path) -> None:
     for _ in ("first", "after it"):
         with lock(tmp_path):
             me = rf"process {os.getpid()} on \S+ since .* is writing this evaluation; wait until"
@@ -219,7 +219,7 @@ def test_who_writes_an_evaluation_is_named_with_what_to_do(tmp_path: Path) -> No
                 lock(tmp_path)
 
 
-def test_where_the_file_system_knows_no_locks_evaluations_are_written(
+def test_evaluations_are_written_on_file_systems_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as Lustre that is mounted without them."""
@@ -233,7 +233,7 @@ def test_where_the_file_system_knows_no_locks_evaluations_are_written(
 
 
 def saved_with(folder: Path, grader: str) -> Saved:
-    """What a command with this grader stores."""
+    """The stored configuration of a command with this grader."""
     before = load_saved(folder)
     sets = {name: {"path": f"{name}.jsonl"} for name in before.config["sets"]}
     raw = {"env": {"id": "agentenv/QAGrader-v0"}, "grader": {"kind": grader}, "sets": sets}
@@ -242,7 +242,7 @@ def saved_with(folder: Path, grader: str) -> Saved:
 
 
 @pytest.mark.slow
-def test_a_command_with_the_new_grader_goes_on(tmp_path: Path) -> None:
+def test_a_command_with_the_new_grader_continues_the_evaluation(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 1), {"kind": "layered"})
     Store(folder, saved_with(folder, "layered")).close()
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0

@@ -1,4 +1,4 @@
-"""What the grader saw of a stored trajectory, its scores, and votes."""
+"""The messages of a stored trajectory as graded, its scores, and votes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def _closed():
     await close_shared()
 
 
-# what the grader saw
+# the graded messages
 
 
-def test_messages_are_what_the_policy_wrote_without_ends_of_turn():
+def test_messages_are_the_texts_of_the_policy_without_end_of_turn_tokens():
     found = written(row(answer="Paris"))
     assert [bool(message.tool_calls) for message in found] == [True, True, False]
     assert found[-1].content.endswith(r"<answer>\boxed{Paris}</answer>")
@@ -44,7 +44,7 @@ def test_a_thought_that_the_prompt_opened_is_part_of_the_message():
     assert prediction(written(plain)) == "Rome"
 
 
-def test_a_call_that_a_limit_cut_off_is_still_a_call():
+def test_a_call_truncated_by_a_limit_is_still_a_call():
     cut = EvalRow(
         dataset="qa", task="1", sample=0,
         segments=[{"env": "q"}, {"policy": "<think>x</think><search>y</search>"}],
@@ -97,7 +97,7 @@ def test_contains_of_a_gold_without_words():
     assert not contains("anything", "...")
 
 
-async def test_mathematics_is_told_by_the_benchmark_or_else_by_its_golds():
+async def test_math_questions_are_recognized_by_benchmark_or_else_by_golds():
     assert is_math(row(answers=[r"\frac{1}{2}"]))
     assert not is_math(row(answers=["Paris"]))
     assert is_math(row(answers=["Evelyn"], metadata={"benchmark": "math500"}))
@@ -130,7 +130,7 @@ async def test_the_score_of_the_rules_follows_the_order_of_the_benchmark(benchma
     assert asked.scores["rule"] == rule
 
 
-async def test_scores_that_are_there_are_kept_and_failed_rows_have_none():
+async def test_existing_scores_are_kept_and_failed_rows_have_none():
     known = row(scores={"em": 0.5, "f1": 0.5})
     rows = [known, row(sample=1), failed("1", 2)]
     await score_rows(rows, Scorer(math=False))
@@ -150,7 +150,7 @@ FIXTURES = [
 
 
 @pytest.mark.parametrize(("kind", "answer", "golds", "expected"), FIXTURES)
-async def test_reference_scores_are_those_of_the_published_code(kind, answer, golds, expected):
+async def test_reference_scores_equal_those_of_the_published_code(kind, answer, golds, expected):
     benchmark = {"math": "math500", "qa": "hotpotqa"}[kind]
     scorer = Scorer(compat="reference")
     asked = row(answer=answer, answers=golds, metadata={"benchmark": benchmark})

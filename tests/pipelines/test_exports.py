@@ -1,5 +1,5 @@
-"""launchers/export.py transcripts: trees and evaluations as ATIF, without their secrets; what is
-asked for in vain is told."""
+"""launchers/export.py transcripts: trees and evaluations as ATIF, without secrets; impossible
+requests are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def documents(question: Question) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_each_turn_of_a_tree_is_told_once_below_what_it_was_forked_from(tokenizer: Any) -> None:
+def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: Any) -> None:
     question = told(tokenizer)
     assert question.prompt == "How many nuts?\n"
     assert question.scores == {"reward": 1 / 3, "success": 1 / 3}  # failed ones count nowhere
@@ -68,7 +68,7 @@ def test_each_turn_of_a_tree_is_told_once_below_what_it_was_forked_from(tokenize
     assert (facts["policy_versions"], facts["entropy"], facts["num_forks"]) == ([2], 0.25, 1)
 
 
-def test_atif_marks_what_a_fork_shares_and_names_where_it_left(tokenizer: Any) -> None:
+def test_atif_marks_the_shared_steps_of_a_fork_and_its_fork_point(tokenizer: Any) -> None:
     found = documents(told(tokenizer))
     fork = found["0.1+1.2+1"]
     assert [step["step_id"] for step in fork["steps"]] == [1, 2, 3, 4]
@@ -103,7 +103,7 @@ def test_atif_has_calls_results_tokens_and_log_probs(tokenizer: Any) -> None:
     assert metrics["prompt_tokens"] == len(metrics["prompt_token_ids"])
 
 
-def test_a_secret_that_a_tool_has_said_is_left_out_with_the_tokens_that_spell_it(
+def test_a_secret_in_a_tool_result_is_redacted_with_its_tokens(
     tokenizer: Any,
 ) -> None:
     question = told(tokenizer, with_secret=True)
@@ -152,7 +152,7 @@ def test_a_row_of_an_evaluation_is_a_trajectory_too() -> None:
     assert "completion_tokens" not in document["steps"][1]["metrics"]
 
 
-def test_rows_of_training_are_what_the_tree_says(tokenizer: Any) -> None:
+def test_training_rows_match_the_tree(tokenizer: Any) -> None:
     kept = told_tree(encode(tokenizer))
     rows = list(trajectory_rows(kept.tree, tokenizer.decode))
     whole = of_tree(kept, tokenizer.decode)
@@ -170,7 +170,7 @@ def test_rows_of_training_are_what_the_tree_says(tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """What the command reads of a run."""
+    """The files of a run that the command reads."""
     folder = tmp_path_factory.mktemp("export") / "small"
     tokenizer.save_pretrained(folder / "model")
     (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
@@ -181,7 +181,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
     return " ".join((captured.out + captured.err).split())
 
@@ -190,12 +190,14 @@ def transcripts(*arguments: object) -> int:
     return export.main(["transcripts", *map(str, arguments)])
 
 
-def test_the_trees_of_a_run_are_written_a_file_each_trajectory(
+def test_the_trees_of_a_run_are_written_with_one_file_per_trajectory(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert transcripts(run, out, "--format", "atif") == 0
-    assert "8 trajectories of 1 question written" in said(capsys), "both steps ask the same one"
+    assert "8 trajectories of 1 question written" in output_of(capsys), (
+        "both steps ask the same one"
+    )
     files = sorted(out.rglob("*.json"))
     assert len(files) == 8
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -220,7 +222,7 @@ def test_questions_of_an_evaluation_are_counted_once_for_all_samples_in_each_set
     folder = write_evaluation(tmp_path / "e", rows)
     out = tmp_path / "out"
     assert transcripts(folder, out, "--format", "atif") == 0
-    assert "24 trajectories of 6 questions written" in said(capsys)
+    assert "24 trajectories of 6 questions written" in output_of(capsys)
     files = sorted(out.rglob("*.json"))
     assert len(files) == 24
     ends = [json.loads(one.read_text())["final_metrics"]["extra"] for one in files]
@@ -228,19 +230,19 @@ def test_questions_of_an_evaluation_are_counted_once_for_all_samples_in_each_set
 
 
 @pytest.mark.parametrize(("num_right", "num_failed"), [(3, 0), (0, 3)])
-def test_evaluations_without_failures_and_without_anything_else_are_written(
+def test_evaluations_without_failures_or_with_failures_only_are_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_right: int, num_failed: int
 ) -> None:
     rows = [row(str(n)) for n in range(num_right)] + [failed(str(n), 0) for n in range(num_failed)]
     folder = write_evaluation(tmp_path / "e", rows)
     assert transcripts(folder, tmp_path / "out", "--format", "atif") == 0
-    assert "3 trajectories of 3 questions written" in said(capsys)
+    assert "3 trajectories of 3 questions written" in output_of(capsys)
     for file in (tmp_path / "out").rglob("*.json"):
         extra = json.loads(file.read_text())["final_metrics"]["extra"]
         assert ("reward" in extra) is (num_failed == 0)
 
 
-def test_a_file_that_a_kill_left_empty_is_left_out(
+def test_a_file_left_empty_by_a_kill_is_skipped(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty = run / "trees" / "step-000003.frames"
@@ -268,7 +270,7 @@ def test_a_file_that_a_kill_left_empty_is_left_out(
         (["{run}", "{run}", "--format", "atif"], "is not empty; choose another directory"),
     ],
 )
-def test_what_is_asked_for_in_vain_is_told(
+def test_an_impossible_export_is_refused(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -277,11 +279,11 @@ def test_what_is_asked_for_in_vain_is_told(
 ) -> None:
     given = [one.format(run=run, out=tmp_path / "out") for one in arguments]
     assert transcripts(*given) == 2
-    assert expected in said(capsys)
+    assert expected in output_of(capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_trees_or_tokenizer_says_so(
+def test_a_run_without_trees_or_tokenizer_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = tmp_path / "bare"
@@ -290,15 +292,15 @@ def test_a_run_without_trees_or_tokenizer_says_so(
     (bare / "eval" / "after_rl").mkdir(parents=True)
     (bare / "eval" / "after_rl" / "config.json").touch()
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "contains no trees" in (text := said(capsys))
+    assert "contains no trees" in (text := output_of(capsys))
     assert "evaluations are in" in text
     assert "after_rl" in text
     shutil.copytree(run / "trees", bare / "trees")
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "no tokenizer.json" in said(capsys)
+    assert "no tokenizer.json" in output_of(capsys)
 
 
-def test_inspect_needs_its_package(
+def test_the_inspect_format_requires_its_package(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -306,7 +308,7 @@ def test_inspect_needs_its_package(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out", "--format", "inspect") == 2
-    assert install_hint("inspect") in said(capsys)
+    assert install_hint("inspect") in output_of(capsys)
 
 
 @pytest.mark.slow
@@ -314,9 +316,9 @@ def test_a_finished_run_and_its_evaluation_are_written(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert transcripts(finished, tmp_path / "trees", "--format", "atif", "--tokens") == 0
-    assert "32 trajectories of 8 questions" in said(capsys)
+    assert "32 trajectories of 8 questions" in output_of(capsys)
     rows = finished / "eval" / "after_rl"
     assert transcripts(rows, tmp_path / "rows", "--format", "atif") == 0
-    assert "3 trajectories of 3 questions" in said(capsys)
+    assert "3 trajectories of 3 questions" in output_of(capsys)
     assert transcripts(rows, tmp_path / "no", "--format", "atif", "--step", 1) == 2
-    assert "--step is for the trees of a run" in said(capsys)
+    assert "--step is for the trees of a run" in output_of(capsys)

@@ -65,7 +65,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command reads of a run of one step."""
+    """The files of a run of one step that the command reads."""
     tokenizer = build_tokenizer()
     folder = tmp_path_factory.mktemp("inspect") / "small"
     tokenizer.save_pretrained(folder / "model")
@@ -76,8 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def there(*command: object) -> str:
-    """What a command of .venv-inspect printed."""
+def run_command(*command: object) -> str:
+    """The output of a command of .venv-inspect."""
     assert (BIN.parent / ".complete").is_file(), "make it first: sh .ci/inspect"
     done = subprocess.run(
         list(map(str, command)),
@@ -92,15 +92,15 @@ def there(*command: object) -> str:
 
 
 def exported(run: Path, out: Path, *arguments: str) -> Path:
-    there(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
+    run_command(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
     return out
 
 
 def read(program: str, path: Path) -> Any:
-    return json.loads(there(BIN / "python", "-c", program, path).splitlines()[-1])
+    return json.loads(run_command(BIN / "python", "-c", program, path).splitlines()[-1])
 
 
-def test_a_log_holds_the_tree_with_its_branches_and_the_viewer_takes_it(
+def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
     run: Path, tmp_path: Path
 ) -> None:
     logs = exported(run, tmp_path / "logs", "--format", "inspect")
@@ -121,14 +121,16 @@ def test_a_log_holds_the_tree_with_its_branches_and_the_viewer_takes_it(
         "model",
         "score",
     ]
-    there(BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site")
+    run_command(
+        BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site"
+    )
     assert (tmp_path / "site" / "index.html").is_file()
     listing = json.loads((tmp_path / "site" / "logs" / "listing.json").read_text())
     assert list(listing) == ["step-000001.eval"]
     assert read(READ_LOGS_IN_SCOUT, logs) == ["tree-000003-1"]
 
 
-def test_a_trajectory_each_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
+def test_each_trajectory_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
     logs = exported(run, tmp_path / "logs", "--format", "inspect", "--per", "trajectory")
     samples = read(READ_LOG, logs / "step-000001.eval")
     assert [(one["epoch"], one["scores"].get("reward")) for one in samples] == [

@@ -1,4 +1,4 @@
-"""Rollout workers that somebody else starts, and the jobs of Slurm and Kubernetes that do."""
+"""Rollout workers started externally, and the jobs of Slurm and Kubernetes that start them."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, start: Any) -> None:
-    """The run begins with one worker; a second one joins, the first one is told to end."""
+    """The run begins with one worker; a second one joins, then the first one is terminated."""
     calm = run(warehouse, "calm-beside-external", "eval.sets={}", "queue.max_staleness=1", *SLOW)
     first = start()
 
-    async def come_and_go(training: Training) -> None:
+    async def join_and_leave(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         start()
         assert training.workers is not None
@@ -112,7 +112,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 
     keys = [*EXTERNAL, f"cluster.port={port}", "train.num_steps=10000"]
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "external", *keys, beside=come_and_go)
+        run(warehouse, "external", *keys, during=join_and_leave)
     found = warehouse.parent / "runs" / "workers-external"
     both = trees(found)
     assert {index: both[index] for index in trees(calm)} == trees(calm)
@@ -125,10 +125,10 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "interrupted"])
-def test_a_worker_ends_well_when_the_run_is_over(
+def test_a_worker_exits_successfully_when_the_run_ends(
     warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
 ) -> None:
-    """Whoever has started it starts it again otherwise: the controller may come back."""
+    """With another status its supervisor restarts it: the controller may come back."""
     worker = start()
     keys = [*EXTERNAL, f"cluster.port={port}"]
     if is_over:
@@ -142,14 +142,14 @@ def test_a_worker_ends_well_when_the_run_is_over(
         main.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "not-over", *keys, "train.num_steps=10000", beside=interrupt)
+        run(warehouse, "not-over", *keys, "train.num_steps=10000", during=interrupt)
     assert worker.wait(RUN_S) != 0
     assert "without reporting the end of its run" in (tmp_path / "0.log").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_who_has_another_secret_is_not_let_in(
+def test_a_worker_with_another_secret_is_refused(
     warehouse: Path,
     light: None,
     port: int,
@@ -250,7 +250,7 @@ class Job:
 
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The job, queued; what is left of it in the end is killed."""
+        """The queued job; its remaining processes are killed in the end."""
         with self.log.open("wb") as output:
             job = subprocess.Popen(
                 ["bash", self.script],
@@ -280,7 +280,7 @@ def test_the_script_of_slurm_runs(tmp_path: Path, warehouse: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_that_is_queued_again_goes_on_elsewhere(tmp_path: Path, warehouse: Path) -> None:
+def test_a_requeued_job_resumes_on_another_host(tmp_path: Path, warehouse: Path) -> None:
     """The controller is killed before there is a checkpoint, and the job starts on another host;
     another job is refused, since the first one may still be there."""
     job = Job(tmp_path, warehouse, "queued-again", "checkpoint.every=1000")
@@ -345,7 +345,7 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     service = found["Service", name]["spec"]
     labels = controller["template"]["metadata"]["labels"]
     assert service["selector"] == labels
-    assert service["clusterIP"] == "None"  # engine servers have ports of their own
+    assert service["clusterIP"] == "None"  # engine servers have separate ports
     assert found["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"] == labels
     for job in (controller, workers):
         pod = job["template"]["spec"]
@@ -407,7 +407,7 @@ def test_manifests_fit_the_schemas(
         ),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_in_the_cluster_keys_are_refused(
     capsys: pytest.CaptureFixture[str], keys: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(capsys, *keys)

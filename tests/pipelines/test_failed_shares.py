@@ -1,5 +1,5 @@
-"""What failed stands beside each success, in lines, tables, summary and pictures; and how far a
-command is where there is no terminal."""
+"""The failed share next to each success, in lines, tables, summary and pictures; and the progress
+of a command without a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.terminal import PLAIN_S, View
 
 
-def asked(num_right: int, num_wrong: int, num_failed: int) -> BriefReport:
+def report_of(num_right: int, num_wrong: int, num_failed: int) -> BriefReport:
     ends = ["right"] * num_right + ["wrong"] * num_wrong + ["failed"] * num_failed
     rows = [
         EvalRow(
@@ -43,14 +43,14 @@ def asked(num_right: int, num_wrong: int, num_failed: int) -> BriefReport:
 @pytest.fixture
 def state() -> RunState:
     """Of a run whose evaluation at the end is of 11 trajectories of 100."""
-    state = RunState(reports={"before_sft": {"held": asked(0, 100, 0)}})
-    state.reports["after_rl"] = {"held": asked(2, 9, 89)}
+    state = RunState(reports={"before_sft": {"held": report_of(0, 100, 0)}})
+    state.reports["after_rl"] = {"held": report_of(2, 9, 89)}
     state.totals.num_trajectories, state.totals.num_failed = 1177, 1223
     state.totals.sampled_tokens, state.wall_s["rl"] = 5000, 4.0
     return state
 
 
-def test_the_final_table_has_the_share_beside_each_success(state: RunState) -> None:
+def test_the_final_table_has_the_failed_share_next_to_each_success(state: RunState) -> None:
     table = final_table(state, "held", cold_start=False)
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["all"][1].startswith("0.18 [")
@@ -61,7 +61,7 @@ def test_the_final_table_has_the_share_beside_each_success(state: RunState) -> N
 
 
 def test_without_failures_the_table_is_short() -> None:
-    state = RunState(reports={"before_sft": {"held": asked(1, 1, 0)}})
+    state = RunState(reports={"before_sft": {"held": report_of(1, 1, 0)}})
     rows = [row[0] for row in final_table(state, "held", cold_start=False).rows]
     assert "failed" not in rows
 
@@ -104,8 +104,8 @@ def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of
         assert found["tokens"]["sampled_per_s"] == 0.0
 
 
-def test_lines_say_what_failed() -> None:
-    line = report_line(asked(2, 9, 89), "after RL")
+def test_lines_report_the_failed_share() -> None:
+    line = report_line(report_of(2, 9, 89), "after RL")
     assert "success 0.182 [" in line
     assert "89 failed (89%; success 0.020 if they count as wrong)" in line
     row = {"step": 3, "rollout/trees": 1, "rollout/tool_calls": 1, "rollout/forks": 0}
@@ -123,12 +123,12 @@ def test_lines_say_what_failed() -> None:
         ((0, 0, 0), "-", "success - of 0, reward"),
     ],
 )
-def test_no_share_and_no_success_is_said_that_was_not_measured(
+def test_unmeasured_shares_and_successes_are_not_reported(
     counts: tuple[int, int, int], cell: str, line: str
 ) -> None:
-    report = asked(*counts)
+    report = report_of(*counts)
     assert line in report_line(report, "after RL")
-    state = RunState(reports={"before_sft": {"held": asked(1, 1, 0)}})
+    state = RunState(reports={"before_sft": {"held": report_of(1, 1, 0)}})
     state.reports["after_rl"] = {"held": report}
     rows = {row[0]: row[1:] for row in final_table(state, "held", cold_start=False).rows}
     assert cell in rows["all"][1]
@@ -150,10 +150,10 @@ def labels(rows: list[dict[str, Any]]) -> set[str]:
     return {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
 
 
-def test_the_curve_shows_what_failed() -> None:
+def test_the_learning_curve_shows_the_failed_share() -> None:
     step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.8, "failed/share": 0.5}
     steps = [step | {"step": n, "reward/success_if_failed_wrong": 0.45} for n in (1, 2)]
-    evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
+    evaluated = {"step": 2, "phase": "after_rl", **report_metrics(report_of(2, 9, 89))}
     assert labels([*steps, evaluated]) == {
         *(
             "success",
@@ -165,11 +165,11 @@ def test_the_curve_shows_what_failed() -> None:
         *("held: share of failed trajectories", "held: success, failed as wrong"),
     }
     fine = [row | {"failed/share": 0.0} for row in steps]
-    found = labels([*fine, {"step": 2, **report_metrics(asked(9, 2, 0))}])
+    found = labels([*fine, {"step": 2, **report_metrics(report_of(9, 2, 0))}])
     assert found == {"success", "reward", "held: 0.82"}
 
 
-def test_where_there_is_no_terminal_lines_say_how_far_it_is(
+def test_without_a_terminal_lines_report_the_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -183,7 +183,7 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     lines = written.getvalue().splitlines()
     assert len(lines) == 40 // PLAIN_S
     assert lines[0] == "evaluation: 80 of 320, success 0.500; 10 s so far, about 30 s left"
-    view.say("another line")
+    view.log("another line")
     view.advance(320)
     assert written.getvalue().splitlines()[-1] == "another line", "nothing so soon after it"
     view.end()
@@ -192,7 +192,7 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     assert written.getvalue().splitlines()[-1] == "another line", "it is over"
 
 
-def test_a_line_about_no_progress_names_the_wait_and_no_time_that_is_left(
+def test_a_line_without_progress_names_the_wait_and_no_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -215,5 +215,5 @@ def test_a_line_about_no_progress_names_the_wait_and_no_time_that_is_left(
 async def test_an_evaluation_that_measured_nothing_is_never_the_best() -> None:
     saver = object.__new__(RunSaver)
     saver.best_metric, saver.state = "held/reward", RunState(best=-0.5)
-    await saver.consider_best(2, asked(0, 0, 5))  # neither saved nor kept
+    await saver.consider_best(2, report_of(0, 0, 5))  # neither saved nor kept
     assert saver.state.best == -0.5

@@ -1,5 +1,5 @@
-"""The first minute with a command: the first line is its own, what takes its time is shown with
-what comes next, and the last lines say what to type next."""
+"""The first minute with a command: the first line is its own, long phases are shown with the next
+one, and the last lines are the next commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def commands(text: str) -> list[str]:
     return [line.partition("#")[0].strip() for line in lines]
 
 
-def test_a_run_ends_with_the_commands_to_type_next(finished: Path) -> None:
+def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
     log = (finished / "run.log").read_text()
     typed = [line.split(" INFO ")[-1].split() for line in log.partition("next:\n")[2].splitlines()]
     assert [line for line in typed if line[0] == "agentenv"] == [
@@ -43,7 +43,7 @@ def test_a_run_ends_with_the_commands_to_type_next(finished: Path) -> None:
     ]
 
 
-def test_a_new_environment_says_how_it_is_tried(
+def test_a_new_environment_is_created_with_the_next_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def test_a_new_environment_says_how_it_is_tried(
     ]
 
 
-def test_warnings_of_other_packages_are_on_no_terminal(
+def test_warnings_of_other_packages_do_not_reach_the_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """DeepSpeed logs one to standard output as soon as transformers is imported."""
@@ -71,7 +71,7 @@ def test_warnings_of_other_packages_are_on_no_terminal(
             logger.warning("Setting accelerator to CPU.")
             warnings.warn("something is deprecated", FutureWarning, stacklevel=1)
         logger.error("broken")
-        view.say("ours")
+        view.log("ours")
         return 0
 
     try:
@@ -85,7 +85,7 @@ def test_warnings_of_other_packages_are_on_no_terminal(
     assert warnings.showwarning is shown
 
 
-def test_what_takes_its_time_is_told_with_what_comes_next(
+def test_a_long_phase_is_reported_with_the_next_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "BUSY_S", 0.05)
@@ -113,12 +113,12 @@ time.sleep(0.4)
 view.figures([("learner", "x" * 100), ("now", "y")])
 time.sleep(0.4)
 view.end()
-view.say("done")
+view.log("done")
 view.close()
 """
 
 
-def test_in_a_terminal_the_line_moves_and_goes_away() -> None:
+def test_in_a_terminal_the_progress_line_is_updated_and_removed() -> None:
     main, other = pty.openpty()
     environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": "30", "TERM": "xterm"}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A full disk is one line, whichever file of a run meets it: the path, and what to do."""
+"""A full disk is a one-line error with path and remedy, for every file of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def full(path: Path) -> None:
-    """Whatever is written to it, or beside it to be renamed, meets a full disk."""
+    """Any write to this file, or to its partial file before the rename, meets a full disk."""
     for one in (path, path.with_name(f"{path.name}.partial")):
         one.symlink_to("/dev/full")
 
@@ -64,14 +64,14 @@ def test_a_full_disk_names_the_file(
     assert "free some" in explain(raised.value)
 
 
-def test_of_a_copy_to_a_full_disk_the_target_is_named(tmp_path: Path) -> None:
+def test_a_copy_to_a_full_disk_names_the_target(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     error = OSError(errno.ENOSPC, "No space left", str(source), None, str(target))  # of shutil
     said = str(reason_of(error, tmp_path, ""))
     assert said.startswith(f"{target}: no space left on the device; free some space and repeat")
 
 
-def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
+def test_plots_use_the_rows_not_truncated_by_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Sequence[dict[str, Any]]] = []

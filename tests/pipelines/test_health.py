@@ -36,7 +36,7 @@ def judged(rows: list[dict[str, Any]], status: str = "finished") -> tuple[str, s
     return found.grade, found.text
 
 
-def test_a_healthy_run_says_what_came_of_it() -> None:
+def test_a_healthy_run_reports_its_success() -> None:
     rows = [evaluation(0, 0.2), *updates(20), evaluation(20, 0.8)]
     assert judged(rows) == (
         "healthy",
@@ -86,12 +86,12 @@ def test_a_fault_is_named_with_its_figure(more: dict[str, Any], grade: str, text
     assert text.casefold() in found[1].casefold()
 
 
-def test_groups_of_a_policy_that_is_right_are_no_fault() -> None:
+def test_equal_groups_of_a_successful_policy_are_not_a_fault() -> None:
     rows = updates(30, **{"learner/num_equal_groups": 8, "reward/success": 0.98})
     assert judged(rows)[0] == "healthy"
 
 
-def test_what_is_past_does_not_count() -> None:
+def test_old_faults_do_not_count() -> None:
     rows = updates(10, **{"failed/trajectories": 60}) + [
         {**row, "step": row["step"] + 10} for row in updates(10)
     ]
@@ -108,7 +108,7 @@ def test_a_success_that_fell_is_a_fault() -> None:
     assert judged(rows)[0] == "healthy"  # within the intervals
 
 
-def test_the_gravest_comes_first() -> None:
+def test_the_most_severe_fault_is_reported() -> None:
     rows = updates(30, **{"rollout/truncated": 0.6, "learner/num_skipped": 1})
     grade, text = judged(rows, "stopped")
     assert grade == "unhealthy"
@@ -116,7 +116,7 @@ def test_the_gravest_comes_first() -> None:
     assert "limits" not in text
 
 
-def test_a_run_that_was_stopped_says_where() -> None:
+def test_a_stopped_run_reports_its_last_update() -> None:
     assert judged(updates(7), "stopped") == (
         "doubtful",
         "It was stopped after update 7 of 40.",

@@ -1,4 +1,4 @@
-"""Processes that compute on no GPU see none: what opens one may take most of its memory."""
+"""Processes that do not compute on a GPU see none: opening one may take most of its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_of(*keys: str) -> TrainConfig:
 
 @pytest.fixture(params=["2,3", None], autouse=True)
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What CUDA_VISIBLE_DEVICES says; None: nothing, on a machine with two GPUs."""
+    """The value of CUDA_VISIBLE_DEVICES; None: unset, on a machine with two GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if request.param is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", request.param)
@@ -34,7 +34,7 @@ def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize(
     "keys", [("engine.name=vllm",), ("engine.name=vllm", 'engine.urls=["http://127.0.0.1:1"]')]
 )
-def test_a_controller_with_server_engines_sees_none_and_gives_them_all(
+def test_a_controller_with_server_engines_hides_all_gpus_and_passes_them_on(
     keys: tuple[str, ...], named: str | None
 ) -> None:
     theirs = named.split(",") if named else ["0", "1"]
@@ -57,15 +57,15 @@ def test_a_controller_with_server_engines_sees_none_and_gives_them_all(
     ],
     ids=["embedded", "evaluations", "encoder"],
 )
-def test_one_that_computes_itself_sees_them(keys: tuple[str, ...], named: str | None) -> None:
+def test_a_controller_with_an_embedded_engine_sees_the_gpus(
+    keys: tuple[str, ...], named: str | None
+) -> None:
     with gpus_for_others(config_of(*keys)):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
         assert gpus_of_ranks() == []
 
 
-def test_processes_of_environments_see_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_processes_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     init = Supervisor.__init__
     monkeypatch.setattr(

@@ -33,7 +33,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_an_id_is_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_a_path_is_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_id("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
     assert hub_id("Qwen/Qwen3-0.6B@c1899de") == HubId("Qwen/Qwen3-0.6B", "c1899de")
@@ -61,14 +63,14 @@ def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
     assert fetch_from_hub(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
 
 
-def test_what_is_cached_in_part_counts_as_missing(home: Path, warehouse: Path) -> None:
+def test_a_partially_cached_model_counts_as_missing(home: Path, warehouse: Path) -> None:
     snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(DataError, match="hf download me/tiny"):
         fetch_from_hub("me/tiny", "model", print)
 
 
-def test_what_is_missing_names_the_command(home: Path) -> None:
+def test_a_missing_model_or_dataset_names_the_download_command(home: Path) -> None:
     with pytest.raises(DataError) as caught:
         fetch_from_hub("me/other@v2", "model", print)
     told = str(caught.value)
@@ -88,7 +90,7 @@ def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> 
     assert find_on_hub("me/rows:test-*.jsonl", "dataset") is None
 
 
-def test_a_dry_run_and_a_run_take_ids(
+def test_a_dry_run_and_a_run_accept_hub_ids(
     home: Path,
     warehouse: Path,
     tmp_path: Path,
@@ -116,7 +118,7 @@ def test_a_dry_run_and_a_run_take_ids(
 
 
 @pytest.mark.slow
-def test_what_is_learned_from_a_model_of_the_cache_is_saved(
+def test_a_model_trained_from_the_cache_is_saved_in_full(
     home: Path, warehouse: Path, tmp_path: Path, here: None
 ) -> None:
     snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
@@ -137,7 +139,7 @@ def test_what_is_learned_from_a_model_of_the_cache_is_saved(
 
 
 @pytest.mark.slow
-def test_the_variables_of_the_hub_count(warehouse: Path, tmp_path: Path) -> None:
+def test_the_environment_variables_of_the_hub_are_read(warehouse: Path, tmp_path: Path) -> None:
     hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
     code = (
         "from agentenv.model_files import fetch_from_hub as fetch; "

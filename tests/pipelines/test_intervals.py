@@ -86,7 +86,7 @@ def simulated() -> list[Found]:
     return [simulate(cell, rng) for cell in cells]
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say(simulated: list[Found]) -> None:
+def test_intervals_have_their_nominal_coverage(simulated: list[Found]) -> None:
     worst = min(simulated, key=lambda one: one.coverage)
     assert worst.coverage >= 0.93, worst
     assert np.mean([one.coverage for one in simulated]) <= 0.98  # nor do they only because all fits
@@ -101,7 +101,7 @@ def test_intervals_are_little_wider_than_exact_ones(simulated: list[Found]) -> N
     assert widest.width <= 1.25 * widest.width_of_reference, widest
 
 
-def test_intervals_of_100_questions_are_no_wider_than_a_bootstrap_that_covers() -> None:
+def test_intervals_of_100_questions_are_no_wider_than_a_covering_bootstrap() -> None:
     """A tenth at most, over all cells, and in each where the percentile bootstrap covers 0.93: at
     0.98 with questions that differ or single samples it holds the truth in 0.86 to 0.90 of sets."""
     rng = np.random.default_rng(0)
@@ -121,7 +121,8 @@ def test_intervals_of_100_questions_are_no_wider_than_a_bootstrap_that_covers() 
 def pairs(
     rng: np.random.Generator, kind: str, first: float, second: float, *, shared: bool, size: int
 ) -> tuple[Floats, Floats]:
-    """Success of each question in two evaluations; `shared`: what is hard for one is for both."""
+    """Success of each question in two evaluations; `shared`: the difficulty of a question is common
+    to both."""
     shape = (NUM_SETS // 2, size)
     if not shared:
         return probabilities(rng, kind, first, shape), probabilities(rng, kind, second, shape)
@@ -143,7 +144,7 @@ def _quantiles(success: float) -> Floats:
     return found + success - found.mean()
 
 
-def test_paired_differences_hold_the_truth_and_have_a_width() -> None:
+def test_intervals_of_paired_differences_have_coverage_and_a_width() -> None:
     rng = np.random.default_rng(0)
     levels = ((0.5, 0.9), (0.9, 0.9), (0.98, 0.98))
     worst = []
@@ -161,19 +162,19 @@ def test_paired_differences_hold_the_truth_and_have_a_width() -> None:
     assert min(worst)[0] >= 0.93, min(worst)
 
 
-def test_where_nothing_differs_the_difference_may_be_as_large_as_questions_could_hide() -> None:
+def test_equal_answers_bound_the_difference_by_the_number_of_questions() -> None:
     same = [0.0, 1.0] * 100
     low, high = statistics.difference(same, same)
     assert (low, high) == pytest.approx((-(1 - 0.04 ** (1 / 200)), 1 - 0.04 ** (1 / 200)))
 
 
-def test_all_right_says_no_more_than_the_number_of_questions() -> None:
+def test_a_perfect_score_is_bounded_by_the_number_of_questions_only() -> None:
     for samples in (1, 5, 32):
         assert statistics.share(np.ones(8), samples).tolist() == [0.04 ** (1 / 8), 1.0]
         assert statistics.share(np.zeros(8), samples).tolist() == [0.0, 1 - 0.04 ** (1 / 8)]
 
 
-def test_all_or_nothing_questions_count_once_however_often_they_are_asked() -> None:
+def test_all_or_nothing_questions_count_once_for_any_number_of_samples() -> None:
     values = np.array([1.0] * 70 + [0.0] * 30)
     once, often = statistics.share(values, 1), statistics.share(values, 32)
     assert often == pytest.approx(once, abs=0.003)
@@ -192,14 +193,14 @@ def test_independent_samples_count_each() -> None:
 
 
 def test_a_share_of_all_samples_is_weighted() -> None:
-    """One question with 90 samples beside nine with one each says little more than one."""
+    """One question with 90 samples next to nine with one each adds little information."""
     values, weights = np.array([1.0] * 5 + [0.0] * 5), np.array([90.0] + [1.0] * 9)
     low, high = statistics.share(values, weights, weights)
     assert low < 94 / 99 <= high
     assert high - low > 0.5
 
 
-def test_values_between_0_and_1_are_no_coins() -> None:
+def test_values_between_0_and_1_have_narrower_intervals_than_binary_ones() -> None:
     """F1 of 100 questions, all near 0.5: narrower than of 100 coins."""
     values = np.random.default_rng(2).uniform(0.4, 0.6, 100)
     assert (
@@ -218,12 +219,12 @@ def test_a_share_is_mirrored_and_holds_its_mean(counts: list[int], samples: int)
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-6)
 
 
-def test_without_questions_everything_is_possible() -> None:
+def test_without_questions_the_interval_is_everything() -> None:
     assert statistics.share([]).tolist() == [0.0, 1.0]
     assert statistics.share([0.5], 8)[0] < 0.05
 
 
-def test_means_without_bounds_are_students() -> None:
+def test_unbounded_means_have_student_intervals() -> None:
     values = [3.0, 5.0, 4.0, 8.0]
     low, high = statistics.ratio(values)
     assert (low, high) == pytest.approx((5 - 3.4374, 5 + 3.4374), abs=1e-3)  # t of 3 is 3.1824
@@ -231,7 +232,7 @@ def test_means_without_bounds_are_students() -> None:
     assert statistics.ratio([2.0] * 30) is None
 
 
-def test_a_ratio_of_sums_is_linearised() -> None:
+def test_a_ratio_of_sums_is_linearized() -> None:
     rng = np.random.default_rng(0)
     above, below = rng.exponential(size=2_001), rng.integers(1, 4, 2_001).astype(float)
     low, high = statistics.ratio(above, below)

@@ -1,4 +1,4 @@
-"""A run that is killed goes on with what it had rolled out: nothing is sampled or trained twice."""
+"""A killed run resumes with its rollouts: nothing is sampled or trained twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(run: Path, step: int) -> bytes:
 
 
 def read_and_killed(process: Command, journal: Reader, num_steps: int) -> list[Frame]:
-    """What a run writes until it has trained so many steps and is killed."""
+    """The frames of a run until it has trained so many steps and is killed."""
     found: list[Frame] = []
     while len(of(Trained, found)) < num_steps:
         found += journal.read()
@@ -43,8 +43,9 @@ def read_and_killed(process: Command, journal: Reader, num_steps: int) -> list[F
 def test_after_kill_9_the_same_trees_make_the_same_weights(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoints of before are gone but for the first, as if they had been far apart. Both
-    learners are processes of one thread, since how many there are decides the last bit of sums."""
+    """Earlier checkpoints are removed except the first, as if they had been far apart. Both
+    learners are processes of one thread, since the number of threads decides the last bit of
+    sums."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     keys = ("train.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
     with started(warehouse, "killed-9", *keys, "engine.latency_s=0.05") as (process, run):
@@ -81,8 +82,8 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     assert kept == list(range(len(kept))), "each tree once"
 
 
-def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
-    """Those of weights that are given up, some of which would be trained as if they were new."""
+def test_a_run_resumed_from_an_older_checkpoint_restarts_its_trees(warehouse: Path) -> None:
+    """Trees of discarded weights, some of which would otherwise be trained as new ones."""
     keys = ("train.num_steps=100000", "checkpoint.every=1", "checkpoint.keep_last=1000")
     with started(warehouse, "goes-back", *keys, "engine.latency_s=0.05") as (process, run):
         journal = Reader(run / "journal")
@@ -96,7 +97,7 @@ def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
     assert there <= {frame.tree for frame in of(Began, after)}
 
 
-def test_a_run_with_another_environment_begins_its_trees_again(warehouse: Path) -> None:
+def test_a_run_with_another_environment_restarts_its_trees(warehouse: Path) -> None:
     keys = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "changed", *keys) as (process, run):
         process.kill()

@@ -69,7 +69,7 @@ def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert key.name.rpartition(".")[2] in text
 
 
-def test_a_table_that_stands_in_several_places_is_shown_in_one_and_whole_by_its_name(
+def test_a_table_used_in_several_places_is_shown_once_and_in_full_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "--help-keys")
@@ -95,7 +95,7 @@ def test_no_key_is_shown_twice_with_one_default() -> None:
         ("learner.learning", "learner.learning_rate", "muon_learning_rate"),
     ],
 )
-def test_a_prefix_chooses(
+def test_a_prefix_selects_keys(
     prefix: str, there: str, absent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, "--help-keys", prefix)
@@ -117,7 +117,7 @@ def test_an_unknown_prefix_names_the_nearest(
 
 
 @pytest.mark.parametrize("name", COMMANDS.split(", "))
-def test_each_command_says_in_the_same_words_how_it_is_used(
+def test_every_command_has_the_same_form_of_usage(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, main = name.rpartition(".")[2], importlib.import_module(name).main

@@ -1,6 +1,6 @@
 """Every key is used: a configuration or an example sets it, or a page or a test names it.
 
-A key that nothing uses is a constant beside its use.
+A key without a use should be a constant next to its code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMANDS = (
     SynthesisConfig,
     ServeConfig,
 )
-MOST = 440  # keys of train.py; raise it for a key that users ask for, with its use
+MOST = 440  # keys of train.py; raise it for a requested key together with its use
 
 
 def tables(raw: Any) -> Iterator[dict[str, Any]]:
@@ -86,8 +86,8 @@ def test_every_key_is_used(command: type[Struct]) -> None:
     assert [key.shown for key in keys if not is_used(key)] == []
 
 
-def test_there_are_no_more_keys_than_before() -> None:
-    """In a process of its own: other tests register parts with keys."""
+def test_the_number_of_keys_does_not_grow() -> None:
+    """In a separate process: other tests register parts with keys."""
     code = (
         "from agentenv.pipelines.config.help import describe\n"
         "from agentenv.pipelines.config.rl import TrainConfig\n"

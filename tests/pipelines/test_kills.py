@@ -1,5 +1,6 @@
-"""kill -9 at every named point, and at random moments: the same command goes on, no finished tree
-is rolled out again, none is trained twice, and the weights are those of the same trees in one go.
+"""kill -9 at every named point, and at random moments: the same command resumes, no finished tree
+is rolled out again, none is trained twice, and the weights are those of an uninterrupted run over
+the same trees.
 
 A few points here; `make long PARTS=kills` tries all of them, and a hundred moments."""
 
@@ -30,7 +31,7 @@ from tests.support.warehouse import make_workspace, with_programs
 
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.slow]
 
-# Of a run of programs, one process after the other: whose end ends the run, then one who is missed.
+# Victims in a run of programs, in turn: one whose death ends the run, then one that is replaced.
 OF_PROGRAMS: Sequence[tuple[type[ProgramRun], tuple[str, ...]]] = (
     (ProgramRun, ("controller", "agent")),
     (ProgramRun, ("tree", "rank", "sandbox")),
@@ -39,9 +40,9 @@ OF_PROGRAMS: Sequence[tuple[type[ProgramRun], tuple[str, ...]]] = (
     (WorkedProgramRun, ("tree", "endpoint")),
 )
 SIDES = ("before", "after", "within")
-MAYBE = ("rename", "remove", "sync")  # what a process that goes on may not come to
+MAYBE = ("rename", "remove", "sync")  # points that a resumed process may not reach
 VICTIMS = ("controller", "tree", "rank")
-SOME = (  # of a first process, and of one that goes on
+SOME = (  # of a first process, and of a resumed one
     (
         Plan("frame Finished", "after", 3, own_rank=True, victim="tree"),
         Plan("frame Trained", "before", 1),  # all trees may have been rolled out by then
@@ -93,7 +94,7 @@ class Tally:
 
 
 def points_of(run: KilledRun, *, own_rank: bool, seen: Path) -> list[Plan]:
-    """The plans for all points that the next process of the run, which ends by itself, comes to."""
+    """The plans for all points that the next process of the run, which ends by itself, reaches."""
     seen.unlink(missing_ok=True)
     assert run.start(Plan(own_rank=own_rank, seen=str(seen))) == 0
     plans = []
@@ -124,9 +125,9 @@ def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -
         points = []
         for plan in pair:
             if plan is not None:
-                # its status may be 0: who was killed was not needed any more
+                # its status may be 0: the killed process was no longer needed
                 killed = tmp_path / f"killed-{number}-{len(points)}"
-                was_done = run.is_done()  # then it comes to few points
+                was_done = run.is_done()  # then it reaches few points
                 run.start(replace(plan, killed=str(killed)))
                 if not killed.exists() and not was_done and not plan.point.startswith(MAYBE):
                     tally.wrong.append(f"{run.name} {points}: did not come to {plan}")
@@ -149,7 +150,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
 
 
 def of_servers(folder: Path, servers: Servers, plans: Sequence[Plan], tally: Tally) -> None:
-    """Each plan kills a server of a run, which comes to its end by itself."""
+    """Each plan kills a server of a run, which ends by itself."""
     for number, plan in enumerate(plans):
         run = ServedRun(folder, servers, f"served-{number}")
         code = run.start(replace(plan, victim="other", servers=servers.pids()))

@@ -1,13 +1,12 @@
-"""What holds of every run, whatever goes wrong in it: a whole run under the virtual clock, with
-faults, signals, kills, jumps of the clock and frames that are written twice, at moments that
-hypothesis chooses.
+"""The laws of every run under any faults: a whole run under the virtual clock, with faults,
+signals, kills, jumps of the clock and duplicate frames, at moments chosen by hypothesis.
 
-conservation     each tree that was offered is trained once, filtered, failed, or still held
-staleness        no token that is trained is older than `queue.max_staleness`
+conservation     each offered tree is trained once, filtered, failed, or still held
+staleness        no trained token is older than `queue.max_staleness`
 envs             every env is closed once
-nothing is left  no task, no slot, no request to the engine
+no leftovers     no task, no slot, no request to the engine
 no tree twice    in the weights that survive
-no deadlock      virtual time can always go on, until the run ends
+no deadlock      virtual time can always advance until the run ends
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Runs(RuleBasedStateMachine):
         self.start(weather)
 
     def start(self, weather: Mapping[str, list[str]] = MappingProxyType({})) -> None:
-        """A process that begins the run, or goes on with it."""
+        """A process that begins or resumes the run."""
         resume = (self.path / "config.json").exists()
         self.world = ToyWorld()
         for call, kinds in weather.items():
@@ -137,7 +136,7 @@ class Runs(RuleBasedStateMachine):
     def ended(self) -> bool:
         return self.main.done()
 
-    # what happens
+    # the events
 
     @rule(seconds=st.sampled_from([0.3, 3.0, 10.0, 30.0, 100.0, 1000.0]))
     def advance(self, seconds: float) -> None:
@@ -160,7 +159,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(twice=st.booleans())
     def kill(self, twice: bool) -> None:
-        """The process is gone at this moment; another one goes on from what is on the disk."""
+        """The process dies at this moment; another one resumes from the state on disk."""
         self.num_starts += 1
         self.path = Path(shutil.copytree(self.path, self.path.with_name(f"run{self.num_starts}")))
         self.main.cancel()
@@ -176,7 +175,7 @@ class Runs(RuleBasedStateMachine):
         if self.end() is not None:
             self.start()
 
-    # what holds
+    # the laws
 
     @invariant()
     def slots_are_bounded(self) -> None:
@@ -185,8 +184,8 @@ class Runs(RuleBasedStateMachine):
             assert queue.num_waiting <= queue.num_reserved <= queue.capacity
 
     def end(self) -> BaseException | None:
-        """Let the process come to its end, and look at what it leaves. Returns what ended it before
-        its time."""
+        """Let the process end, and check the state that it leaves. Returns the error that ended it
+        early."""
         try:
             self.loop.run_until_complete(asyncio.wait([self.main], timeout=LONG_S))
         except DeadlockError as error:
@@ -216,10 +215,10 @@ class Runs(RuleBasedStateMachine):
             self.loop.close()
 
     def to_the_end(self) -> None:
-        """Without further faults the run comes to its last step, and each tree is accounted for."""
+        """Without further faults the run reaches its last step, and each tree is accounted for."""
         self.world.faults.next.clear()
         error = self.end()
-        for _ in range(2):  # what had begun to fail may end the first
+        for _ in range(2):  # a failure in progress may end the first
             if error is not None:
                 self.start()
                 error = self.end()
@@ -248,14 +247,14 @@ class Runs(RuleBasedStateMachine):
 
 
 def split(error: BaseException) -> tuple[BaseException | None, BaseException | None]:
-    """What a run may end by, and the rest."""
+    """The errors that may end a run, and the others."""
     if isinstance(error, BaseExceptionGroup):
         return error.split((AgentEnvError, asyncio.CancelledError))
     return (error, None) if isinstance(error, AgentEnvError) else (None, error)
 
 
 def each_twice(data: bytes) -> bytes:
-    """The frames, each followed by itself, as by a writer that was not told of its success."""
+    """The frames, each followed by its duplicate, as by a writer that missed the confirmation."""
     frames, start = [], 0
     for offset, size, is_whole in frames_of(data):
         frames += [data[start : offset + size]] * (2 if is_whole else 1)

@@ -1,5 +1,5 @@
-"""docs/metrics.md names what a run logs: every key of a run is there, and every name there is
-written somewhere in the code."""
+"""docs/metrics.md lists the logged metrics: every key of a run is in it, and the code writes every
+name in it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Metrics beyond metrics.jsonl: what TensorBoard and Weights & Biases are given, and that a run
-does not depend on them."""
+"""Metrics beyond metrics.jsonl: the records of TensorBoard and Weights & Biases, on which a run
+does not depend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OFFLINE = WandbConfig(project="p", name="shown", tags=["a", "b"], mode="offline"
 
 
 class Listener:
-    """A monitor that keeps what it hears."""
+    """A monitor that keeps its records."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -65,7 +65,7 @@ class Listener:
         self.heard.append(exit_code)
 
 
-def test_a_monitor_hears_numbers_in_order_and_the_end(tmp_path: Path) -> None:
+def test_a_monitor_receives_numbers_in_order_and_the_end(tmp_path: Path) -> None:
     monitors, listener = Monitors(MonitorConfig(), tmp_path, {}), Listener()
     monitors.add("one", listener)
     monitors.log({"step": 0, "sft/step": 7, "sft/loss": 0.5})
@@ -78,7 +78,7 @@ def test_a_monitor_hears_numbers_in_order_and_the_end(tmp_path: Path) -> None:
     ]
 
 
-def test_one_that_raises_is_left_alone_with_a_warning_and_the_others_go_on(
+def test_a_monitor_that_raises_is_disabled_with_a_warning_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Listener):
@@ -101,7 +101,7 @@ def test_one_that_raises_is_left_alone_with_a_warning_and_the_others_go_on(
     ]
 
 
-def test_one_that_hangs_holds_nothing_up(
+def test_a_monitor_that_hangs_blocks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "FINISH_TIMEOUT_S", 0.1)
@@ -122,7 +122,7 @@ def test_one_that_hangs_holds_nothing_up(
 def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) -> None:
     config = RolloutMonitorConfig(num_trajectories=3, trajectories_every=2)
     monitors, listener = Monitors(config, tmp_path, {}), Listener()
-    assert monitors.num_wanted("eval-held-after_rl") == 0  # nobody looks
+    assert monitors.num_wanted("eval-held-after_rl") == 0  # not shown
     monitors.add("one", listener)
     monitors.log({"step": 1})
     assert (monitors.num_wanted("step-000001"), monitors.num_wanted("eval-held-x")) == (0, 3)
@@ -134,7 +134,7 @@ def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) 
     assert listener.heard[2:4] == [(("step", 2), "train", 1), (("step", 2), "held", 2)]
 
 
-def test_tensorboard_has_scalars_and_samples_and_a_resumed_run_replaces_what_it_repeats(
+def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_steps(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -159,7 +159,7 @@ def test_tensorboard_has_scalars_and_samples_and_a_resumed_run_replaces_what_it_
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
+def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
     tmp_path: Path,
 ) -> None:
     wandb = pytest.importorskip("wandb")
@@ -187,7 +187,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
 
 
 @pytest.fixture
-def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home of a user who is not logged in."""
     for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
         monkeypatch.delenv(name)
@@ -199,28 +199,28 @@ LOGIN = "machine api.wandb.ai\n  login user\n  password " + "k" * 40 + "\n"
 
 
 @pytest.mark.parametrize("place", [".netrc", "_netrc", "elsewhere"])
-def test_who_is_logged_in_needs_no_variable(
-    place: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stored_login_needs_no_variable(
+    place: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (nobody / place).write_text(LOGIN)
-    (nobody / place).chmod(0o600)
+    (empty_home / place).write_text(LOGIN)
+    (empty_home / place).chmod(0o600)
     if place == "elsewhere":
-        monkeypatch.setenv("NETRC", str(nobody / place))
+        monkeypatch.setenv("NETRC", str(empty_home / place))
     assert WandbConfig().mode == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(ConfigError, match=r"no netrc file has a key for wandb\.example\.org"):
         WandbConfig()
 
 
-def test_a_login_at_a_server_of_ones_own_counts_there(nobody: Path) -> None:
-    settings = nobody / ".config/wandb/settings"
+def test_a_login_at_a_private_server_is_valid_for_that_server(empty_home: Path) -> None:
+    settings = empty_home / ".config/wandb/settings"
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
-    (nobody / ".netrc").write_text(LOGIN)
-    (nobody / ".netrc").chmod(0o600)
+    (empty_home / ".netrc").write_text(LOGIN)
+    (empty_home / ".netrc").chmod(0o600)
     with pytest.raises(ConfigError, match=r"wandb\.example\.org"):
         WandbConfig()
-    (nobody / ".netrc").write_text(LOGIN.replace("api.wandb.ai", "wandb.example.org"))
+    (empty_home / ".netrc").write_text(LOGIN.replace("api.wandb.ai", "wandb.example.org"))
     WandbConfig()
 
 
@@ -228,8 +228,8 @@ def test_a_login_at_a_server_of_ones_own_counts_there(nobody: Path) -> None:
     ("variable", "mode"),
     [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled"), ("", "online")],
 )
-def test_the_mode_of_the_environment_comes_first(
-    variable: str, mode: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_mode_of_the_environment_takes_precedence(
+    variable: str, mode: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_mode("online") == mode
@@ -240,13 +240,15 @@ def test_the_mode_of_the_environment_comes_first(
         WandbConfig()
 
 
-def test_a_netrc_that_cannot_be_read_is_named(nobody: Path) -> None:
-    (nobody / ".netrc").write_text("machine\n")
+def test_a_netrc_that_cannot_be_read_is_named(empty_home: Path) -> None:
+    (empty_home / ".netrc").write_text("machine\n")
     with pytest.raises(ConfigError, match=r"\.netrc cannot be read.*set WANDB_API_KEY"):
         WandbConfig()
 
 
-def test_the_key_comes_from_no_configuration(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_never_read_from_a_configuration(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"WANDB_API_KEY is not set.*offline"):
         WandbConfig()
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -256,7 +258,7 @@ def test_the_key_comes_from_no_configuration(nobody: Path, monkeypatch: pytest.M
         build_config(TrainConfig, raw, "run.toml")
 
 
-def test_a_missing_package_is_told_before_anything_starts(
+def test_a_missing_package_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -276,7 +278,7 @@ def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
 
 
 class _Trackio(ModuleType):
-    """Records what it is told; a name that is taken gets another."""
+    """Keeps its records; a duplicate run name gets another one."""
 
     def __init__(self) -> None:
         super().__init__("trackio")
@@ -297,7 +299,9 @@ class _Trackio(ModuleType):
         return data
 
 
-def test_a_resumed_run_goes_on_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_in_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trackio = _Trackio()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     run = tmp_path / "shop"

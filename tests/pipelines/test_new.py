@@ -44,7 +44,9 @@ def test_a_name_that_no_package_can_have_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "dice_game").mkdir()
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 2
     assert "dice_game already exists; choose another NAME, or remove it" in capsys.readouterr().err
@@ -53,7 +55,7 @@ def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [path.name for path in tmp_path.iterdir()] == ["dice_game"]
 
 
-def test_it_tells_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "created " in told
@@ -65,7 +67,7 @@ def test_it_tells_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_its_own_test_passes(tmp_path: Path) -> None:
+def test_the_generated_test_passes(tmp_path: Path) -> None:
     new.make_folder("dice_tested", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "dice_tested"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -75,7 +77,7 @@ def test_its_own_test_passes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_its_own_doctor_finds_nothing_wrong(tmp_path: Path) -> None:
+def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) -> None:
     new.make_folder("dice_examined", tmp_path)
     command = [
         sys.executable,
@@ -99,7 +101,9 @@ def test_its_own_doctor_finds_nothing_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None) -> None:
+def test_a_generated_environment_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+) -> None:
     new.make_folder("dice_trained", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a newcomer mistypes, and what the first evaluation of the quick start answers to."""
+"""Typing mistakes of a newcomer, and the replies to the first evaluation of the quick start."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
         ("learner.schedule=5", "learner.schedule: "),
     ],
 )
-def test_a_value_that_is_no_choice_is_answered_with_the_choices(override: str, told: str) -> None:
+def test_an_invalid_choice_is_refused_with_the_choices(override: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(TrainConfig, CONFIG, [override])
     assert told in str(refused.value)
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_else(
+def test_a_missing_model_is_reported_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(tmp_path / "nothing")]) == 2
     assert "nothing: no such directory; expected a run" in capsys.readouterr().err
 
 
-def test_a_training_run_is_no_evaluation(
+def test_a_training_run_is_not_an_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
@@ -74,7 +74,7 @@ def test_the_configuration_of_the_readme_is_enough(
 
 
 @pytest.mark.slow
-def test_a_run_without_a_checkpoint_names_the_ways_on(
+def test_a_run_without_a_checkpoint_names_the_alternatives(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -99,7 +99,7 @@ def test_a_negative_number_of_questions_is_refused(
     assert "--n -1: expected a number of questions, or 0 for all" in capsys.readouterr().err
 
 
-def test_keys_of_a_runs_environment_mean_nothing_to_another() -> None:
+def test_environment_keys_of_a_run_are_ignored_for_another_environment() -> None:
     env = {"id": "a/Own-v0", "module": "own", "kwargs": {"corpus": "kb.jsonl"}, "workers": 0}
     run = {"env": env, "seed": 3}
     told: list[str] = []
@@ -131,7 +131,7 @@ async def test_the_quick_start_can_be_graded_by_another_grader(
 
 
 @pytest.mark.slow
-def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None:
+def test_replies_of_a_judge_without_a_verdict_are_reported(tmp_path: Path) -> None:
     parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
     rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]
     found = agreement_of(rows)
@@ -167,7 +167,7 @@ def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
     assert ("judge.max\\_tokens" in text) is is_above
 
 
-def test_a_misspelled_key_is_told_before_missing_questions(
+def test_a_misspelled_key_is_reported_before_missing_questions(
     warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(warehouse.parent / "model")

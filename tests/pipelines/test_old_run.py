@@ -50,7 +50,9 @@ def updates(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("here")
-def test_its_checkpoint_is_trained_on(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_an_old_run_is_resumed(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = workspace / "runs" / "resumed"
     shutil.copytree(workspace / "runs" / "old", run)
     before = updates(run)
@@ -73,7 +75,7 @@ def test_its_checkpoint_is_trained_on(workspace: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_its_evaluations_are_compared_with_new_ones(
+def test_evaluations_of_an_old_run_are_compared_with_new_ones(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = workspace / "evals" / "old", workspace / "evals" / "new"
@@ -87,7 +89,7 @@ def test_its_evaluations_are_compared_with_new_ones(
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_it_is_taken_up(
+def test_an_evaluation_of_an_old_run_is_continued(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = workspace / "evals" / "cut-off"

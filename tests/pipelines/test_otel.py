@@ -1,5 +1,5 @@
-"""The OpenTelemetry monitor, against a receiver that speaks OTLP: what it is sent, what of secrets
-is left out, and that a run does not depend on it."""
+"""The OpenTelemetry monitor, against a receiver of OTLP: its requests, the redaction of secrets,
+and the independence of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECRET = "sk-proj-0123456789abcdefghij"
 
 
 class Receiver:
-    """OTLP over HTTP in a thread of its own. `refuse`: the status of each answer, if not 200."""
+    """OTLP over HTTP in a separate thread. `refuse`: the status of each reply, if not 200."""
 
     def __init__(self) -> None:
         self.metrics: list[ExportMetricsServiceRequest] = []
@@ -190,7 +190,7 @@ def test_a_rollout_is_a_span_with_its_turns_and_their_tool_calls(
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
 
 
-def test_texts_are_sent_only_where_asked_for_and_without_secrets(
+def test_texts_are_sent_only_on_request_and_without_secrets(
     receiver: Receiver, tmp_path: Any
 ) -> None:
     followed(receiver, tmp_path)
@@ -225,7 +225,7 @@ def test_a_failed_rollout_is_an_error(receiver: Receiver, tmp_path: Any) -> None
     assert "agentenv.reward" not in attributes(root)
 
 
-def test_metrics_come_back_when_the_receiver_does(
+def test_metrics_resume_when_the_receiver_is_reachable_again(
     receiver: Receiver,
     tmp_path: Any,
     caplog: pytest.LogCaptureFixture,
@@ -246,7 +246,7 @@ def test_metrics_come_back_when_the_receiver_does(
         assert done.wait(60)
 
     row(1)
-    receiver.refuse = 404  # for which the SDK has no retries of its own
+    receiver.refuse = 404  # for which the SDK has no retries
     row(2)
     row(3)
     assert len(receiver.headers) == 3

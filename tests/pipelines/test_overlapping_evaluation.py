@@ -1,5 +1,5 @@
-"""Evaluations on an engine of their own: the training goes on beside them, and each sees one
-policy version from beginning to end."""
+"""Evaluations on a separate engine: the training continues in parallel, and each evaluation uses
+one policy version from beginning to end."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def finished(warehouse: Path, here: None) -> Path:
     return folder / "runs" / "overlapping"
 
 
-def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
+def test_training_continues_during_an_evaluation(finished: Path) -> None:
     rows = rows_of(finished)
     order = [("eval" if "eval/a/success" in row else "step", row["step"]) for row in rows]
     assert order.index(("step", 3)) < order.index(("eval", 2))
     assert sorted(step for kind, step in order if kind == "eval") == [2, 4]
 
 
-def test_each_evaluation_sees_the_version_of_its_step_and_no_other(finished: Path) -> None:
+def test_each_evaluation_uses_only_the_policy_version_of_its_step(finished: Path) -> None:
     versions = {
         row["step"]: row["policy_version"] for row in rows_of(finished) if "phase" not in row
     }
@@ -75,7 +75,7 @@ def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> No
 
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("here")
-def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehouse: Path) -> None:
+def test_an_interrupted_evaluation_is_repeated_with_its_own_weights(warehouse: Path) -> None:
     folder = warehouse.parent
     run = folder / "runs" / "cut-off"
     slow = (*overrides(folder, "cut-off", 60.0), "train.num_steps=3")

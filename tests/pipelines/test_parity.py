@@ -1,4 +1,4 @@
-"""The parity probe asks each server of a pool, and names the one that disagrees."""
+"""The parity probe queries each server of a pool and names the one that disagrees."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.engines.pool_bench import bench, write_folder
 from tests.support.virtual_clock import run_virtual
 from tests.support.warehouse import ROOT
 
-LOGPROB = -1.0  # what the learner finds for every token
+LOGPROB = -1.0  # the learner's log-prob of every token
 NUM_TOKENS = 4
 
 
-class Knowing:
+class FixedLearner:
     """A learner that scores every token alike."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Knowing:
         return [Score([LOGPROB] * size, [0.0] * size, [True] * size) for size in sizes]
 
 
-def tell(server: FaultyServer, logprob: float) -> None:
+def set_logprob(server: FaultyServer, logprob: float) -> None:
     """Let it report this log-prob for every token."""
     ask = server.generate
 
@@ -54,16 +54,16 @@ def tell(server: FaultyServer, logprob: float) -> None:
 
 
 @pytest.mark.parametrize("num_lost", [0, 1])
-def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
-    """One that is lost meanwhile is left out."""
+def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
+    """A server lost during the probe is excluded."""
 
     async def main() -> None:
         async with bench(write_folder(tmp_path), 3) as b:
-            tell(b.servers[0], LOGPROB)
-            tell(b.servers[1], LOGPROB - 0.5)
-            tell(b.servers[2], LOGPROB + 0.25)
+            set_logprob(b.servers[0], LOGPROB)
+            set_logprob(b.servers[1], LOGPROB - 0.5)
+            set_logprob(b.servers[2], LOGPROB + 0.25)
             prompts = [b.tokenizer.encode(f"{text}|") for text in ("one word", "another")]
-            learner = Knowing()
+            learner = FixedLearner()
             probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
             assert await probe.finish() is None
             probe.start()
@@ -79,14 +79,14 @@ def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: i
     run_virtual(main())
 
 
-def test_a_server_that_says_nothing_is_left_out_in_time(tmp_path: Path) -> None:
+def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> None:
     """The learner waits for the probe before its step, and Ctrl-C for the learner."""
 
     async def main() -> None:
         async with bench(write_folder(tmp_path), 2) as b:
             for server in b.servers:
-                tell(server, LOGPROB)
-            learner, loop = Knowing(), asyncio.get_running_loop()
+                set_logprob(server, LOGPROB)
+            learner, loop = FixedLearner(), asyncio.get_running_loop()
             prompts = [b.tokenizer.encode("one word|")]
             probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
             b.servers[0].hanging, begin = True, loop.time()
@@ -125,16 +125,20 @@ BFLOAT16 = ("engine.dtype=bfloat16",)
 @pytest.mark.parametrize(
     ("keys", "gaps", "warned"),
     [
-        (BFLOAT16, [0.035, 0.044, 0.05], []),  # what bfloat16 has on a GPU, up to 0.26 at the worst
-        (BFLOAT16, [0.035, 0.12], [1]),  # three times what it was when both held the same file
-        (BFLOAT16, [0.07, 0.15, 0.22], [2]),  # a deeper model is further apart from the start
+        (
+            BFLOAT16,
+            [0.035, 0.044, 0.05],
+            [],
+        ),  # the gap of bfloat16 on a GPU, up to 0.26 at the worst
+        (BFLOAT16, [0.035, 0.12], [1]),  # three times the gap with the same file in both
+        (BFLOAT16, [0.07, 0.15, 0.22], [2]),  # a deeper model has a larger gap from the start
         (BFLOAT16, [0.12], [0]),
         ((), [0.0001, 0.0004], []),  # float32: 0.0115 at the worst token of 40 updates
         ((), [0.0001, 0.02], [1]),
         ((*BFLOAT16, "train.max_logprob_gap=0.02"), [0.035, 0.01], [0]),
     ],
 )
-async def test_the_mean_gap_is_judged_by_dtype_and_by_that_of_version_0(
+async def test_the_bound_of_the_mean_gap_depends_on_dtype_and_on_version_0(
     keys: tuple[str, ...], gaps: list[float], warned: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     learner: Any = Versioned()

@@ -1,4 +1,4 @@
-"""The learning curve: its axes fit what it shows."""
+"""The learning curve: its axes fit the data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_set_of_one_kind_of_questions_is_drawn_once() -> None:
     assert labels(axes) == ["held/roots", "held/sums", "held: 0.20"]
 
 
-def test_a_figure_of_nothing_can_be_drawn() -> None:
+def test_a_figure_without_data_can_be_drawn() -> None:
     assert len(learning_curve([], "run").axes) == 2
 
 
@@ -66,7 +66,7 @@ def places(axes: Any) -> list[tuple[float, float]]:
 
 
 def test_no_marker_covers_another() -> None:
-    """Sets, kinds of their questions, and what was measured before a cold start and after it."""
+    """Sets, kinds of their questions, and measurements before and after a cold start."""
     rows = [evaluation(step, 0.2, "sums", "roots") for step in (0, 0, 10, 20)]
     for row, phase in zip(rows, ("before_sft", "after_sft", "step-10", "after_rl"), strict=True):
         row["phase"] = phase
@@ -77,13 +77,13 @@ def test_no_marker_covers_another() -> None:
     assert len(before) == 3  # left of the line that the cold start is
 
 
-def test_markers_of_updates_that_are_near_stay_apart_from_those_of_the_next() -> None:
+def test_markers_of_adjacent_updates_do_not_overlap() -> None:
     rows = [evaluation(step, 0.2, "sums", "roots") for step in range(100)]
     _, axes = learning_curve(rows, "run").axes
     assert all(abs(x - round(x)) < 0.5 for x, _ in places(axes))
 
 
-def test_evaluations_have_intervals_and_the_share_that_failed() -> None:
+def test_evaluations_have_intervals_and_the_failed_share() -> None:
     row = evaluation(10, 0.2) | {"eval/held/failed_share": 0.3}
     row["eval/held/success_if_failed_wrong"] = 0.14
     _, axes = learning_curve([row], "run").axes
@@ -98,7 +98,7 @@ def test_success_that_is_the_reward_is_one_curve() -> None:
     assert labels(axes) == ["success, which is the reward"]
 
 
-def test_figures_of_nothing_have_no_panel() -> None:
+def test_figures_without_data_have_no_panel() -> None:
     rows = [{**update(step, 0.5, 0.5), "rollout/forks": step, "rollout/roots": 8,
              "failed/trajectories": 0, "tool/x/calls": step, "tool/x/errors": 0,
              "time/update_s": 1.0} for step in (1, 2, 3)]  # fmt: skip
@@ -113,7 +113,7 @@ def test_figures_of_nothing_have_no_panel() -> None:
     assert figure.get_supxlabel() == "0 throughout: failed/trajectories, tool/x/errors"
 
 
-def test_curves_that_coincide_are_all_seen() -> None:
+def test_coinciding_curves_are_all_visible() -> None:
     rows = [{**update(step, 0.5, 0.5), "length/offered_p50": 7, "length/trained_p50": 7}
             for step in (1, 2)]  # fmt: skip
     axes = training_figures(rows, "run").axes[0]
@@ -121,7 +121,7 @@ def test_curves_that_coincide_are_all_seen() -> None:
     assert wide.get_linewidth() > thin.get_linewidth()
 
 
-def test_a_legend_of_many_lines_covers_no_label() -> None:
+def test_a_long_legend_does_not_cover_labels() -> None:
     rows = [evaluation(step, 0.2, *"abcdefgh") for step in (0, 10)]
     figure = learning_curve([update(1, 0.1, 0.2), *rows], "run")
     png(figure)

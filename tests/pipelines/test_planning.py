@@ -1,4 +1,4 @@
-"""The estimates of --dry-run against what is counted elsewhere."""
+"""The estimates of --dry-run against independent counts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_shape_of_a_model_that_is_here(tmp_path: Path) -> None:
+def test_the_shape_of_a_local_model(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     shape = find_shape(tmp_path)
     assert shape is not None
@@ -140,9 +140,7 @@ def test_the_shape_of_a_model_that_is_here(tmp_path: Path) -> None:
     ("stage", "offload"),
     [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "params")],
 )
-def test_model_states_are_those_of_deepspeeds_own_estimate(
-    stage: int, offload: str, ranks: int
-) -> None:
+def test_model_states_match_the_estimate_of_deepspeed(stage: int, offload: str, ranks: int) -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
 
@@ -165,7 +163,7 @@ def test_model_states_are_those_of_deepspeeds_own_estimate(
         assert ours.host_bytes * ranks == pytest.approx(expected, rel=1e-6)
 
 
-def test_states_of_stage_0_are_what_torch_holds() -> None:
+def test_states_of_stage_0_match_those_of_torch() -> None:
     """Weights, gradients and both moments in float32, counted after a step."""
     shape = replace(TINY, layers=2)
     torch.manual_seed(0)
@@ -194,7 +192,7 @@ TINY = ModelShape(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "experts"])
-def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
+def test_activations_match_those_saved_by_autograd(name: str, dtype: torch.dtype) -> None:
     """Two more layers against the estimate for two layers, without and with checkpointing."""
     num_tokens, size = 256, dtype.itemsize
     own_shape = {"qk_norm": name in ("Qwen3", "experts")}
@@ -250,7 +248,7 @@ def test_a_team_divides_a_long_path() -> None:
 
 
 def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
-    """What autograd keeps of a forward pass, beside the model."""
+    """The memory that autograd keeps of a forward pass, without the model."""
     own = {p.untyped_storage().data_ptr() for p in [*policy.parameters(), *policy.buffers()]}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -266,11 +264,11 @@ def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
-def test_the_heads_chunks_are_those_of_the_learner() -> None:
+def test_the_chunks_of_the_head_are_those_of_the_learner() -> None:
     assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (HEAD_CHUNK_BYTES, HEAD_TILE_BYTES)
 
 
-def test_a_dry_run_says_whether_the_last_checkpoint_is_waited_for() -> None:
+def test_a_dry_run_reports_whether_the_last_checkpoint_fits_its_deadline() -> None:
     shape = KNOWN["Qwen3-14B"]
     learner = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=3, num_ranks=8)
     size = checkpoint_bytes(shape, learner, has_reference=False)
@@ -283,8 +281,9 @@ def test_a_dry_run_says_whether_the_last_checkpoint_is_waited_for() -> None:
     assert checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
 
 
-def test_a_dry_run_says_what_a_run_has_on_the_disk() -> None:
-    """Three checkpoints are kept, one is the best, one behind the cold start, one being written."""
+def test_a_dry_run_reports_the_disk_usage_of_a_run() -> None:
+    """Three checkpoints are kept, one is the best, one follows the cold start, one is being
+    written."""
     keys = ["archive.max_gb=20", "checkpoint.keep_last=3"]
     config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
     assert disk_line(2 * GIB, *files_of(config)) == (
@@ -296,7 +295,7 @@ def test_a_dry_run_says_what_a_run_has_on_the_disk() -> None:
     assert "archive" not in disk_line(2 * GIB, number, files)
 
 
-def test_what_saves_memory_saves_it() -> None:
+def test_memory_saving_options_reduce_the_estimate() -> None:
     shape = KNOWN["Qwen2.5-7B"]
     plain = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=1, num_ranks=8)
 
@@ -340,7 +339,7 @@ def test_room_for_keys_and_values() -> None:
         (2e-5, 3.1, ""),
     ],
 )
-def test_a_rate_of_the_cold_start_far_from_the_usual_is_named(
+def test_an_unusual_rate_of_the_cold_start_is_reported(
     rate: float, billions: float, word: str
 ) -> None:
     advice = rate_advice(ColdStartOptimizer(learning_rate=rate), int(billions * 1e9))

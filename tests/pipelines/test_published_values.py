@@ -1,4 +1,4 @@
-"""The shipped configurations hold the published values, and docs/reproduce.md what they need.
+"""The shipped configurations have the published values, and docs/reproduce.md fetches their inputs.
 
 The values are those of the released scripts and YAML files: RUC-NLPIR/ARPO at a95cd08 (scripts,
 evaluation, LLaMA-Factory/arpo_train_sft) and dongguanting/Tool-Star at d12222c.
@@ -83,7 +83,7 @@ def test_rates_and_clips_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("aepo")])
-def test_what_of_aepo_is_not_published_is_said(name: str) -> None:
+def test_unpublished_values_of_aepo_are_marked(name: str) -> None:
     algorithm = resolved(name)["algorithm"]
     assert algorithm["entropy_balanced_clipping"] is True
     assert algorithm["entropy_advantage"] == 0.2
@@ -91,9 +91,9 @@ def test_what_of_aepo_is_not_published_is_said(name: str) -> None:
     assert "budget_beta and branch_penalty are this project's" in said.replace("\n# ", " ")
 
 
-def test_values_of_aepo_at_7b_that_nobody_could_read_are_marked() -> None:
+def test_unknown_values_of_aepo_at_7b_are_marked() -> None:
     """Its script is published by name, AEPO_Qwen25_7B_DeepResearch.sh; the values are those of 14B,
-    and each value that differs between the released scripts says that it is unknown."""
+    and each value that differs between the released scripts is marked as unknown."""
     said = (CONFIGS / "aepo_deep_search_7b.toml").read_text(encoding="utf-8")
     assert "AEPO_Qwen25_7B_DeepResearch.sh" in said
     unknown = {line.split(" = ")[0] for line in said.splitlines() if "# unknown" in line}
@@ -110,7 +110,7 @@ def test_values_of_aepo_at_7b_that_nobody_could_read_are_marked() -> None:
     assert own["algorithm"] == other["algorithm"]
 
 
-def test_headers_say_which_rule_is_the_papers_and_which_the_codes() -> None:
+def test_headers_distinguish_rules_of_the_paper_and_of_the_code() -> None:
     for name in PUBLISHED:
         said = (CONFIGS / f"{name}.toml").read_text(encoding="utf-8").replace("\n# ", " ")
         assert "the paper holds" not in said

@@ -1,5 +1,5 @@
-"""Runs whose rollout workers are placed by Ray, on its own test cluster of several nodes on this
-machine: they end as calm ones do, whatever becomes of nodes, and of Ray."""
+"""Runs whose rollout workers are placed by Ray, on its test cluster of several nodes on this
+machine: they end like undisturbed ones, through any loss of nodes or of Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _light(warehouse: Path) -> Iterator[None]:
         yield
 
 
-def patiently(begin: Callable[[], Any]) -> Any:
+def retry_start(begin: Callable[[], Any]) -> Any:
     """Ray gives a node half a minute to come up, which a busy machine may not have."""
     for _ in range(5):
         with suppress(Exception):
@@ -59,7 +59,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self.cluster = retry_start(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.nodes: dict[str, Any] = {}
 
     @property
@@ -69,7 +69,7 @@ class Nodes:
     def add(self, num_cpus: int = 1) -> str:
         """The id of a new node."""
         keys = {"num_cpus": num_cpus, "object_store_memory": STORE_BYTES}
-        node = patiently(lambda: self.cluster.add_node(**keys))
+        node = retry_start(lambda: self.cluster.add_node(**keys))
         self.nodes[node.node_id] = node
         return str(node.node_id)
 
@@ -124,7 +124,7 @@ def placed(training: Training) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 4])
-def test_a_node_that_is_killed_costs_no_tree_and_one_that_joins_is_used(
+def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
     warehouse: Path, calm: Path, nodes: Nodes, num_nodes: int, repeats: int
 ) -> None:
     """`make long PARTS=nodes` does it ten times on each number of nodes."""
@@ -152,7 +152,7 @@ def test_a_node_that_is_killed_costs_no_tree_and_one_that_joins_is_used(
         keys = on(nodes, "train.num_steps=10000", f"cluster.workers={num_nodes}")
         name = f"ray-killed-{num_nodes}-{nth}"
         with pytest.raises(asyncio.CancelledError):
-            run(warehouse, name, *keys, beside=storm)
+            run(warehouse, name, *keys, during=storm)
         found = warehouse.parent / "runs" / f"workers-{name}"
         assert told == ["worker-1"]
         assert taken(found)[: len(taken(calm))] == taken(calm)  # 0 lost, in their order
@@ -168,12 +168,12 @@ def end() -> None:
     main.cancel()
 
 
-def test_without_its_head_a_cluster_ends_and_the_run_goes_on(
+def test_a_run_continues_after_its_cluster_loses_the_head_node(
     warehouse: Path, calm: Path, nodes: Nodes
 ) -> None:
     nodes.add(2)
 
-    async def behead(training: Training) -> None:
+    async def kill_head(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         for kind in list(nodes.cluster.head_node.all_processes.values()):
             for info in kind:
@@ -181,29 +181,27 @@ def test_without_its_head_a_cluster_ends_and_the_run_goes_on(
         for node in nodes.nodes.values():
             node.kill_all_processes(check_alive=False)
 
-    found = run(warehouse, "ray-headless", *on(nodes), beside=behead)
+    found = run(warehouse, "ray-headless", *on(nodes), during=kill_head)
     assert trees(found) == trees(calm)
     assert rows_of(found)[-1]["workers/lost"] == 0
 
 
-def test_a_node_that_is_drained_ends_its_trees_first(
-    warehouse: Path, calm: Path, nodes: Nodes
-) -> None:
+def test_a_drained_node_finishes_its_trees_first(warehouse: Path, calm: Path, nodes: Nodes) -> None:
     nodes.add(), nodes.add()
 
     async def drain(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         ray = ray_of(training)
-        ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray says it of a node
+        ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray reports a node
 
-    found = run(warehouse, "ray-drained", *on(nodes), beside=drain)
+    found = run(warehouse, "ray-drained", *on(nodes), during=drain)
     assert trees(found) == trees(calm)
     assert "worker-0 leaves within 30 s" in log_of(found)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert last["workers/lost"] == last["workers/trees_moved"] == 0
 
 
-def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes) -> None:
+def test_a_cluster_without_room_is_refused_first(warehouse: Path, nodes: Nodes) -> None:
     nodes.add(1), nodes.add(1)
     with pytest.raises((BaseExceptionGroup, ConfigError)) as ended:
         run(warehouse, "ray-large", *on(nodes, "cluster.workers=3"))
@@ -213,7 +211,7 @@ def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes
     assert "cluster.min_workers" in text
 
 
-def test_bundles_are_dealt_to_nodes() -> None:
+def test_bundles_are_distributed_over_nodes() -> None:
     two = [{"CPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]
     assert left_over([{"CPU": 1.0}] * 4, two) == []
     assert left_over([{"CPU": 1.0}] * 5, two) == [4]
@@ -260,9 +258,7 @@ def replaying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / CONFIG
 
 
-def test_an_engine_node_that_is_killed_costs_no_tree(
-    replaying: Path, nodes: Nodes, repeats: int
-) -> None:
+def test_a_killed_engine_node_costs_no_tree(replaying: Path, nodes: Nodes, repeats: int) -> None:
     keys = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
     calm = run(replaying, "calm-on-servers", *keys)
     for nth in range(repeats):
@@ -274,7 +270,7 @@ def test_an_engine_node_that_is_killed_costs_no_tree(
 def killed_engine_node(
     replaying: Path, nodes: Nodes, calm: Path, keys: list[str], name: str
 ) -> None:
-    """A run whose engine node is killed, and its server comes up on another."""
+    """A run whose engine node is killed and whose server restarts on another node."""
     told: list[str] = []
 
     async def kill(training: Training) -> None:
@@ -293,7 +289,7 @@ def killed_engine_node(
     more = ["cluster.host=127.0.0.1", "train.num_steps=10000"]
     folder = found = replaying.parent / "runs" / f"workers-{name}"
     with pytest.raises(asyncio.CancelledError):
-        run(replaying, name, *keys, *ray, *more, beside=kill)
+        run(replaying, name, *keys, *ray, *more, during=kill)
     assert told == ["moved"]
     expected, both = tasks(calm), tasks(found)
     assert {index: both[index] for index in expected} == expected  # 0 lost

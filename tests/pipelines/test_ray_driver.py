@@ -1,4 +1,4 @@
-"""What is said of a Ray that cannot be used, by a Ray that is made up."""
+"""The errors for an unusable Ray, with a fake Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
     return str(refused.value)
 
 
-def test_a_cluster_of_other_versions_is_told_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_mismatch_of_the_cluster_is_reported_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert refusal(monkeypatch, RuntimeError(MISMATCH)) == (
         "cluster.address: the Ray cluster 10.0.0.1:6379 cannot be reached: Version mismatch: The "
         "cluster was started with: Ray: 2.51.0; Python: 3.10.14; This process on node 10.0.0.7 was "
@@ -52,7 +54,7 @@ def test_a_cluster_of_other_versions_is_told_with_both(monkeypatch: pytest.Monke
     )
 
 
-def test_all_that_ray_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     text = refusal(monkeypatch, ConnectionError("No node there.\n\n  Is GCS up?\n"))
     assert "cannot be reached: No node there.; Is GCS up?; start one with `ray start" in text
 
@@ -68,11 +70,11 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, versi
 
 
 @pytest.mark.parametrize("version", ["2.40.0", "2.40", "2.100.0.dev0", "3.0.0.dev0"])
-def test_one_that_is_not_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_a_recent_ray_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     ray_of(monkeypatch, version).connect()
 
 
-def test_the_oldest_is_that_of_the_package() -> None:
+def test_the_oldest_accepted_ray_is_that_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (asked,) = extras["optional-dependencies"]["ray"]
     assert asked.startswith(f"ray>={OLDEST},")

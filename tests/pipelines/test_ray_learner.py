@@ -1,5 +1,5 @@
-"""Ranks of the learner that Ray places on two nodes, beside the embedded engine: what they train is
-what ranks of this machine do."""
+"""Ranks of the learner that Ray places on two nodes, with the embedded engine: they train like
+ranks of this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     return rows_of(folder / "runs" / name)
 
 
-def test_ranks_on_two_nodes_train_as_those_of_one_machine_do(tmp_path: Path, nodes: Nodes) -> None:
+def test_ranks_on_two_nodes_train_like_those_of_one_machine(tmp_path: Path, nodes: Nodes) -> None:
     """The cold start is equal; then, on an environment whose grader draws lots, both ranks take
     part in updates, whose weights the engine serves."""
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""No export says a secret: neither one that the environment holds nor one that looks like it."""
+"""No export contains a secret: neither one of the environment nor a text that looks like one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def redactor() -> Redactor:
         ("hf_abcdefghijklmnopqrstuv", REDACTED),
     ],
 )
-def test_secrets_are_taken_out_of_texts(redactor: Redactor, text: str, expected: str) -> None:
+def test_secrets_are_removed_from_texts(redactor: Redactor, text: str, expected: str) -> None:
     assert redactor.text(text) == expected
 
 
@@ -63,11 +63,13 @@ def test_secrets_are_taken_out_of_texts(redactor: Redactor, text: str, expected:
         "the secret: it was late",
     ],
 )
-def test_other_texts_stay_as_they_are(redactor: Redactor, text: str) -> None:
+def test_texts_without_secrets_are_unchanged(redactor: Redactor, text: str) -> None:
     assert redactor.text(text) == text
 
 
-def test_trees_are_cleaned_to_their_leaves_and_keep_names_of_variables(redactor: Redactor) -> None:
+def test_trees_are_redacted_down_to_their_leaves_and_keep_variable_names(
+    redactor: Redactor,
+) -> None:
     tree: dict[str, Any] = {
         "api_key": "anything",
         "api_key_env": "JUDGE_ACCESS",

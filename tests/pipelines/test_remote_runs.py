@@ -1,5 +1,5 @@
-"""Whole runs on real servers: training on vLLM that outlives kill -9 of its engine, a short one on
-SGLang, and evaluation on servers that somebody else has started."""
+"""Whole runs on real servers: training on vLLM that survives kill -9 of its engine, a short one on
+SGLang, and evaluation on externally started servers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def servers_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def start(folder: Path, *keys: str) -> subprocess.Popen[bytes]:
-    """A training run in `folder`/run, with what it says in `folder`/out."""
+    """A training run in `folder`/run, with its output in `folder`/out."""
     config = ROOT / "tests" / "support" / "small_quickstart.toml"
     command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(config), *SMALL, *keys]
     with (folder / "out").open("wb") as out:
@@ -98,7 +98,7 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine_vllm
 @pytest.mark.parametrize(("how", "num_steps"), [("true", 5), ("at_once", 2)])
-def test_weights_stay_in_memory_between_a_learner_and_vllm_that_share_a_device(
+def test_weights_stay_in_memory_if_learner_and_vllm_share_a_device(
     tmp_path: Path, how: str, num_steps: int
 ) -> None:
     """Server and learner start side by side. In turn the server is killed after its first step: the
@@ -180,7 +180,7 @@ def test_two_updates_that_train_on_sglang(on_sglang: Path) -> None:
         pytest.param("on_sglang", marks=pytest.mark.engine_sglang),
     ],
 )
-def test_engine_and_learner_agree_and_no_server_is_left(
+def test_engine_and_learner_agree_and_no_server_remains(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
     run: Path = request.getfixturevalue(engine)

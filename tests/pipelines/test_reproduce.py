@@ -1,4 +1,4 @@
-"""docs/reproduce.md: what it tells people to type is typed here, as a dry run."""
+"""docs/reproduce.md: its commands are run here as dry runs."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def reads_and_leaves(line: list[str]) -> tuple[set[str], set[str]]:
     return {model, *told, *([rows[0]] if rows else [])}, {f"runs/{name}"}
 
 
-def test_each_command_starts_from_what_earlier_ones_left() -> None:
-    """And none writes where another has: a run or an evaluation of something else is refused."""
+def test_each_command_uses_only_results_of_earlier_ones() -> None:
+    """And none writes to the folder of another: a run or an evaluation of something else is
+    refused."""
     (names,) = re.findall(r"for name in (.*); do hf download Qwen/", TEXT)
     there = {f"models/{name}" for name in names.split()}
     there |= set(re.findall(r"hf download \S+ --local-dir (models/[\w.-]+)", TEXT))
@@ -71,12 +72,12 @@ def test_each_command_starts_from_what_earlier_ones_left() -> None:
             continue
         reads, leaves = reads_and_leaves(line)
         assert reads <= there, (line, "is not there yet", reads - there)
-        taken = {one.lower() for one in there}  # file systems that do not tell the case apart
+        taken = {one.lower() for one in there}  # case-insensitive file systems
         assert not taken & {one.lower() for one in leaves}, (line, "is there already")
         there |= leaves
 
 
-def test_the_retriever_is_the_one_that_tool_stars_evaluation_asks() -> None:
+def test_the_retriever_has_the_address_of_the_tool_star_evaluation() -> None:
     (line,) = [line for line in typed() if line[1] == "retriever"]
     served = read_config([word for word in line[2:] if word != "&"])
     asked = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
@@ -91,7 +92,7 @@ def test_there_is_a_command_for_each_stage() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What its second section fetches, in small, and the models that later ones leave."""
+    """The downloads of its second section, in small, and the models that later sections produce."""
     made = make_folder(tmp_path_factory.mktemp("reproduce"))
     (made / "configs").symlink_to(ROOT / "configs")
     for line in commands():
@@ -102,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", commands(), ids=lambda line: " ".join(line[2:])[:60])
-def test_it_can_be_typed_and_reads_every_file(
+def test_each_command_line_is_valid_and_reads_every_file(
     line: list[str],
     folder: Path,
     capsys: pytest.CaptureFixture[str],
@@ -131,7 +132,7 @@ def test_it_can_be_typed_and_reads_every_file(
         assert "data: 1 bad rows" in told or "1 invalid rows are skipped, 6 are used" in told
 
 
-def test_files_that_it_links_and_runs_exist() -> None:
+def test_files_that_the_page_links_and_runs_exist() -> None:
     for name in re.findall(r"\]\(([^)#:]+)\)", TEXT):
         assert (ROOT / "docs" / name).resolve().is_file(), name
     for name in re.findall(r"(?:launchers|configs)/\w+\.(?:py|toml)", TEXT):

@@ -1,4 +1,4 @@
-r"""What each shipped configuration pays for an answer: its grader, made as a run makes it.
+r"""The reward of each shipped configuration for an answer: its grader, created like in a run.
 
 The reward of the recipes is -1 for a bad format, 1 for an answer that is equal to the gold however
 it is spelled, and token F1 for other words; whether an answer is right is never partial.
@@ -47,7 +47,7 @@ RIGHT = [
     ("New York City", "new york city."),
     ("5", "five"),
 ]
-WRONG = [  # and no partial credit: none of the golds is in words
+WRONG = [  # and no partial credit: no gold consists of words
     (r"-\frac{1}{2}", r"\frac{1}{2}"),
     ("-5", "5"),
     (r"(-\infty, 2)", r"(\infty, 2)"),
@@ -75,7 +75,7 @@ async def _shared() -> AsyncIterator[None]:
 
 
 def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:
-    """The grader of each environment that the file asks."""
+    """The grader of each environment of the file."""
     raw = tomllib.loads(path.read_text("utf-8"))
     if "train" in raw.get("data", {}):
         config = load_config(TrainConfig, path)
@@ -103,7 +103,7 @@ def _of_evaluation(raw: dict[str, object]) -> dict[str, object]:
 
 
 async def paid(grader: Grader, gold: str, answer: str) -> Grade:
-    """What the grader, or the rules before its judge, say of a well-formed answer."""
+    """The grade of a well-formed answer by the grader, or by the rules before its judge."""
     assert isinstance(grader, AnswerReward)
     if isinstance(grader.matcher, Judge):
         grader = type(grader)(grader.matcher.first)
@@ -111,12 +111,12 @@ async def paid(grader: Grader, gold: str, answer: str) -> Grade:
     return await grader.grade(Task("t", "e", "?", (gold,)), [Message("assistant", text)], {})
 
 
-def test_every_configuration_that_grades_is_tried_here() -> None:
+def test_every_configuration_with_a_grader_has_a_test() -> None:
     assert {path.stem for path in CONFIGS.glob("*.toml")} == UNGRADED | {p.stem for p in GRADED}
 
 
 @pytest.mark.slow
-async def test_what_each_configuration_pays(
+async def test_the_reward_of_each_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("math_verify")
@@ -142,7 +142,7 @@ async def test_what_each_configuration_pays(
 
 
 @pytest.mark.parametrize("path", GRADED, ids=lambda path: path.stem)
-def test_recipes_say_their_grader_in_full(path: Path) -> None:
+def test_recipes_set_every_key_of_their_grader(path: Path) -> None:
     raw = tomllib.loads(path.read_text("utf-8"))
     if path.stem.startswith("eval") or path.stem in (EXACT, OWN, "synthesize_tools"):
         return

@@ -1,4 +1,5 @@
-"""Going on from checkpoints, starting from weights, adapters, and exporting, as users do it."""
+"""Resuming from checkpoints, starting from weights, adapters, and exporting, with the commands of a
+user."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def copied(finished: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-def test_resume_goes_on_with_the_next_tree(warehouse: Path, finished: Path) -> None:
+def test_a_resumed_run_continues_with_the_next_tree(warehouse: Path, finished: Path) -> None:
     run = copied(finished, "resumed")
     assert train.main([str(warehouse), "run.name=resumed", "train.num_steps=6", "--resume"]) == 0
     assert [trees_of(run, step) for step in range(1, 7)] == [[2 * n, 2 * n + 1] for n in range(6)]
@@ -43,7 +44,7 @@ def test_resume_goes_on_with_the_next_tree(warehouse: Path, finished: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_best_checkpoint(
+def test_a_run_resumes_from_its_best_checkpoint(
     warehouse: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copied(finished, "from-best")

@@ -60,7 +60,7 @@ async def retrieve(client: Any, body: Any) -> Any:
         return response.status, await response.json()
 
 
-async def test_both_dialects(client: Any) -> None:
+async def test_the_retriever_serves_both_dialects(client: Any) -> None:
     status, found = await retrieve(client, {"queries": ["peru", "norway"], "topk": 1})
     assert status == 200
     assert [rows[0]["document"]["id"] for rows in found["result"]] == ["lima", "oslo"]
@@ -86,7 +86,9 @@ async def test_both_dialects(client: Any) -> None:
         ("text", "Expected `object`"),
     ],
 )
-async def test_a_wrong_request_is_told_what_is_expected(client: Any, body: Any, says: str) -> None:
+async def test_an_invalid_request_is_refused_with_the_expected_form(
+    client: Any, body: Any, says: str
+) -> None:
     status, found = await retrieve(client, body)
     assert status == 400
     assert says in found["error"]
@@ -112,7 +114,7 @@ async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["search_r1", "skyrl", "tool_star"])
-async def test_our_client_finds_what_the_corpus_holds(client: Any, dialect: Any) -> None:
+async def test_our_client_finds_documents_of_the_corpus(client: Any, dialect: Any) -> None:
     backend = RemoteBackend(RemoteSearchConfig(str(client.make_url("/")), dialect))
     (hit,) = await backend.search(Query("peru", 1))
     assert (hit.id, hit.title, hit.text) == ("lima", "Lima", ROWS[0]["text"])
@@ -128,7 +130,7 @@ async def post(client: Any, path: str, body: Any) -> Any:
         return response.status, await response.json()
 
 
-async def test_tool_stars_dialects(client: Any) -> None:
+async def test_the_dialects_of_tool_star(client: Any) -> None:
     """As its client reads them: `contents` of each document of each query."""
     told = {"id": "lima", "contents": LIMA["contents"]}
     body = {"query": ["peru", "norway"], "top_n": 1}
@@ -159,7 +161,7 @@ async def test_tool_stars_dialects(client: Any) -> None:
         ("/search", {}, "missing required field `query`"),
     ],
 )
-async def test_a_wrong_request_in_tool_stars_dialects_is_told_what_is_expected(
+async def test_an_invalid_request_in_a_tool_star_dialect_is_refused(
     client: Any, path: str, body: Any, says: str
 ) -> None:
     status, found = await post(client, path, body)
@@ -167,11 +169,11 @@ async def test_a_wrong_request_in_tool_stars_dialects_is_told_what_is_expected(
     assert says in found["error"]
 
 
-async def test_tool_stars_four_sets_read_passages_of_e5_and_faiss_behind_the_server(
+async def test_the_sets_of_tool_star_get_e5_and_faiss_passages_over_the_server(
     tmp_path: Path,
 ) -> None:
-    """The whole way of configs/eval_tool_star.toml with random weights: index, server, remote
-    backend, and what the policy reads, which is `contents` with blank lines between."""
+    """The whole path of configs/eval_tool_star.toml with random weights: index, server, remote
+    backend, and the observation of the policy, which is `contents` separated by blank lines."""
     pytest.importorskip("faiss")
     (tmp_path / "encoder").mkdir()
     keys = make(tmp_path, save_encoder(tmp_path / "encoder"))
@@ -192,7 +194,7 @@ async def test_tool_stars_four_sets_read_passages_of_e5_and_faiss_behind_the_ser
 
 
 @pytest.mark.parametrize("reply", ["{}", "[[], []]", '[[[{"id": "a"}]], [[1]]]'])
-async def test_a_reply_that_is_no_batch_is_a_failure_of_machinery(reply: str) -> None:
+async def test_a_reply_without_a_batch_is_an_infrastructure_error(reply: str) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text=reply)
 
@@ -206,7 +208,7 @@ async def test_a_reply_that_is_no_batch_is_a_failure_of_machinery(reply: str) ->
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_told_to_stop(corpus: Path) -> None:
+def test_the_command_serves_until_it_is_stopped(corpus: Path) -> None:
     with retriever(f"backend.corpus={corpus}") as address:
         found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))
     assert found["result"][0][0]["document"]["id"] == "oslo"
@@ -217,7 +219,7 @@ async def _post(address: str, body: Any) -> Any:
         return await response.json()
 
 
-def test_its_configuration(tmp_path: Path) -> None:
+def test_the_configuration_of_the_retriever(tmp_path: Path) -> None:
     path = tmp_path / "retriever.toml"
     path.write_text('port = 9000\n[backend]\nname = "bm25"\ncorpus = "a.jsonl"\n')
     assert read_config([str(path), "topk=3"]) == RetrieverConfig(
@@ -227,7 +229,7 @@ def test_its_configuration(tmp_path: Path) -> None:
         read_config(["prot=1"])
 
 
-def test_it_says_its_address_and_what_to_type_next(
+def test_the_address_and_the_next_command_are_printed(
     corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And nothing of other packages before, such as the loggers of BM25."""
@@ -259,7 +261,7 @@ def interrupted_when_it_listens(arguments: list[str]) -> int:
     return process.returncode
 
 
-def test_a_port_that_is_taken(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2

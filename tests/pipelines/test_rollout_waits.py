@@ -1,4 +1,4 @@
-"""Who waits longer than expected is named: for what, in which rollout, since when."""
+"""Rollouts that wait longer than expected are named: the cause, the rollout, and the start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Slow(CountingEnv):
         return await super().step(action)
 
 
-async def looking(waits: Waits) -> None:
+async def check_waits(waits: Waits) -> None:
     """As Waits.run, by the clock of the test."""
     while True:
         await asyncio.sleep(LOOK_S)
@@ -37,12 +37,12 @@ async def looking(waits: Waits) -> None:
 
 
 def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
-    """What is told while the actor rolls out a tree of three; `rest` goes on beside it."""
+    """The reports while the actor rolls out a tree of three; `rest` runs in parallel."""
     told: list[str] = []
 
     async def main() -> None:
         waits = Waits(lambda: [actor], told.append)
-        watching = asyncio.create_task(looking(waits))
+        watching = asyncio.create_task(check_waits(waits))
         growing = asyncio.create_task(actor.rollout(TASK, Independent(3), index=5))
         await asyncio.sleep(1.0)
         rest(waits)
@@ -55,7 +55,7 @@ def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
     return told
 
 
-def test_a_tool_that_hangs_is_named_once_and_again_when_it_has_become_long() -> None:
+def test_a_tool_that_hangs_is_named_once_and_again_after_a_longer_wait() -> None:
     actor = make_actor()
     actor.make_env = Slow
     first, second = watched(actor, lambda waits: None)
@@ -67,7 +67,7 @@ def test_a_tool_that_hangs_is_named_once_and_again_when_it_has_become_long() -> 
     assert LOOK_S <= 5.0
 
 
-def test_whoever_waits_for_their_end_hears_what_they_wait_for() -> None:
+def test_a_caller_awaiting_the_rollouts_gets_their_longest_wait() -> None:
     said: list[str] = []
     actor = make_actor()
     actor.make_env = Slow
@@ -76,7 +76,7 @@ def test_whoever_waits_for_their_end_hears_what_they_wait_for() -> None:
     assert "(1 s): task t, tree 5, branch 0" in said[0]
 
 
-def test_who_awaits_nothing_yet_is_not_named() -> None:
+def test_a_rollout_without_a_wait_is_not_named() -> None:
     actor = make_actor()
     found: list[str] = []
 
@@ -91,7 +91,7 @@ def test_who_awaits_nothing_yet_is_not_named() -> None:
     assert "" not in found
 
 
-def test_a_tree_that_is_only_to_be_written_waits_for_the_journal() -> None:
+def test_a_finished_tree_waits_for_the_journal_only() -> None:
     class Record:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: None
@@ -102,7 +102,7 @@ def test_a_tree_that_is_only_to_be_written_waits_for_the_journal() -> None:
     actor, told = make_actor(), []
 
     async def main() -> None:
-        watching = asyncio.create_task(looking(Waits(lambda: [actor], told.append)))
+        watching = asyncio.create_task(check_waits(Waits(lambda: [actor], told.append)))
         await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
         watching.cancel()
 

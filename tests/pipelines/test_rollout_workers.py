@@ -1,4 +1,5 @@
-"""Runs whose rollouts grow in processes of their own end as others do, whatever becomes of them."""
+"""Runs whose rollouts grow in separate processes end like others, through any loss of these
+processes."""
 
 from __future__ import annotations
 
@@ -76,11 +77,11 @@ def run(
     warehouse: Path,
     name: str,
     *overrides: str,
-    beside: Callable[[Training], Awaitable[None]] | None = None,
+    during: Callable[[Training], Awaitable[None]] | None = None,
     resume: str = "",
     servers: Sequence[MockServer] = (),
 ) -> Path:
-    """The run's directory; `beside` goes on beside the run, on open `servers`."""
+    """The directory of the run; `during` runs in parallel to it, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
     folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
     view = View()
@@ -90,7 +91,7 @@ def run(
     async def main() -> None:
         for server in servers:
             await server.open()
-        task = None if beside is None else asyncio.ensure_future(beside(training))
+        task = None if during is None else asyncio.ensure_future(during(training))
         try:
             await training.run_all()
         finally:
@@ -123,7 +124,7 @@ def workers() -> list[psutil.Process]:
     """Those of the run, below their guards, in the order of their numbers."""
     found = []
     for _, guard in sorted(_guards.items()):
-        with suppress(psutil.Error):  # it is gone, or has not begun
+        with suppress(psutil.Error):  # it has ended, or has not begun
             found += psutil.Process(guard).children()
     return found
 
@@ -162,7 +163,7 @@ def calm(warehouse: Path) -> Path:
     return run(warehouse, "calm", "eval.sets={}", "queue.max_staleness=1", *SLOW)
 
 
-def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
+def test_a_run_with_workers_has_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
     spread = run(warehouse, "spread", *PROCESSES, *SLOW)
     assert trees(spread) == trees(calm)
     rows = [row for row in rows_of(spread) if "workers/up" in row]
@@ -172,22 +173,22 @@ def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm
     assert not workers()
 
 
-def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> None:
+def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     killed: list[int] = []
 
     async def kill(training: Training) -> None:
-        def laden() -> bool:
+        def has_trees() -> bool:
             assert training.workers is not None
             found = training.workers.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):
-            await until(lambda step=step: training.state.step >= step and laden())
+            await until(lambda step=step: training.state.step >= step and has_trees())
             victim = workers()[number % 2]
             killed.append(victim.pid)
             victim.kill()
 
-    found = run(warehouse, "killed", *PROCESSES, *SLOW, beside=kill)
+    found = run(warehouse, "killed", *PROCESSES, *SLOW, during=kill)
     assert len(killed) == 3
     assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
     assert trees(found) == trees(calm)
@@ -207,25 +208,25 @@ def test_a_worker_that_hangs_is_replaced(
         workers()[0].send_signal(signal.SIGSTOP)
 
     monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
-    found = run(warehouse, "hanging", *PROCESSES, *SLOW, beside=stop)
+    found = run(warehouse, "hanging", *PROCESSES, *SLOW, during=stop)
     assert trees(found) == trees(calm)
     assert "no heartbeat for 5 s" in log_of(found)
 
 
-def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
+def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def kill(training: Training) -> None:
         await until(lambda: training.state.step >= 2)
         while True:
             for one in workers():
-                with suppress(psutil.NoSuchProcess):  # it is gone since
+                with suppress(psutil.NoSuchProcess):  # it has ended since
                     one.kill()
             await asyncio.sleep(0.05)
 
     monkeypatch.setattr(SpreadCluster, "max_restarts", 1)
     with pytest.raises(BaseExceptionGroup) as ended:
-        run(warehouse, "none", *PROCESSES, *SLOW, beside=kill)
+        run(warehouse, "none", *PROCESSES, *SLOW, during=kill)
     reason = first_reason(ended.value)
     assert isinstance(reason, WorkerError)
     assert "1 times in a row" in str(reason)
@@ -240,11 +241,11 @@ def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
         main.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "interrupted", *PROCESSES, *SLOW, beside=interrupt)
+        run(warehouse, "interrupted", *PROCESSES, *SLOW, during=interrupt)
     assert not workers()
 
 
-def test_what_a_worker_finds_wrong_is_told_before_the_run(
+def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")  # workers do not find the module of the environment
@@ -253,14 +254,14 @@ def test_what_a_worker_finds_wrong_is_told_before_the_run(
     assert not workers()
 
 
-# The policy behind HTTP.
+# The policy over HTTP.
 
 SIZE = replace(SHORT, num_servers=2, token_s=0.01)
 SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
 
 
 @pytest.fixture(scope="module")
-def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
+def replay_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
     """A configuration whose policy two servers recite, and their ports."""
     folder = tmp_path_factory.mktemp("recited")
     make_model(folder)
@@ -269,8 +270,10 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
         yield folder / CONFIG, ports
 
 
-def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
-    path, ports = recited
+def run_served(
+    replay_servers: tuple[Path, list[int]], name: str, *overrides: str, **others: Any
+) -> Path:
+    path, ports = replay_servers
     model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
     recital = Replayed(model)
     servers = [MockServer("", port, recital, model, scale) for port in ports]
@@ -282,18 +285,18 @@ def tasks(run: Path, bound: int) -> dict[int, str]:
     return {index: task for index, (task, _) in trees(run, bound).items()}
 
 
-def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
-    recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_trees_of_a_killed_worker_continue_on_the_same_servers(
+    replay_servers: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which workers ask themselves: no token passes through the controller."""
+    """Workers query the servers themselves: no token passes through the controller."""
     monkeypatch.delattr(Turns, "sample")
 
     async def kill(training: Training) -> None:
         await until(lambda: training.state.step >= 2)
         workers()[1].kill()
 
-    calm = run_served(recited, "calm")
-    found = run_served(recited, "killed", *PROCESSES[:2], beside=kill)
+    calm = run_served(replay_servers, "calm")
+    found = run_served(replay_servers, "killed", *PROCESSES[:2], during=kill)
     witness = Witness()
     witness.begin()
     for frame in Reader(found / "journal").read():
@@ -305,7 +308,7 @@ def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
     assert last["engine/sampled_tokens"] > 0
 
 
-# In a process of its own: a run without anything to learn.
+# In a separate process: a run without anything to learn.
 COMMAND = """
 import sys
 from agentenv.launchers import train
@@ -320,7 +323,7 @@ with toy_ranks():
 
 @contextmanager
 def command(warehouse: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
-    """The command of a run that has workers, and what runs below it."""
+    """The command of a run with workers, and its child processes."""
     keys = [*PROCESSES, *SLOW, "train.num_steps=1000", f"run.name={name}"]
     arguments = [sys.executable, "-c", COMMAND, str(warehouse), *keys]
     process = subprocess.Popen(arguments, cwd=ROOT, start_new_session=True)
@@ -352,7 +355,7 @@ def test_no_worker_outlives_its_controller(warehouse: Path) -> None:
         assert are_gone(below)
 
 
-def test_ctrl_c_twice_ends_workers_behind_the_last_checkpoint(warehouse: Path) -> None:
+def test_a_second_ctrl_c_ends_workers_after_the_last_checkpoint(warehouse: Path) -> None:
     with command(warehouse, "twice") as (process, below):
         for _ in range(2):
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -1,4 +1,4 @@
-"""New weights have room on their way to the engine, or the run says so before it starts."""
+"""New weights have room on their way to the engine, or the run is refused before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOUNT = "mount -t tmpfs -o {options} tmpfs {place} && "
 
 
 def mounted(options: str, place: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """A command that finds a tmpfs at a place, which nobody else sees."""
+    """A command with a tmpfs mounted at a place, visible to no other process."""
     script = MOUNT.format(options=options, place=place) + command
     return subprocess.run(
         ["unshare", "-m", "bash", "-c", script],
@@ -77,7 +77,7 @@ def test_without_room_in_memory_weights_pass_through_the_folder_of_the_run(
 
 
 @pytest.mark.slow
-def test_a_chosen_place_without_room_is_refused_before_anything_starts(
+def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
     start: Start, tmp_path: Path
 ) -> None:
     place = tmp_path / "place"
@@ -96,14 +96,14 @@ def test_a_chosen_place_without_room_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_a_chosen_place_takes_them(start: Start, tmp_path: Path) -> None:
+def test_weights_pass_through_a_chosen_folder(start: Start, tmp_path: Path) -> None:
     done = start("size=64k", f"resources.weights_dir={tmp_path}/weights")
     assert done.returncode == 0, done.stderr
     assert "new weights are transferred" not in done.stdout
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_where_no_place_has_room_both_are_named(tmp_path: Path) -> None:
+def test_without_room_anywhere_both_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_passage(tmp_path, 1e15, chosen=None, is_wide=False)
     told = str(caught.value)
@@ -148,7 +148,7 @@ except OSError as error:
 """
 
 
-def test_each_remedy_belongs_to_its_path(tmp_path: Path) -> None:
+def test_each_path_has_its_own_remedy(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
 

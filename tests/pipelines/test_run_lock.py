@@ -1,4 +1,4 @@
-"""One process at a time trains in a directory, and what killed ones have left is taken away."""
+"""One process at a time trains in a directory, and leftovers of killed ones are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def begun(folder: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_second_process_is_refused_with_who_has_it(tmp_path: Path, resume: bool) -> None:
+def test_a_second_process_is_refused_and_the_owner_is_named(tmp_path: Path, resume: bool) -> None:
     run = RunDirectory(tmp_path / "run", resume=False)
     (run.path / "learner.log").write_text("mine")
     if resume:
@@ -64,7 +64,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     assert (run.path / "lock").read_text() == ""
 
 
-def test_a_process_that_was_killed_while_it_tried_to_write_leaves_no_run(tmp_path: Path) -> None:
+def test_a_process_killed_during_the_write_probe_leaves_no_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     (path / PROBE).write_bytes(b"0")
@@ -84,7 +84,7 @@ def test_the_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log", ["learner.log", "learner-0.log", "servers/vllm-0.log"])
 @pytest.mark.parametrize("text", ["", "out of memory\n"])
-def test_a_run_that_never_began_leaves_only_a_log_with_text(
+def test_a_run_that_never_started_leaves_only_a_nonempty_log(
     tmp_path: Path, log: str, text: str
 ) -> None:
     run = RunDirectory(tmp_path / "runs" / "run", resume=False)

@@ -32,7 +32,7 @@ class Dummy:
         pass
 
 
-class Warned(View):
+class WarningView(View):
     def __init__(self) -> None:
         super().__init__()
         self.warned: list[str] = []
@@ -40,7 +40,7 @@ class Warned(View):
     def warn(self, text: str) -> None:
         self.warned.append(text)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
 
@@ -53,7 +53,7 @@ async def beats(gaps: list[float]) -> None:
 
 
 @pytest.mark.parametrize("where", ["save", "amend"])
-async def test_a_state_on_a_disk_that_hangs_holds_up_nobody(
+async def test_saving_state_on_a_hanging_disk_does_not_block_the_loop(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LAST_S", 0.2)
@@ -65,7 +65,7 @@ async def test_a_state_on_a_disk_that_hangs_holds_up_nobody(
             answers.wait(30)
         fsync(descriptor)
 
-    view = Warned()
+    view = WarningView()
     learner = cast(Any, Dummy())
     checkpoints = Checkpoints(tmp_path)
     config = SavingConfig(finish_s=0.5)
@@ -89,7 +89,7 @@ async def test_a_state_on_a_disk_that_hangs_holds_up_nobody(
     assert any("hang" in text or "no answer" in text for text in view.warned), view.warned
 
 
-async def test_the_journal_does_not_wait_for_threads_that_hang() -> None:
+async def test_the_journal_does_not_wait_for_hanging_threads() -> None:
     """All that the loop shares may be held up by tools and files."""
     loop = asyncio.get_running_loop()
     ends, num = threading.Event(), 0

@@ -1,4 +1,4 @@
-"""launchers/serve.py: models beside the policy, until a signal. The server is a real process of a
+"""launchers/serve.py: models next to the policy, until a signal. The server is a real process of a
 few lines in place of vLLM, whose command lines tests/pipelines/test_remote_runs.py runs."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_it_serves_until_interrupted(tmp_path: Path) -> None:
+def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     program = tmp_path / "python"
     program.write_text(SERVER.format(python=sys.executable))
@@ -66,7 +66,7 @@ def test_it_serves_until_interrupted(tmp_path: Path) -> None:
         ("[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'", "nowhere is not a model directory"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_models_that_cannot_be_served_are_refused(
     text: str,
     reason: str,
     tmp_path: Path,

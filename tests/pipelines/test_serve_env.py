@@ -14,7 +14,7 @@ import pytest
 from agentenv.launchers.serve_env import main
 
 
-def test_it_says_its_address_and_what_to_type_next(
+def test_the_address_and_the_next_command_are_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "train.jsonl"
@@ -45,7 +45,7 @@ def test_it_says_its_address_and_what_to_type_next(
     assert max(map(len, lines)) <= 80
 
 
-def test_a_subject_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_subject_that_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     expected = f"error: {tmp_path}: not the folder of a run (no config.json in it)\n"
     assert capsys.readouterr().err == expected

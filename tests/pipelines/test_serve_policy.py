@@ -16,7 +16,7 @@ from tests.support.served import KEY, KEY_ENV, ServedPolicy
 from tests.support.warehouse import STOCK
 
 
-def asking(prompt: str, rng: Random) -> str:
+def search_policy(prompt: str, rng: Random) -> str:
     """Thinks, makes two calls, one of them such that it cannot be read, and guesses."""
     if "<tool_response>" in prompt:
         return (
@@ -31,13 +31,13 @@ def asking(prompt: str, rng: Random) -> str:
 ENGINES: dict[str, dict[str, Any]] = {
     "scripted": {"name": "scripted", "script": "tests.pipelines.evaluating:guessing"},
     "embedded": {"name": "embedded"},
-    "native": {"name": "scripted", "script": f"{__name__}:asking"},
+    "native": {"name": "scripted", "script": f"{__name__}:search_policy"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_of_the_url_are_those_of_the_model(
+def test_an_evaluation_of_the_url_has_the_rows_of_the_model(
     engine: str, warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)

@@ -45,7 +45,7 @@ def test_each_gpu_belongs_to_one_server(monkeypatch: pytest.MonkeyPatch) -> None
     assert visible_gpus() == []
 
 
-async def test_ports_gpus_and_devices_that_cannot_be(
+async def test_invalid_ports_gpus_and_devices_are_refused(
     tmp_path: Path, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -72,7 +72,7 @@ async def test_ports_gpus_and_devices_that_cannot_be(
         await start(ServersConfig(python="/nowhere/python"))
 
 
-def test_the_interpreter_of_the_engine_is_found_or_told_how_to_make(
+def test_the_interpreter_of_the_engine_is_found_or_its_installation_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def flags(line: list[str]) -> dict[str, str]:
     }
 
 
-def test_what_vllm_needs_on_the_cpu(tmp_path: Path) -> None:
+def test_the_command_line_of_vllm_on_the_cpu(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     line = command("py", served(tmp_path), LaunchConfig(args=["--seed", "3"]))
     assert line[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
@@ -146,7 +146,7 @@ def test_a_role_gets_no_routes_for_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "tp"), [("vllm", "--tensor-parallel-size"),
                                             ("sglang", "--tp-size")])  # fmt: skip
-def test_what_servers_get_on_gpus(tmp_path: Path, engine: Any, tp: str) -> None:
+def test_the_command_lines_of_servers_on_gpus(tmp_path: Path, engine: Any, tp: str) -> None:
     build_model(tmp_path, seed=0)
     there = served(tmp_path, engine=engine, on_cpu=False, gpus=["2", "3"])
     config = LaunchConfig(tensor_parallel_size=2, quantization="fp8", dtype="bfloat16")
@@ -160,14 +160,14 @@ def test_what_servers_get_on_gpus(tmp_path: Path, engine: Any, tp: str) -> None:
     assert "SGLANG_PLATFORM" not in env
 
 
-def test_what_sglang_needs_on_the_cpu(tmp_path: Path) -> None:
+def test_the_command_line_of_sglang_on_the_cpu(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     there = served(tmp_path, engine="sglang")
     found = flags(command("py", there, LaunchConfig()))
     assert found["--device"] == "cpu"
     assert {"--incremental-streaming-output", "--enable-metrics"} <= found.keys()
     assert int(found["--max-total-tokens"]) == 65536
-    assert found["--context-length"] == "514"  # of which it fills 512, as was asked
+    assert found["--context-length"] == "514"  # of which it fills the requested 512
     longest = served(tmp_path, engine="sglang", max_model_len=of_model(tmp_path))
     assert flags(command("py", longest, LaunchConfig()))["--context-length"] == str(
         of_model(tmp_path)

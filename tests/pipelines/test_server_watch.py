@@ -1,4 +1,4 @@
-"""A server whose own processor is what it waits for is named, and no other."""
+"""A server limited by its CPU is named, and no other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def guard(request: pytest.FixtureRequest) -> Iterator[int]:
     indirect=["guard", "_driver"],
 )
 @pytest.mark.usefixtures("_driver")
-async def test_a_busy_process_beside_an_idle_gpu_is_said_once(
+async def test_a_busy_process_with_an_idle_gpu_is_reported_once(
     guard: int,
     is_told: bool,
     request: pytest.FixtureRequest,

@@ -63,7 +63,7 @@ def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
     return msgspec.structs.replace(spec, **changes)
 
 
-async def test_a_server_comes_up_is_logged_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_server_starts_is_logged_and_leaves_no_process(tmp_path: Path) -> None:
     said: list[str] = []
     process = ServerProcess(spec_of(tmp_path), tmp_path / "servers", said.append)
     await process.start()
@@ -74,7 +74,7 @@ async def test_a_server_comes_up_is_logged_and_leaves_nothing(tmp_path: Path) ->
     assert "gpus 0,1" in process.log.read_text()
     await process.close()
     await process.close()
-    assert alive(pids) == []  # also the child that ignores SIGTERM, in a group of its own
+    assert alive(pids) == []  # also the child that ignores SIGTERM, in a separate group
 
 
 async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_survives_the_run_however_it_dies(tmp_path: Path, how: int) -> None:
+def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> None:
     port = str(free_port())
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(script(tmp_path)), port, str(tmp_path)],
@@ -107,7 +107,7 @@ def test_no_process_survives_the_run_however_it_dies(tmp_path: Path, how: int) -
     gone(pids)
 
 
-def test_a_guard_that_is_told_stops_the_server(tmp_path: Path) -> None:
+def test_a_terminated_guard_stops_the_server(tmp_path: Path) -> None:
     """Its status is that of the server."""
     log = tmp_path / "policy.log"
     command = [sys.executable, str(script(tmp_path)), str(free_port())]
@@ -141,7 +141,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_server_leaves_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
     """Sockets in its folder for temporary files, SGLang's shared memory and semaphores, but not
     ours."""
     log, server = tmp_path / "log", script(tmp_path, LEAVING)
@@ -161,9 +161,9 @@ def test_what_a_killed_server_leaves_is_removed(tmp_path: Path) -> None:
 
 
 @contextmanager
-def leaving(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
-    """A guard whose folder for temporary files is in `place`, its server, and what that one has: a
-    file in it and two of shared memory, which the guard has seen."""
+def guarded_server(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
+    """A guard whose folder for temporary files is in `place`, its server, and the files of the
+    server: one in the folder and two in shared memory, which the guard has recorded."""
     log, server = place / "log", script(place, LEAVING)
     with log.open("wb") as out, subprocess.Popen(
         [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)],
@@ -186,12 +186,12 @@ def begin_another(place: Path) -> None:
     command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
     environment = os.environ | {"TMPDIR": str(place)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as guard:
-        assert guard.wait(60) == 0  # with its input open, the end of which stops what it guards
+        assert guard.wait(60) == 0  # with its input open, whose end stops the guarded process
 
 
-def test_what_a_guard_that_was_killed_could_not_remove_the_next_one_removes(tmp_path: Path) -> None:
+def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> None:
     """Once the server is dead too: as long as it lives, it needs its folder."""
-    with leaving(tmp_path) as (guard, server, left):
+    with guarded_server(tmp_path) as (guard, server, left):
         guard.kill()
         guard.wait()
         begin_another(tmp_path)
@@ -203,11 +203,11 @@ def test_what_a_guard_that_was_killed_could_not_remove_the_next_one_removes(tmp_
     assert not list(tmp_path.glob("agentenv-server-*"))
 
 
-def test_a_guard_removes_nothing_of_another_one_that_lives_nor_what_it_does_not_know(
+def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
     tmp_path: Path,
 ) -> None:
-    """Such as the folder of a guard of an older version, which holds no lock; and of the shared
-    memory that a list names, nothing that is not of a server, or has been made anew since."""
+    """Such as the folder of a guard of an older version, which has no lock; and of the listed
+    shared memory, none that belongs to no server or was created again since."""
     older, dead = (tmp_path / f"agentenv-server-{name}" for name in ("older", "dead"))
     older.mkdir()
     dead.mkdir()
@@ -218,7 +218,7 @@ def test_a_guard_removes_nothing_of_another_one_that_lives_nor_what_it_does_not_
             path.touch()
         listed = [f"{anew.stat().st_ino + 1} {anew}", f"{ours.stat().st_ino} {ours}", "torn"]
         (dead / LIST).write_bytes("\n".join(listed).encode() + b"\n7 /dev/shm/psm_\0\xff")
-        with leaving(tmp_path) as (guard, _, left):
+        with guarded_server(tmp_path) as (guard, _, left):
             assert not dead.exists()
             begin_another(tmp_path)
             assert all(path.exists() for path in left)
@@ -241,7 +241,7 @@ def test_a_guard_removes_nothing_of_another_one_that_lives_nor_what_it_does_not_
          r"did not start within 1 s \(start_timeout_s\)(.|\n)*loading"),
     ],
 )  # fmt: skip
-async def test_a_server_that_does_not_come_up_says_why(
+async def test_the_cause_of_a_failed_server_start_is_reported(
     tmp_path: Path, text: str, settings: dict[str, Any], says: str
 ) -> None:
     process = ServerProcess(spec_of(tmp_path, text, **settings), tmp_path, lambda text: None)
@@ -281,8 +281,10 @@ RuntimeError: Rank 0 scheduler died
         ("Killed", ""),
     ],
 )
-def test_the_cause_is_the_first_exception_of_the_process_that_failed(log: str, cause: str) -> None:
-    """Not that of a parent, which only says that a child has ended."""
+def test_the_reported_cause_is_the_first_exception_of_the_failed_process(
+    log: str, cause: str
+) -> None:
+    """Not that of a parent, which only reports that a child has ended."""
     found = root_cause(log.splitlines())
     assert found.startswith(cause)
     assert bool(found) == bool(cause)

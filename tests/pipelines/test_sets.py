@@ -1,4 +1,4 @@
-"""Sets of runs: a sweep trains arms and seeds and goes on where it was cut off; a comparison pairs
+"""Sets of runs: a sweep trains arms and seeds and resumes after an interruption; a comparison pairs
 them by seed and question."""
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.launchers import compare as compare_command
 from agentenv.launchers import sweep as sweep_command
 from agentenv.pipelines.sets.comparison import (
+    Curve,
     Ratio,
     _holm,
     arms_by_keys,
     as_json,
     calls_to,
     compare,
+    compare_curves,
     crossings,
     tables,
 )
@@ -48,7 +50,7 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1;2"])
-def test_other_texts_are_no_seeds(text: str) -> None:
+def test_invalid_seeds_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected numbers and ranges, such as 0-4,7"):
         seeds_of(text)
 
@@ -90,7 +92,7 @@ def test_mistakes_are_refused_before_anything_starts(keys: dict[str, Any], error
         check(quickstart(**keys))
 
 
-def test_the_runs_of_a_seed_name_it_and_the_run_that_they_begin_from(tmp_path: Path) -> None:
+def test_runs_of_a_seed_have_its_number_and_its_start_run(tmp_path: Path) -> None:
     config = quickstart(
         start=["train.num_steps=0"], after_start=["model.path={start}"], arms={"a": [], "b": []}
     )
@@ -102,7 +104,7 @@ def test_the_runs_of_a_seed_name_it_and_the_run_that_they_begin_from(tmp_path: P
     assert runs[4].overrides == (f"model.path={tmp_path.resolve()}/start/seed-1",)
 
 
-def test_a_folder_holds_one_sweep_to_which_arms_and_seeds_may_come(tmp_path: Path) -> None:
+def test_a_folder_has_one_sweep_that_accepts_more_arms_and_seeds(tmp_path: Path) -> None:
     first = remember(tmp_path / "s", check(quickstart()))
     more = remember(tmp_path / "s", check(quickstart(seeds="1-2", arms={"b": ["run.seed=1"]})))
     assert (first.seeds, more.seeds, list(more.arms)) == ([0, 1], [0, 1, 2], ["a", "b"])
@@ -180,14 +182,29 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
     assert all(len(table.rows) > 2 for table in tables(found))
 
 
-def test_crossings_are_those_of_each_curve() -> None:
+def test_crossings_match_those_of_single_curves() -> None:
     rng = np.random.default_rng(0)
     calls, success = np.array([0.0, 10.0, 30.0, 40.0]), rng.random((200, 4))
     one_by_one = [calls_to(calls, row, 0.7)[0] for row in success]
     assert crossings(calls, success, 0.7).tolist() == pytest.approx(one_by_one)
 
 
-def test_a_level_that_is_never_met_is_counted(made_up: dict[str, dict[int, Path]]) -> None:
+def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
+    def curve(calls: list[float], success: list[float]) -> Curve:
+        right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
+        return Curve(np.array(calls), right, np.array(calls) * 10)
+
+    learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
+    gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
+    found = compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
+    ratio = found.arms["collapsed"].calls_ratio["0.5"]
+    assert ratio.value == pytest.approx(300 / 200)
+    assert ratio.low is not None
+    assert ratio.low >= 1.0
+    assert found.arms["collapsed"].calls_to["0.5"] == 300
+
+
+def test_a_level_that_is_never_reached_is_counted(made_up: dict[str, dict[int, Path]]) -> None:
     found, _ = compare(made_up, "base", levels=(0.5, 0.95))
     assert found.arms["slow"].missed == {"0.5": 0, "0.95": 4}
     assert found.arms["slow"].calls_ratio["0.95"].num_missed == 4
@@ -230,7 +247,7 @@ def test_a_run_without_a_curve_is_named(
         compare(made_up, "base")
 
 
-def test_a_comparison_is_shown_in_80_columns_and_written(
+def test_a_comparison_is_printed_in_80_columns_and_written(
     made_up: dict[str, dict[int, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = Made(
@@ -275,7 +292,7 @@ def importable(warehouse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("importable")
-def test_a_sweep_that_was_killed_goes_on_and_is_compared(
+def test_a_killed_sweep_resumes_and_is_compared(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep"
@@ -311,7 +328,7 @@ def test_a_sweep_that_was_killed_goes_on_and_is_compared(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("importable")
-def test_a_run_that_fails_is_listed_and_the_others_are_trained(
+def test_a_failed_run_is_listed_and_the_others_are_trained(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep"

@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_before_its_first_checkpoint_tells_each_step_once(
+def test_a_run_killed_before_its_first_checkpoint_logs_each_step_once(
     workspace: Path,
 ) -> None:
     whole = run_small(sft, workspace, "before-checkpoint", "sft.num_steps=2")
@@ -137,7 +137,7 @@ def test_a_bad_row_is_refused_with_file_and_row(
     assert message in told
 
 
-def test_bad_rows_can_be_left_out_and_a_split_measures(
+def test_bad_rows_can_be_skipped_and_a_split_is_evaluated(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = (workspace / "sharegpt.jsonl").read_text().splitlines()[:9]
@@ -183,7 +183,7 @@ def test_sequences_longer_than_the_model_are_refused(
     assert "is 1024; set data.max_length=1024" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_each_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_uses_every_row_once_in_its_own_order() -> None:
     rows = Rows(10, 4, seed=0)
     epochs = [[row for step in range(3) for row in rows.of_step(3 * n + step)] for n in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
@@ -197,7 +197,7 @@ def test_steps_are_counted_in_epochs_or_given() -> None:
     assert LoopConfig(num_steps=7).count_steps(1) == 7
 
 
-def test_a_split_is_a_part_or_a_number_of_rows() -> None:
+def test_a_split_is_a_share_or_a_number_of_rows() -> None:
     for size in (0.2, 2.0):
         learned, held = split(list(range(10)), size, seed=3)
         assert len(held) == 2

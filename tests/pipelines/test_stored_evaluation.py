@@ -1,4 +1,4 @@
-"""Evaluations that an earlier version stored are reported, compared and graded again as before.
+"""Evaluations stored by an earlier version have the same reports, comparisons and regrades.
 
 `tests/fixtures/stored_evaluation` was written at commit 3420bb4 and has the keys of commit
 7183755: two evaluations of 14 questions with three samples, a judge, failures, limits and helpers;
@@ -47,18 +47,18 @@ def assert_same_summary(folder: Path, name: str, before: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_the_report_has_the_same_figures(folder: Path, name: str) -> None:
+def test_the_report_of_a_stored_evaluation_has_the_same_figures(folder: Path, name: str) -> None:
     assert evaluate.main(["report", name]) == 0
     assert_same_summary(folder, name, f"{name}.json")
 
 
-def test_the_comparison_says_the_same(folder: Path) -> None:
+def test_the_comparison_of_stored_evaluations_is_unchanged(folder: Path) -> None:
     assert evaluate.main(["compare", "first", "second", "--out", "found.md"]) == 0
     assert (folder / "found.md").read_text() == (STORED / "compared.md").read_text()
 
 
 @pytest.mark.slow
-def test_grading_again_changes_the_same_verdicts(folder: Path) -> None:
+def test_regrading_changes_the_same_verdicts(folder: Path) -> None:
     grader = ["grader.kind=layered", "grader.math=false", "grader.reward=answer"]
     assert evaluate.main(["regrade", "second", *grader]) == 0
     assert (folder / "second" / "regrade.md").read_text() == (STORED / "regrade.md").read_text()

@@ -22,9 +22,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The answers that the layered grader is asked about; it is not there, only what is equal as
-    text is right."""
+def scored_answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The answers that the layered grader is queried with; it accepts only equal text."""
     found: list[str] = []
 
     async def counted(
@@ -47,33 +46,35 @@ def summary(folder: Path) -> object:
 
 
 @pytest.mark.slow
-def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: list[str]) -> None:
+def test_a_repeated_report_scores_nothing_and_has_the_same_summary(
+    folder: Path, scored_answers: list[str]
+) -> None:
     assert evaluate.main(["report", str(folder)]) == 0
-    first, num = summary(folder), len(asked)
+    first, num = summary(folder), len(scored_answers)
     assert num >= 48
     assert all({"em", "rule"} <= row.scores.keys() for row in read_rows(folder))
     assert evaluate.main(["report", str(folder)]) == 0
-    assert len(asked) == num
+    assert len(scored_answers) == num
     assert summary(folder) == first
 
 
 @pytest.mark.slow
-def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
-    folder: Path, tmp_path: Path, asked: list[str]
+def test_a_comparison_uses_stored_scores_and_stores_new_ones(
+    folder: Path, tmp_path: Path, scored_answers: list[str]
 ) -> None:
     other = write_evaluation(tmp_path / "other", mixed_rows(12, 4), GRADER)
     assert evaluate.main(["report", str(folder)]) == 0
-    asked.clear()
+    scored_answers.clear()
     assert evaluate.main(["compare", str(folder), str(other)]) == 0
-    assert len(asked) == 48
-    asked.clear()
+    assert len(scored_answers) == 48
+    scored_answers.clear()
     assert evaluate.main(["compare", str(folder), str(other)]) == 0
-    assert asked == []
+    assert scored_answers == []
 
 
 @pytest.mark.slow
-def test_an_added_sample_is_scored_and_voted_with_the_others(
-    folder: Path, asked: list[str]
+def test_only_an_added_sample_is_scored_and_votes_include_it(
+    folder: Path, scored_answers: list[str]
 ) -> None:
     rows = read_rows(folder)
     whole = write_evaluation(folder.with_name("whole"), rows, GRADER)
@@ -82,19 +83,19 @@ def test_an_added_sample_is_scored_and_voted_with_the_others(
     assert evaluate.main(["report", str(part)]) == 0
     known = read_rows(part)
     write_evaluation(part, [*known, *(row for row in rows if row.sample == 3)], GRADER)
-    asked.clear()
+    scored_answers.clear()
     assert evaluate.main(["report", str(part)]) == 0
-    assert len(asked) < len(rows)
+    assert len(scored_answers) < len(rows)
     assert evaluate.main(["report", str(whole)]) == 0
     assert summary(part)["overall"] == summary(whole)["overall"]  # type: ignore[index]
 
 
 @pytest.mark.slow
-def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
+def test_regrading_recomputes_scores(folder: Path, scored_answers: list[str]) -> None:
     assert evaluate.main(["report", str(folder)]) == 0
-    asked.clear()
+    scored_answers.clear()
     assert evaluate.main(["regrade", str(folder)]) == 0
-    assert len(asked) >= 48
+    assert len(scored_answers) >= 48
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_while_another_command_writes_they_are_computed_and_not_stored(folder: Path) -> None:
+def test_scores_are_not_stored_while_another_command_writes(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):
         assert evaluate.main(["report", str(folder)]) == 0

@@ -1,5 +1,4 @@
-"""A synthesis in its directory: what is asked, how questions are sorted, what is written and
-refused."""
+"""A synthesis in its directory: requests, the sorting of questions, written files and errors."""
 
 from __future__ import annotations
 
@@ -85,9 +84,7 @@ def test_questions_are_sorted_by_how_they_were_answered(
     assert "repeated_call" in told
 
 
-def test_the_dialogues_and_questions_are_those_that_training_reads(
-    run: Run, tmp_path: Path
-) -> None:
+def test_training_reads_the_synthesized_dialogues_and_questions(run: Run, tmp_path: Path) -> None:
     assert run("out", *HINTS, "prompt.template=direct", "limits.max_prompt_tokens=700") == 0
     out = tmp_path / "out"
     config = build_config(ChatDataConfig, {"train": "sft", "dataset_info": str(out)}, "test")
@@ -109,7 +106,7 @@ def test_the_dialogues_and_questions_are_those_that_training_reads(
     assert tasks[0].metadata["level"] == 0, "what else the row had is kept"
 
 
-def test_a_dialogue_is_trained_as_the_tokens_that_were_rolled_out(
+def test_a_dialogue_is_trained_on_the_tokens_of_its_rollout(
     run: Run, tmp_path: Path, warehouse: Path
 ) -> None:
     assert run("out", *HINTS) == 0
@@ -128,7 +125,7 @@ def test_a_dialogue_is_trained_as_the_tokens_that_were_rolled_out(
         assert renderer.decode(example.token_ids) == "".join(whole)
 
 
-def test_what_was_answered_directly_need_not_be_asked_with_tools(run: Run, tmp_path: Path) -> None:
+def test_questions_answered_directly_may_skip_the_tools(run: Run, tmp_path: Path) -> None:
     assert run("out", "skip_easy=true") == 0
     rows = read_rows(tmp_path / "out" / "trajectories")
     assert {row.kind for row in rows if row.dataset == "ask.tools"} == {*KINDS} - {"easy"}
@@ -152,7 +149,7 @@ def test_questions_of_other_files_can_be_kept_out(
     assert "none of 11 questions is left" in refused(capsys)
 
 
-def test_a_hint_is_read_by_policy_and_grader_and_trained_by_nobody(
+def test_a_hint_is_read_by_policy_and_grader_but_never_trained(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trees = []

@@ -1,4 +1,4 @@
-"""A second command over a synthesis: what it asks again, and when it is refused."""
+"""A second command over a synthesis: which trajectories it repeats, and when it is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def num_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_turns(monkeypatch)
 
 
-def test_the_same_command_asks_nothing_and_writes_the_same(
+def test_a_repeated_synthesis_sends_no_requests_and_writes_the_same_files(
     run: Run, tmp_path: Path, num_asked: list[int]
 ) -> None:
     assert run("out", *HINTS) == 0
@@ -53,7 +53,7 @@ def test_the_same_command_asks_nothing_and_writes_the_same(
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
-def test_a_command_that_was_cut_off_goes_on(run: Run, tmp_path: Path, share: float) -> None:
+def test_an_interrupted_synthesis_continues(run: Run, tmp_path: Path, share: float) -> None:
     assert run("out", *HINTS, "concurrency=1") == 0
     first = written(tmp_path / "out")
     path = tmp_path / "out" / "trajectories" / "rows.jsonl"
@@ -63,7 +63,9 @@ def test_a_command_that_was_cut_off_goes_on(run: Run, tmp_path: Path, share: flo
     assert written(tmp_path / "out") == first
 
 
-def test_more_samples_reuse_what_is_there(run: Run, tmp_path: Path, num_asked: list[int]) -> None:
+def test_more_samples_reuse_stored_trajectories(
+    run: Run, tmp_path: Path, num_asked: list[int]
+) -> None:
     assert run("out", *HINTS, "direct.num_samples=1") == 0
     before = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
     count = num_asked[0]
@@ -74,7 +76,7 @@ def test_more_samples_reuse_what_is_there(run: Run, tmp_path: Path, num_asked: l
 
 
 @pytest.mark.slow
-def test_failures_are_told_and_asked_again(
+def test_failures_are_reported_and_retried(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generate, broken = ScriptedEngine.generate, [True]
@@ -106,7 +108,7 @@ def test_failures_are_told_and_asked_again(
         ([*HINTS, "direct.prompt.template=direct"], "prompt.template"),
     ],
 )
-def test_trajectories_of_another_kind_are_refused(
+def test_trajectories_of_another_configuration_are_refused(
     run: Run, tmp_path: Path, keys: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("out", *HINTS, "--n", "2") == 0

@@ -19,7 +19,7 @@ def questions(tmp_path: Path) -> Path:
     return write_questions(tmp_path / "ask.jsonl")
 
 
-def speaking(body: dict[str, Any], _: int) -> Answer:
+def chat_reply(body: dict[str, Any], _: int) -> Answer:
     """The policy as an endpoint gives it: without the stop string."""
     said = "".join(str(message["content"]) for message in body["messages"])
     return reply(policy(said, Random(body["seed"])).removesuffix("</stock>"), usage=(90, 9))
@@ -29,7 +29,7 @@ def speaking(body: dict[str, Any], _: int) -> Answer:
 def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
     tmp_path: Path, questions: Path
 ) -> None:
-    with ScriptedEndpoint(speaking) as endpoint:
+    with ScriptedEndpoint(chat_reply) as endpoint:
         arguments = [endpoint.url, "--model", "m", "--env", "me/Warehouse-v0", f"data={questions}"]
         arguments += ["env.module=my_env", "--out", str(tmp_path / "out"), *HINTS]
         arguments += ["engine.continuation=prefix", "filter.require_box=false", "num_samples=2"]
@@ -44,7 +44,7 @@ def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
 
 
 @pytest.mark.usefixtures("warehouse")
-def test_an_endpoint_that_cannot_go_on_gets_no_hints(
+def test_an_endpoint_that_cannot_continue_a_text_gets_no_hints(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(lambda body, number: 500) as endpoint:

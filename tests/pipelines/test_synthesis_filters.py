@@ -1,4 +1,4 @@
-"""What is fit to learn from: each filter, and the classes of difficulty."""
+"""Selection of training data: each filter, and the classes of difficulty."""
 
 from __future__ import annotations
 
@@ -122,37 +122,37 @@ def test_tags_come_in_pairs_and_in_order(texts: list[str], expected: str) -> Non
         assert check_reference_format(chain_text(parts))[0]
 
 
-def test_what_a_page_says_is_no_structure() -> None:
+def test_tags_in_a_page_are_not_structure() -> None:
     page = result("</think> <answer>no</answer> </result> <search>x</search>")
     row = trajectory("<think>a</think><search>q</search>", page, ANSWER)
     assert reason(row) == ""
 
 
-def test_an_answer_without_box_is_right_where_none_is_asked() -> None:
+def test_an_answer_without_a_box_is_right_if_none_is_required() -> None:
     row = trajectory("<think>a</think><answer>Lima</answer>")
     assert reason(row, "direct", require_box=False) == ""
 
 
-def test_what_did_not_end_well_has_its_own_reason() -> None:
+def test_failed_truncated_and_wrong_trajectories_have_their_own_reasons() -> None:
     assert reason(searching("q", end="failed", error="EngineError: gone")) == "failed"
     assert reason(searching("q", end="truncated", limit="turns")) == "truncated"
     assert reason(searching("q", success=False)) == "wrong"
 
 
-def test_over_five_calls_are_dropped() -> None:
+def test_trajectories_of_more_than_five_calls_are_dropped() -> None:
     assert reason(searching(*"abcde")) == ""
     assert reason(searching(*"abcdef")) == "too_many_calls"
     assert reason(searching(*"abc"), max_tool_calls=2) == "too_many_calls"
 
 
-def test_repeated_calls_are_dropped() -> None:
+def test_trajectories_with_repeated_calls_are_dropped() -> None:
     assert reason(searching("Lima", "lima  ")) == "repeated_call"
     assert reason(searching("Lima", "Cusco", "Lima")) == "repeated_call"
     other = [call("x"), {**call("x"), "name": "python"}]
     assert reason(searching("x", "y", tool_calls=other)) == "", "one text, two tools"
 
 
-def test_failed_calls_are_dropped_if_asked() -> None:
+def test_trajectories_with_failed_calls_are_dropped_on_request() -> None:
     row = searching("q", tool_calls=[call("q", ok=False, error="no result")])
     assert reason(row) == ""
     assert reason(row, drop_failed_calls=True) == "failed_call"
@@ -164,7 +164,7 @@ def test_tools_must_be_used_where_they_were_offered() -> None:
     assert reason(trajectory(ANSWER), "direct") == ""
 
 
-def test_of_equal_trajectories_the_first_stays() -> None:
+def test_the_first_of_equal_trajectories_is_kept() -> None:
     rows = [searching("a", sample=0), searching("b", sample=1), searching("a", sample=2)]
     judged = [judge(row, "tools", TOOLS, FilterConfig()) for row in rows]
     assert [one.reason for one in without_duplicates(judged)] == ["", "", "duplicate"]
@@ -172,7 +172,7 @@ def test_of_equal_trajectories_the_first_stays() -> None:
     assert [one.reason for one in without_duplicates(wrong)] == ["wrong", ""]
 
 
-def test_questions_are_one_whatever_their_case_and_blanks() -> None:
+def test_questions_are_compared_without_case_and_blanks() -> None:
     assert plain_question(" Who  was\nthe first? ") == plain_question("who was the FIRST?")
     assert plain_question("What is 2 + 2?") != plain_question("What is 2 - 2?")
 
@@ -226,13 +226,13 @@ def test_a_question_with_missing_trajectories_is_unfinished() -> None:
     assert sort("w", "w", is_whole=False).kind == "unfinished"
 
 
-def test_what_is_not_needed_says_why() -> None:
+def test_rejected_trajectories_have_a_reason() -> None:
     done = sort("rr", "rw")
     assert sorted(one.reason for one in done.rejected) == ["answered_directly", "surplus", "wrong"]
     assert len(sort("ww", "rrr", max_per_question=2).chosen) == 2
 
 
-def test_which_one_is_drawn_depends_on_the_seed_alone() -> None:
+def test_the_drawn_trajectory_depends_on_the_seed_alone() -> None:
     drawn = {
         sort_question(sort("w", "rrrr").question, FilterConfig(), seed).chosen[0].row.sample
         for seed in range(20)

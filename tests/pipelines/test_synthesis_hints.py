@@ -1,4 +1,4 @@
-"""Where hints go, and what they say."""
+"""The place and the text of hints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAIN = (
 )
 
 
-def test_a_hint_takes_the_place_of_the_first_uncertain_sentence() -> None:
+def test_a_hint_replaces_the_first_uncertain_sentence() -> None:
     assert cut_at_doubt(CHAIN, ["maybe", "perhaps"]) == "<think>Peru is a country. "
     assert cut_at_doubt("<think>Perhaps Cusco.", ["perhaps"]) == "<think>"
     assert cut_at_doubt("<think>It weighs 3.5 kg, I think.", ["i think"]) == "<think>"
@@ -29,7 +29,7 @@ def test_a_hint_takes_the_place_of_the_first_uncertain_sentence() -> None:
     assert cut_at_doubt("<think>a</think><answer>perhaps</answer>", ["perhaps"]) is None
 
 
-def test_behind_the_answer_the_thought_goes_on() -> None:
+def test_the_thought_is_reopened_after_the_answer() -> None:
     assert reopened(CHAIN) == (
         "<think>Peru is a country. Perhaps its capital is Cusco, since it is old. It is. "
         "So it would be Cusco. "

@@ -123,7 +123,7 @@ def synthesized(folder: Path, subject: Path, name: str, *more: str) -> Path:
 
 def test_a_model_learns_from_synthesized_data_and_makes_more(tmp_path: Path) -> None:
     prepare(tmp_path)
-    scripted = "engine.name=scripted"  # envs/quickstart.py, which gives up now and then
+    scripted = "engine.name=scripted"  # envs/quickstart.py, which occasionally gives up
     teacher = synthesized(tmp_path, tmp_path / "model", "teacher", scripted, "num_samples=4")
     lessons, hard = read(teacher / "sft.jsonl"), read(teacher / "rl.jsonl")
     assert len(lessons) >= NUM - 2

@@ -1,4 +1,4 @@
-"""The trajectories of a synthesis are an evaluation: they are graded again, and sorted anew."""
+"""The trajectories of a synthesis are an evaluation: they are regraded and sorted again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HINT = "I should look."
 
 
 def policy(prompt: str, rng: Random) -> str:
-    """Guesses without tools, looks with them or behind a hint."""
+    """Guesses without tools, looks up answers with them or after a hint."""
     item = next(item for item in STOCK if item in prompt)
     if "<result>" in prompt:
         found = prompt.rpartition("<result>")[2].split("<")[0].strip()
@@ -56,7 +56,7 @@ def spoil(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_regraded_trajectories_are_sorted_anew_and_nothing_is_asked(
+def test_regraded_trajectories_are_sorted_again_without_requests(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -77,7 +77,7 @@ def test_regraded_trajectories_are_sorted_anew_and_nothing_is_asked(
     assert len(read_rows(out / "trajectories")) == len(rows)
 
 
-def test_a_grader_of_one_set_and_one_that_nobody_reads(
+def test_an_unused_grader_and_an_unknown_set_are_refused(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert synthesize.main(arguments) == 0
@@ -91,7 +91,7 @@ def test_a_grader_of_one_set_and_one_that_nobody_reads(
     assert (folder / "rows.jsonl").read_bytes() == before
 
 
-def test_the_folder_of_a_synthesis_says_where_its_evaluation_is(
+def test_the_error_for_a_synthesis_folder_names_its_evaluation(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert synthesize.main(arguments) == 0

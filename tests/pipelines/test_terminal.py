@@ -1,4 +1,5 @@
-"""What a command says reaches its terminal, and where there is a log file nothing depends on it."""
+"""The output of a command reaches its terminal, and with a log file nothing depends on the
+terminal."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ def work():
     if len(sys.argv) > 1:
         view.log_to(Path(sys.argv[1]))
     for number in range(3):
-        view.say(f"line {number}")
+        view.log(f"line {number}")
         view.warn(f"warning {number}")
 
 sys.exit(exit_code_of(work, view, writing="it"))
 """
 
 
-def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path) -> None:
+def test_an_output_on_a_full_disk_ends_only_a_command_without_a_log(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     with open("/dev/full", "w") as full:
         for arguments, code in (([str(log)], 0), ([], 1)):
@@ -47,8 +48,8 @@ def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path)
     assert said.count("the terminal, or its file, could not be written") == 1
 
 
-def test_a_reader_that_has_gone_is_no_end(tmp_path: Path) -> None:
-    """As behind `| head`."""
+def test_a_closed_output_pipe_does_not_end_a_command(tmp_path: Path) -> None:
+    """As with `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", TELLING, str(tmp_path / "run.log")]
@@ -61,11 +62,11 @@ def test_a_reader_that_has_gone_is_no_end(tmp_path: Path) -> None:
     assert "line 2" in (tmp_path / "run.log").read_text()
 
 
-def test_what_is_said_follows_the_streams_of_the_process(
+def test_messages_and_warnings_use_the_current_streams(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     view = View()
-    view.say("to the first")
+    view.log("to the first")
     assert capsys.readouterr().out == "to the first\n"
     view.warn("to the second")
     assert capsys.readouterr().err == "warning: to the second\n"
@@ -108,7 +109,7 @@ def work():
     view.log_to(Path(sys.argv[1]))
     began = time.monotonic()
     for number in range(int(sys.argv[2])):
-        view.say(f"line {number} " + 90 * ".")
+        view.log(f"line {number} " + 90 * ".")
     sys.stderr.write(f"said in {time.monotonic() - began:.3f} s\\n")
 
 sys.exit(exit_code_of(work, view, writing="it"))
@@ -116,10 +117,10 @@ sys.exit(exit_code_of(work, view, writing="it"))
 
 
 @pytest.mark.parametrize("num_lines", [2000, LogFile.MAX_LINES + 2000])
-def test_a_disk_that_hangs_holds_up_neither_what_is_said_nor_the_end(
+def test_a_hanging_disk_delays_neither_the_output_nor_the_exit(
     tmp_path: Path, num_lines: int
 ) -> None:
-    """A pipe that nobody reads takes no more than its buffer, as a disk that hangs."""
+    """A pipe without a reader accepts no more than its buffer, like a hanging disk."""
     log = tmp_path / "run.log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -137,7 +138,7 @@ def test_the_last_lines_are_in_the_log(tmp_path: Path) -> None:
     view = View()
     view.log_to(tmp_path / "run.log")
     for number in range(2000):
-        view.say(f"line {number}")
+        view.log(f"line {number}")
     view.warn_at_once("the end")
     lines = (tmp_path / "run.log").read_text().splitlines()
     assert len(lines) == 2001
@@ -146,13 +147,13 @@ def test_the_last_lines_are_in_the_log(tmp_path: Path) -> None:
     view.close()
 
 
-def test_lines_that_a_full_disk_does_not_take_are_counted(
+def test_lines_lost_to_a_full_disk_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.log").symlink_to("/dev/full")
     view = View()
     view.log_to(tmp_path / "run.log")
-    view.say("one")
-    view.say("two")
+    view.log("one")
+    view.log("two")
     view.close()
     assert "2 lines are missing in" in capsys.readouterr().err

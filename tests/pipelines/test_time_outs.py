@@ -1,4 +1,4 @@
-"""Deadlines that contradict each other are told before a run, by both keys."""
+"""Contradictory deadlines are reported before a run with both keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
         ),
     ],
 )
-def test_both_keys_are_named(keys: tuple[str, ...], told: list[str]) -> None:
+def test_both_contradicting_keys_are_named(keys: tuple[str, ...], told: list[str]) -> None:
     found = list(contradictions(load_config(TrainConfig, QUICKSTART, keys)))
     assert len(found) == len(told)
     assert all(text.startswith(part) for text, part in zip(found, told, strict=True))
@@ -36,5 +36,5 @@ def test_both_keys_are_named(keys: tuple[str, ...], told: list[str]) -> None:
     [path for path in (ROOT / "configs").glob("*.toml") if "[train]" in path.read_text()],
     ids=lambda path: path.stem,
 )
-def test_those_of_the_shipped_configurations_fit(path: Path) -> None:
+def test_deadlines_of_the_shipped_configurations_are_consistent(path: Path) -> None:
     assert list(contradictions(load_config(TrainConfig, path))) == []

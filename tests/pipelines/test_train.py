@@ -1,4 +1,4 @@
-"""The training run around the loop: cadence, files, what a step holds."""
+"""The training run around the loop: cadence, files, and the contents of a step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checkpoints_are_rotated_and_the_best_is_kept(finished: Path) -> None:
         assert (finished / "checkpoints" / name / "tokenizer.json").is_file()
 
 
-def test_the_summary_holds_what_it_promises_and_no_tree_is_lost(finished: Path) -> None:
+def test_the_summary_has_all_documented_keys_and_no_tree_is_lost(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) >= {
         "seed",
@@ -95,7 +95,7 @@ def test_entropy_by_position_is_written_as_table_and_picture(finished: Path) -> 
     assert (finished / "entropy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -> None:
+def test_the_last_lines_name_existing_files_and_phases_only(finished: Path) -> None:
     log = (finished / "run.log").read_text()
     last = log.partition(f"results in {finished}: ")[2].splitlines()[0].split(", ")
     assert {"run.log", "trees/", "trajectories/", "training.png", "samples.txt"} < {*last}
@@ -131,7 +131,7 @@ def test_no_legend_covers_a_curve() -> None:
         assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
 
 
-def test_evaluations_are_joined_only_where_some_lie_between() -> None:
+def test_evaluations_are_connected_only_if_some_lie_between() -> None:
     for steps, is_joined in (((0, 40), False), ((10, 20, 30), True)):
         rows = [{"step": step, "eval/a/success": step / 40} for step in steps]
         markers, line = learning_curve(rows, "run").axes[1].get_lines()
@@ -160,9 +160,7 @@ def test_a_phase_that_did_not_exist_is_not_named() -> None:
     ("rows", "told"), [(["clean", "mixed"], "other rows than the gate measures (clean)"),
                        (["copy", "clean", "clean"], ""), (["copy"], "")]
 )  # fmt: skip
-def test_a_last_stage_of_the_cold_start_that_is_not_the_gates_is_told(
-    rows: list[str], told: str
-) -> None:
+def test_a_last_cold_start_stage_without_the_gate_is_reported(rows: list[str], told: str) -> None:
     stages = [SFTStage(rows=one, num_steps=1, until_gate=one == "clean") for one in rows]
     assert told in why_lower(stages)
     assert bool(told) == bool(why_lower(stages))
@@ -262,7 +260,7 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
 
 
 @pytest.mark.slow
-def test_a_cold_start_without_a_gate_says_its_loss(
+def test_a_cold_start_without_a_gate_reports_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)

@@ -1,4 +1,4 @@
-"""How a training run ends before its time: interruption, and goes on; death of a part."""
+"""Early ends of a training run: interruption and resume, and the death of a part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 
 @contextmanager
 def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Command, Path]]:
-    """A run in a process of its own whose first step is done."""
+    """A run in a separate process whose first step is done."""
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", *overrides)
     run = warehouse.parent / "runs" / name
     log = warehouse.parent / f"{name}.log"
@@ -43,7 +43,7 @@ def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Comma
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "interrupted", *endless) as (process, run):
         learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
@@ -63,8 +63,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_told", [True, False], ids=["hangup", "unnoticed"])
-def test_a_terminal_that_is_gone_costs_nothing(warehouse: Path, is_told: bool) -> None:
-    """The run ends with a checkpoint where the system says so, else at its own end."""
+def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -> None:
+    """The run ends with a checkpoint if the system reports the hangup, else at its regular end."""
     name = f"no-terminal-{is_told}".lower()
     ours, theirs = os.openpty()
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
@@ -116,7 +116,7 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_killed_run_lives_on_and_the_next_start_clears_the_rest(
+def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
     warehouse: Path,
 ) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05", "checkpoint.every=1")
@@ -163,7 +163,7 @@ def test_a_step_without_any_trajectory_ends_the_run(
     assert "EnvError: the index is gone" in capsys.readouterr().err
 
 
-async def test_weights_in_shared_memory_that_a_killed_run_left_are_removed_before_all_else(
+async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
     warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take the memory that the model is to be loaded into."""

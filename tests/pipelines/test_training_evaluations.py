@@ -83,7 +83,7 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     assert (run / "eval" / "after_rl" / "report.md").is_file()
 
 
-def test_a_run_says_where_its_evaluations_are(
+def test_the_error_for_a_run_names_its_evaluation(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main(["report", str(run)]) == 2
@@ -96,7 +96,7 @@ def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFi
     assert "24 questions are in both; none is left out" in capsys.readouterr().out
 
 
-def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "eval" / "before_sft"
     before = read_rows(folder)
     assert {row.success for row in before} == {True, False}
@@ -108,7 +108,7 @@ def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixt
     ]
 
 
-def test_evaluating_the_run_gives_the_same_trajectories(run: Path, tmp_path: Path) -> None:
+def test_evaluating_the_run_yields_the_same_trajectories(run: Path, tmp_path: Path) -> None:
     arguments = ["--n", "24", "num_samples=2", "--out", str(tmp_path / "again")]
     assert evaluate.main([str(run), *arguments]) == 0
     again, within = read_rows(tmp_path / "again"), read_rows(run / "eval" / "after_rl")
@@ -117,7 +117,7 @@ def test_evaluating_the_run_gives_the_same_trajectories(run: Path, tmp_path: Pat
 
 
 class Evaluator:
-    """Evaluates five questions of the warehouse, one at a time; counts what is asked."""
+    """Evaluates five questions of the warehouse, one at a time, and counts them."""
 
     def __init__(self, warehouse: Path, folder: Path) -> None:
         keys = {"path": f"{warehouse.parent}/a.jsonl", "max_tasks": 5}
@@ -145,7 +145,7 @@ class Evaluator:
         return make
 
     async def evaluate(self, incarnation: int, breaks_at: str = "") -> list[str]:
-        """The questions that were asked."""
+        """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
         async with self._evaluations.begin(what, "step-000004") as ask:
@@ -155,7 +155,7 @@ class Evaluator:
 
 
 @pytest.mark.parametrize(("incarnation", "num_asked"), [(1, 2), (2, 5)])
-async def test_one_that_was_cut_off_is_taken_up_if_the_weights_are_the_same(
+async def test_an_interrupted_evaluation_of_the_same_weights_is_continued(
     warehouse: Path, tmp_path: Path, incarnation: int, num_asked: int
 ) -> None:
     evaluator = Evaluator(warehouse, tmp_path)
@@ -171,9 +171,7 @@ async def test_one_that_was_cut_off_is_taken_up_if_the_weights_are_the_same(
     assert load_saved(folder).subject["incarnation"] == incarnation
 
 
-async def test_one_that_is_repeated_takes_the_place_of_the_first(
-    warehouse: Path, tmp_path: Path
-) -> None:
+async def test_a_repeated_evaluation_replaces_the_first(warehouse: Path, tmp_path: Path) -> None:
     evaluator = Evaluator(warehouse, tmp_path)
     for incarnation in (1, 2):
         assert len(await evaluator.evaluate(incarnation)) == 5

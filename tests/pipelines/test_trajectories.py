@@ -1,4 +1,4 @@
-"""What is written of trajectories is the same from the run's own process and from another."""
+"""The written trajectories are the same from the process of the run and from another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trees() -> list[TrajectoryTree]:
     return [random_tree(Random(i), index=i) for i in range(3)]
 
 
-async def test_a_process_of_its_own_writes_the_same(tokenizer: Any, tmp_path: Path) -> None:
+async def test_a_separate_process_writes_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     size, shown = write_rows(trees(), decoder(tokenizer), here, 2)
@@ -42,7 +42,7 @@ async def test_a_process_of_its_own_writes_the_same(tokenizer: Any, tmp_path: Pa
     assert (done["num_chars"], list(map(json.loads, done["shown"]))) == (size, shown)
 
 
-def test_rows_say_who_wrote_what_and_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_mark_policy_text_and_trained_tokens(tokenizer: Any, tmp_path: Path) -> None:
     (tree, *_) = trees()
     write_rows([tree], decoder(tokenizer), tmp_path / "rows.jsonl", 0)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -1,5 +1,5 @@
-"""Two processes that go on from one checkpoint, one after the other, train two lines of weights:
-nothing of the first is taken for the second's. Whole runs under the virtual clock."""
+"""Two processes that resume one checkpoint, one after the other, train two lines of weights:
+nothing of the first is used for the second. Whole runs under the virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World(ToyWorld):
-    """With an engine of its own for evaluations; it remembers which weights that was given."""
+    """With a separate engine for evaluations; it records the loaded weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class World(ToyWorld):
 
 
 def killed(run: Path, world: ToyWorld, moment: Moment, *overrides: str) -> Path:
-    """What a process leaves that is killed at a moment: a copy of the run. Goes on where another
+    """The files of a process killed at a moment: a copy of the run. Resumes where another one
     was."""
     config = toy_config(run.parent, *KEYS, *overrides)
     resume = (run / "config.json").is_file()
@@ -90,14 +90,14 @@ async def never(training: Training) -> None:
 
 def when(holds: Callable[[Training], bool]) -> Moment:
     async def moment(training: Training) -> None:
-        while not holds(training):  # noqa: ASYNC110 - no event tells of it
+        while not holds(training):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.1)
 
     return moment
 
 
-def test_an_evaluation_of_lost_weights_is_not_taken_up(tmp_path: Path) -> None:
-    """Both go on from step 2, and both evaluate what is then step 4."""
+def test_an_evaluation_of_lost_weights_is_not_continued(tmp_path: Path) -> None:
+    """Both resume from step 2, and both evaluate their own step 4."""
 
     def in_evaluation(training: Training) -> bool:
         folder = training.run.path / "eval" / "step-000004.partial"
@@ -112,8 +112,8 @@ def test_an_evaluation_of_lost_weights_is_not_taken_up(tmp_path: Path) -> None:
     assert identity(begun) != identity(done), "its rows are not kept"
 
 
-def test_an_evaluation_beside_the_training_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    """The checkpoint of step 2 knows of its evaluation, and weights of step 3 lie there."""
+def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    """The checkpoint of step 2 records its evaluation, while the weights of step 3 are loaded."""
     world = World()
     keys = ("eval.sets.a.every=1", "eval.sets.a.phases=false")
 
@@ -134,16 +134,17 @@ def test_an_evaluation_beside_the_training_has_the_weights_of_its_step(tmp_path:
     assert all(version == written for version, written in world.evaluated)
 
 
-def told(run: Path) -> list[str]:
-    """The evaluations whose rows of metrics are there."""
+def evaluated_phases(run: Path) -> list[str]:
+    """The evaluations with rows of metrics."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["phase"] for row in rows if "eval/a/success" in row]
 
 
-def test_an_evaluation_that_is_done_stays_told_where_its_checkpoint_was_older(
+def test_a_finished_evaluation_stays_reported_after_resuming_an_older_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """The checkpoint of step 3 knows of the evaluation of step 2 as going on, which has ended."""
+    """The checkpoint of step 3 records the evaluation of step 2 as in progress, although it has
+    ended."""
     keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "eval.sets.a.num_samples=5")
     keys = (*keys, "checkpoint.every=1", "checkpoint.keep_last=1", "eval.concurrency=1")
 
@@ -159,15 +160,15 @@ def test_an_evaluation_that_is_done_stays_told_where_its_checkpoint_was_older(
     run = killed(tmp_path / "run", World(), when(has_ended), *keys, best)
     state = json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())
     assert state["evaluating"]["step"] == 2
-    assert told(run) == ["step-000002"]
+    assert evaluated_phases(run) == ["step-000002"]
     shutil.rmtree(run / "checkpoints" / "step-000002", ignore_errors=True)  # as if pruned since
     done = killed(run, World(), never, *keys, best)
-    assert told(done) == ["step-000002", "step-000004"]
+    assert evaluated_phases(done) == ["step-000002", "step-000004"]
     kept = json.loads((done / "checkpoints" / "best" / "state.json").read_text())
     assert kept["step"] in (2, 4)
 
 
-def test_an_evaluation_whose_weights_are_gone_is_a_gap_that_is_told(
+def test_an_evaluation_whose_weights_are_missing_is_a_reported_gap(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "checkpoint.every=1")
@@ -180,6 +181,6 @@ def test_an_evaluation_whose_weights_are_gone_is_a_gap_that_is_told(
     shutil.rmtree(run / "evaluating")
     done = killed(run, World(), never, *keys, "eval.sets.a.num_samples=40")
     assert "the evaluation step-000002 is missing: its weights were deleted" in caplog.text
-    assert told(done) == ["step-000004"]
+    assert evaluated_phases(done) == ["step-000004"]
     last = json.loads((done / "checkpoints" / "step-000004" / "state.json").read_text())
     assert last["evaluating"] is None

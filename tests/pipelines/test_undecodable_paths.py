@@ -1,4 +1,4 @@
-"""Paths that are no UTF-8 are refused by name in every command, before anything starts."""
+"""Paths that are not valid UTF-8 are refused by name in every command, before anything starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_them(
+def test_every_command_refuses_undecodable_paths(
     command: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     main = import_module(f"launchers.{command.split()[0]}").main
@@ -54,7 +54,7 @@ def test_every_command_refuses_them(
 
 
 @pytest.mark.slow
-def test_as_a_shell_gives_them(tmp_path: Path) -> None:
+def test_undecodable_arguments_of_a_shell_are_refused(tmp_path: Path) -> None:
     config = os.path.join(os.fsencode(tmp_path), b"\xff.toml")
     Path(os.fsdecode(config)).write_text("")
     command = [os.fsencode(sys.executable), os.fsencode(ROOT / "launchers" / "train.py"), config]
@@ -86,7 +86,7 @@ def test_a_data_file_in_a_folder_is_named(tmp_path: Path) -> None:
             find_files([given])
 
 
-def test_what_utf_8_can_hold_is_a_path() -> None:
+def test_any_utf_8_path_is_accepted() -> None:
     for good in ("", "runs/n\u00e4me", "\U0001f600", "a b"):
         assert undecodable(good) == ""
     assert undecodable("\ud800") != ""

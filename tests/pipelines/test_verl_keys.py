@@ -66,7 +66,7 @@ def test_every_key_of_the_scripts_is_known(key: str) -> None:
     assert any(entry), "ours, or why there is none"
 
 
-def test_ours_exist() -> None:
+def test_our_keys_exist() -> None:
     known = our_keys()
     for theirs, (ours, note) in verl_keys().items():
         assert ours or note, theirs
@@ -74,7 +74,7 @@ def test_ours_exist() -> None:
             assert name in known, f"{theirs}: we have no {name}"
 
 
-def test_no_key_is_theirs_and_ours() -> None:
+def test_no_key_is_both_a_verl_key_and_ours() -> None:
     ours = {key.name for key in describe(TrainConfig)} | {"algorithm.name", "engine.name"}
     for name in ours:
         refuse_verl_keys(nested(name), "test")
@@ -101,7 +101,7 @@ def test_the_document_is_part_of_the_table() -> None:
     assert rows.items() <= table.items()
 
 
-def test_what_the_document_says_of_llama_factory_exists() -> None:
+def test_keys_that_the_document_maps_from_llama_factory_exist() -> None:
     text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z]+\.[a-z_.]+)`", text.partition("## LLaMA-Factory")[2])
     known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in describe(config)}
@@ -163,7 +163,9 @@ def test_a_file_of_verl_in_toml_is_refused(
         assert key in told
 
 
-def test_a_mistake_in_a_key_of_ours_is_none_of_verl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_our_key_is_not_taken_for_a_verl_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert train.main([QUICKSTART, "algorithm.group_sice=3"]) == 2
     assert "did you mean algorithm.group_size?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data\.custom_cls\.path"):

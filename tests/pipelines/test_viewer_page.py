@@ -1,5 +1,5 @@
-"""The page of launchers/view.py in Chromium: all it shows, hostile text, torn rows, a run that goes
-on, an exported file."""
+"""The page of launchers/view.py in Chromium: all its views, hostile text, partial rows, a live run,
+an exported file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens an address, in a window of its own; at the end nothing may have gone wrong there."""
+    """Opens an address in a new window; at the end no errors may have occurred in it."""
     contexts, wrong = [], list[str]()
 
     def opened(address: str, **keys: Any) -> Any:
@@ -153,7 +153,7 @@ def test_trees_of_a_step(shown: Viewed, open_page: Open) -> None:
     page.select_option("label:has-text('fate') select", "filtered")
     page.wait_for_selector(".grid-foot:text-is('1 row')")
     assert "filtered" in rows.first.inner_text()
-    assert "fate=filtered" in page.url  # what is chosen is part of the address
+    assert "fate=filtered" in page.url  # the selection is part of the address
     page.select_option("label:has-text('fate') select", "")
     page.select_option("label:has-text('failure') select", "OutageError")
     page.wait_for_selector(".grid-foot:text-is('1 row')")
@@ -179,7 +179,7 @@ def test_all_trees_and_the_scatter(shown: Viewed, open_page: Open) -> None:
     assert page.locator(".grid-row").first.inner_text().split()[:2] in (["3", "8"], ["1", "0"])
     page.select_option("label:has-text('across') select", "step")
     box = page.locator("canvas.scatter").bounding_box()
-    for x in range(20, int(box["width"]), 6):  # somewhere there is a point
+    for x in range(20, int(box["width"]), 6):  # at least one point exists
         page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # the least reward
         if "step" in text_of(page, ".hint"):
             break
@@ -217,7 +217,7 @@ def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
         page.wait_for_selector(f".t.{tone}")
 
 
-def test_a_branch_has_an_address_and_a_sibling_beside(shown: Viewed, open_page: Open) -> None:
+def test_a_branch_has_a_url_and_is_shown_next_to_a_sibling(shown: Viewed, open_page: Open) -> None:
     page = open_page(shown.at("trees/2/3/0.1%2B1"))
     page.wait_for_selector(".turn-terminated")
     assert "it is 8" in text_of(page, "main")
@@ -247,7 +247,7 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
     told = text_of(page, "main")
     for said in ("Judge versus rules", "Cohen's kappa", "Scores by group", "ARPO productivity"):
         assert said in told
-    assert "maj@k" not in told  # nobody has compared the wrong answers
+    assert "maj@k" not in told  # wrong answers have no comparison
     bars = page.locator(".histogram >> nth=0").locator("title").all_text_contents()
     assert bars == ["1: 5 correct, 3 wrong"]
     assert page.locator(".grid-row").count() == 8
@@ -266,8 +266,8 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
 
 
 def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
-    """In questions, tokens, results, arguments, errors, reasons, answers; no element comes of it
-    (and `open_page` looks whether anything ran)."""
+    """In questions, tokens, results, arguments, errors, reasons, answers; it creates no element
+    (and `open_page` checks whether any script ran)."""
     for address in (
         *("run", "trees/1", "trees/1/0", "trees/1/1", "trees/1/2/1", "trees/1/0/0?beside=1"),
         *("evaluations/after_rl", "evaluations/after_rl/0"),
@@ -285,7 +285,7 @@ def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
         assert text in shown_text
 
 
-def test_a_run_that_goes_on_is_followed(growing: Viewed, open_page: Open) -> None:
+def test_a_live_run_is_followed(growing: Viewed, open_page: Open) -> None:
     """A row that is torn is waited for; new steps, trees and evaluations come by themselves."""
     run = growing.run
     page = open_page(growing.at("run"))
@@ -349,7 +349,7 @@ def test_keys(shown: Viewed, open_page: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_small_screen(shown: Viewed, open_page: Open, scheme: str) -> None:
-    """Nothing is wider than the screen but what scrolls by itself."""
+    """Nothing is wider than the screen except elements that scroll themselves."""
     page = open_page(shown.at("run"), color_scheme=scheme)
     assert page.get_attribute("html", "data-theme") == scheme
     page.set_viewport_size({"width": 375, "height": 700})
@@ -389,9 +389,7 @@ def test_a_hundred_thousand_rows(growing: Viewed, open_page: Open) -> None:
     assert f"q-{NUM_ROWS - 1:06d}" in text_of(page, f"#row-{NUM_ROWS - 1}")
 
 
-def test_an_exported_file_needs_nothing_else(
-    shown: Viewed, tmp_path: Path, open_page: Open
-) -> None:
+def test_an_exported_file_is_self_contained(shown: Viewed, tmp_path: Path, open_page: Open) -> None:
     out = tmp_path / "run.html"
     command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(shown.run.folder)]
     subprocess.run([*command, "--export", str(out)], check=True, cwd=ROOT, capture_output=True)
@@ -416,7 +414,7 @@ def test_an_exported_file_needs_nothing_else(
     assert b"<canvas" in printed, "charts wait for no frame, which a print does not draw"
 
 
-def test_the_first_page_says_whether_the_run_is_healthy_and_why(
+def test_the_first_page_reports_the_health_of_the_run_with_a_reason(
     shown: Viewed, open_page: Open
 ) -> None:
     told = text_of(open_page(shown.address), ".health")

@@ -1,4 +1,5 @@
-"""launchers/view.py without a browser: what is answered, to whom, and what an export holds."""
+"""launchers/view.py without a browser: its replies, its access control, and the content of an
+export."""
 
 from __future__ import annotations
 
@@ -55,10 +56,10 @@ def cookies(server: FolderServer) -> dict[str, str]:
     return {server.cookie: server.token}
 
 
-# who is answered
+# access control
 
 
-async def test_only_who_knows_the_token_sees_the_page(server: FolderServer) -> None:
+async def test_the_page_requires_the_token(server: FolderServer) -> None:
     for path in ("/", "/?token=x", "/static/viewer.js", "/api/run", "/api/state"):
         status, _, text = await get(server, path)
         assert status == 403
@@ -96,7 +97,7 @@ async def test_host_and_origin_are_checked(
     assert found == status
 
 
-async def test_every_answer_forbids_what_the_page_does_not_need(server: FolderServer) -> None:
+async def test_every_response_has_a_strict_security_policy(server: FolderServer) -> None:
     paths = (f"/?token={server.token}", "/static/viewer.js", "/api/run", "/api/nothing", "/x")
     for path in paths:
         _, headers, _ = await get(server, path, cookies=cookies(server))
@@ -106,7 +107,7 @@ async def test_every_answer_forbids_what_the_page_does_not_need(server: FolderSe
     assert "unsafe" not in policy
 
 
-async def test_nothing_else_is_served_and_nothing_changed(server: FolderServer) -> None:
+async def test_unknown_paths_and_writes_are_refused(server: FolderServer) -> None:
     for path in (
         "/static/../api.py",
         "/static/%2e%2e%2fapi.py",
@@ -126,15 +127,15 @@ async def test_nothing_else_is_served_and_nothing_changed(server: FolderServer) 
         assert reply.status == 405
 
 
-async def test_a_port_that_is_taken_is_said(server: FolderServer) -> None:
+async def test_a_port_in_use_is_reported(server: FolderServer) -> None:
     with pytest.raises(ConfigError, match=f"port {server.port} .* --port 0"):
         await serve(FolderServer(server.folder, server.port), print, opens=False)
 
 
-# what is answered
+# replies
 
 
-def test_a_tree_has_its_tokens_as_the_archive_has_them(run: ViewedRun) -> None:
+def test_a_tree_has_the_tokens_of_the_archive(run: ViewedRun) -> None:
     """Text, figures and credit of each token of each trajectory."""
     step = read_step(steps_of(run.folder / "trees")[2])
     kept = step.tree(step.entries[0])
@@ -181,7 +182,7 @@ def test_characters_of_several_tokens_stay_whole(run: ViewedRun) -> None:
     assert texts([]) == []
 
 
-def test_tokenizers_that_join_words_give_what_each_token_adds() -> None:
+def test_tokenizers_that_join_words_show_the_text_added_by_each_token() -> None:
     from tokenizers import Tokenizer, decoders, models
 
     tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "s": 2}, unk_token="s"))
@@ -207,7 +208,7 @@ def test_why_a_tree_was_not_trained(run: ViewedRun) -> None:
     assert details[1]["gap"] is None
 
 
-def test_trees_are_found_by_what_was_written(run: ViewedRun) -> None:
+def test_trees_are_found_by_their_text(run: ViewedRun) -> None:
     folder = Folder(run.folder)
     for text, found in (("SEVEN", [3, 4, 5]), ("number 4?", [4]), ("closed", [5]), ("none", [])):
         assert folder.answer("steps/2/search", {"q": text})["trees"] == found
@@ -223,7 +224,7 @@ def test_without_a_tokenizer_tokens_are_numbers(run: ViewedRun) -> None:
     assert node["texts"] == [f"⟨{one}⟩" for one in node["ids"]]
 
 
-def test_a_file_that_is_cut_off_shows_what_is_there(run: ViewedRun) -> None:
+def test_a_truncated_file_shows_its_complete_trees(run: ViewedRun) -> None:
     path = steps_of(run.folder / "trees")[3]
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
@@ -251,7 +252,7 @@ def test_a_damaged_tree_is_named_and_the_others_are_shown(run: ViewedRun) -> Non
     assert folder.answer("steps/1/trees/2")["fate"] == "failed"
 
 
-def test_a_torn_last_row_is_waited_for(run: ViewedRun) -> None:
+def test_a_partial_last_row_is_awaited(run: ViewedRun) -> None:
     folder = Folder(run.folder)
     before = folder.metrics()
     path = run.folder / "metrics.jsonl"
@@ -267,7 +268,7 @@ def test_a_torn_last_row_is_waited_for(run: ViewedRun) -> None:
     assert folder.metrics(len(before["rows"]), "0")["rows"] == [{"step": 4, "reward/mean": 0.5}]
 
 
-def test_rows_that_a_resume_takes_back_are_forgotten(run: ViewedRun) -> None:
+def test_rows_removed_by_a_resume_are_dropped(run: ViewedRun) -> None:
     folder = Folder(run.folder)
     before = folder.metrics()
     path = run.folder / "metrics.jsonl"
@@ -279,7 +280,7 @@ def test_rows_that_a_resume_takes_back_are_forgotten(run: ViewedRun) -> None:
     assert after["epoch"] != before["epoch"]
 
 
-def test_a_row_with_nan_is_read_and_one_of_nonsense_counted(run: ViewedRun) -> None:
+def test_a_row_with_nan_is_read_and_an_invalid_one_is_counted(run: ViewedRun) -> None:
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "learner/loss": NaN}\nnonsense\n')
     found = json.loads(encode(Folder(run.folder).answer("metrics")))
@@ -287,7 +288,7 @@ def test_a_row_with_nan_is_read_and_one_of_nonsense_counted(run: ViewedRun) -> N
     assert found["num_unreadable"] == 1
 
 
-def test_the_state_changes_with_whatever_is_new(run: ViewedRun) -> None:
+def test_the_state_changes_with_every_change_of_the_run(run: ViewedRun) -> None:
     folder = Folder(run.folder)
     seen = [folder.state()]
     for change in (
@@ -303,7 +304,7 @@ def test_the_state_changes_with_whatever_is_new(run: ViewedRun) -> None:
     assert seen[-1]["status"] == "elsewhere"
 
 
-def test_an_older_run_shows_what_it_has(run: ViewedRun, tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_shows_its_files(run: ViewedRun, tmp_path: Path) -> None:
     older = tmp_path / "older"
     older.mkdir()
     for name in ("config.json", "metrics.jsonl"):
@@ -337,7 +338,7 @@ def test_rows_and_figures_of_an_evaluation(run: ViewedRun) -> None:
     assert folder.answer("evaluations/after_rl/search", {"q": "QUESTION 3"})["rows"] == [6, 7]
 
 
-def test_figures_of_a_report_are_taken_unless_rows_are_newer(run: ViewedRun) -> None:
+def test_figures_of_a_report_are_used_unless_rows_are_newer(run: ViewedRun) -> None:
     folder = Folder(run.folder)
     path = run.folder / "eval" / "after_rl"
     (path / "summary.json").write_text('{"name": "as reported"}')
@@ -347,7 +348,7 @@ def test_figures_of_a_report_are_taken_unless_rows_are_newer(run: ViewedRun) -> 
 
 
 def test_rows_follow_the_file(run: ViewedRun) -> None:
-    """New ones, torn ones, one that is asked again, and all of them graded again."""
+    """New rows, partial ones, a repeated one, and all of them regraded."""
     folder = Folder(run.folder)
     path = run.folder / "eval" / "after_rl" / "rows.jsonl"
     assert len(folder.answer("evaluations/after_rl")["rows"]) == 8
@@ -378,7 +379,7 @@ def test_two_evaluations_are_compared_by_question(run: ViewedRun) -> None:
     assert [one["task"] for one in found["changed"]] == ["q-00000", "q-00003"]
 
 
-def test_an_evaluation_alone_and_others_beside_it(run: ViewedRun, tmp_path: Path) -> None:
+def test_a_single_evaluation_and_others_to_compare(run: ViewedRun, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other")
     own = run.folder / "eval" / "after_rl"
     folder = Folder(own, [other.folder, other.folder / "eval" / "before_sft"])
@@ -433,7 +434,9 @@ def test_one_file_holds_all_of_a_small_run(run: ViewedRun, tmp_path: Path, capsy
     assert "connect-src" not in page  # default-src 'none' holds for it
 
 
-def test_what_does_not_fit_is_left_out_and_said(run: ViewedRun, tmp_path: Path) -> None:
+def test_trees_beyond_the_size_limit_are_omitted_and_reported(
+    run: ViewedRun, tmp_path: Path
+) -> None:
     lines = list(export(Folder(run.folder), tmp_path / "run.html", 0.012))
     answers = embedded((tmp_path / "run.html").read_text())
     kept = [path for path in answers if "/trees/" in path]
@@ -455,7 +458,7 @@ def test_a_folder_for_any_web_server(run: ViewedRun, tmp_path: Path) -> None:
     assert (out / "static" / "viewer.js").read_bytes() == static("viewer.js")
 
 
-def test_the_command_says_its_options_before_it_loads_anything() -> None:
+def test_the_help_of_the_command_loads_no_heavy_module() -> None:
     code = "import sys, agentenv.launchers.view as v\n"
     code += "try: v.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'aiohttp', 'numpy', 'rich'} & set(sys.modules)))"

@@ -85,7 +85,7 @@ def of(kind: type[Kind], found: Sequence[Frame]) -> list[Kind]:
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
-    """Rows of metrics, but for what they say of this process."""
+    """Rows of metrics without the values of this process."""
     return [
         {key: value for key, value in row.items() if not any(x in key for x in OF_THIS_PROCESS)}
         for row in rows_of(run)
@@ -119,14 +119,14 @@ def kept(warehouse: Path) -> Iterator[Path]:
     monkeypatch.undo()
 
 
-def goes_on(
+def resume_frames(
     warehouse: Path,
     kept: Path,
     name: str,
     journal: Sequence[Frame],
     keys: Sequence[str] = KEPT,
 ) -> list[Frame]:
-    """What a process writes that goes on from the first checkpoint with this journal."""
+    """The frames of a process that resumes from the first checkpoint with this journal."""
     run = kept.parent / name
     shutil.copytree(kept, run)
     for path in (run / "journal").iterdir():
@@ -145,13 +145,13 @@ def goes_on(
     ("started", "waits"),
     [(range(0), True), (range(2, 6), True), (range(8, 16), False), (range(2, 16), False)],
 )
-def test_a_tree_that_was_started_and_never_began_starts_at_once(
+def test_a_scheduled_tree_that_never_began_starts_immediately(
     warehouse: Path, kept: Path, started: range, waits: bool
 ) -> None:
     """Of a process that was killed in between. Without such frames the others wait their turn."""
     name = f"virtual-started-{started.start}-{started.stop}"
-    written = goes_on(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
-    places = range(2, 16)  # what the checkpoint has not trained
+    written = resume_frames(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
+    places = range(2, 16)  # not trained in the checkpoint
     assert [frame.tree for frame in of(Started, written)] == sorted({*places} - {*started})
     assert {frame.tree for frame in of(Began, written)} == {*places}
     assert (sum(frame.early_s for frame in of(Started, written)) > 0) is waits
@@ -159,11 +159,12 @@ def test_a_tree_that_was_started_and_never_began_starts_at_once(
     assert (sum(row["flow/producer_early_s"] for row in rows[-7:]) > 0) is waits
 
 
-def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: Path) -> None:
-    """It has no frames of starts: trees that it has begun start at once, none is grown twice."""
+def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Path) -> None:
+    """It has no frames of starts: trees that it has begun start immediately, none is grown
+    twice."""
     old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
     done = {frame.tree for frame in of(Finished, old)}
-    written = goes_on(warehouse, kept, "virtual-old", old)
+    written = resume_frames(warehouse, kept, "virtual-old", old)
     assert not of(Started, written)
     assert not done & {frame.tree for frame in of(Began, written)}
     assert [frame.trees for frame in of(Trained, written)] == [
@@ -171,7 +172,7 @@ def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: 
     ]
 
 
-def test_a_resumed_curriculum_draws_what_the_first_process_drew(warehouse: Path) -> None:
+def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Path) -> None:
     keys = ("data.curriculum.prefer=hard", "checkpoint.keep_last=1000", "train.num_steps=8")
     run = finished_run(warehouse, "virtual-drawn", *keys)
     drawn = {frame.tree: frame.task for frame in of(Started, frames(run))}
@@ -182,7 +183,7 @@ def test_a_resumed_curriculum_draws_what_the_first_process_drew(warehouse: Path)
     )
     others = dict(zip(drawn, reversed(drawn.values()), strict=True))
     for name, known in (("alike", drawn), ("others", others), ("anew", {})):
-        written = goes_on(
+        written = resume_frames(
             warehouse,
             run,
             f"virtual-drawn-{name}",
@@ -215,7 +216,7 @@ def sampled(tree: TrajectoryTree) -> dict[str, Any]:
     return {name: (path.token_ids, path.loss_mask, path.reward) for name, path in paths.items()}
 
 
-def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehouse: Path) -> None:
+def test_a_resumed_run_has_the_prefix_starts_of_an_uninterrupted_one(warehouse: Path) -> None:
     """By the starts of the journal, and without those from the checkpoint and the archive."""
     run = finished_run(warehouse, "virtual-starts", *STARTS)
     chosen = starts(frames(run))
@@ -228,7 +229,7 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
     assert max(given) < 2 * last
     for name, known in (("alike", chosen), ("anew", {})):
         journal = [Started(tree, 1, 0.0, "", Order(start)) for tree, start in known.items()]
-        written = goes_on(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
+        written = resume_frames(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
         again = starts(written)
         assert {tree: {**again, **known}[tree] for tree in range(2, 20)} == {
             tree: chosen[tree] for tree in range(2, 20)
@@ -244,12 +245,12 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
                 start = chosen[left.index]
                 assert left.given == ([] if start is None else start.turns)
     journal = [Started(tree, 1, 0.0) for tree in range(2, 20)]
-    goes_on(warehouse, run, "virtual-starts-others", journal, STARTS)
+    resume_frames(warehouse, run, "virtual-starts-others", journal, STARTS)
     rows = [row for row in rows_of(run.parent / "virtual-starts-others") if "score/value" in row]
     assert not any(row["starts/share"] for row in rows[1:]), "as the journal says"
 
 
-def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_starts(
+def test_a_run_with_all_groups_at_their_questions_equals_one_without_prefix_starts(
     warehouse: Path,
 ) -> None:
     keys = ("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6")
@@ -264,7 +265,7 @@ def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_start
     assert rows[0] == rows[1]
 
 
-def test_a_resumed_run_forecasts_what_an_uninterrupted_one_does(warehouse: Path) -> None:
+def test_a_resumed_run_has_the_forecasts_of_an_uninterrupted_one(warehouse: Path) -> None:
     keys = (
         *("algorithm.name=turnwise", "algorithm.plan_name=learned", "algorithm.initial_rollouts=2"),
         *("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6"),
@@ -280,7 +281,7 @@ def test_a_resumed_run_forecasts_what_an_uninterrupted_one_does(warehouse: Path)
     assert any("forecast/log_loss" in row for row in rows)
     for name, known in (("alike", made), ("anew", {})):
         journal = [Started(tree, 1, 0.0, "", order) for tree, order in known.items()]
-        written = goes_on(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
+        written = resume_frames(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
         again = {**orders(written), **known}
         assert {tree: again[tree] for tree in range(2, 12)} == {
             tree: made[tree] for tree in range(2, 12)

@@ -1,5 +1,5 @@
-"""A loop that is held up says by whom; the second signal ends a process that never looks, and a
-third one any process."""
+"""A blocked loop is reported with its cause; the second signal ends a process that does not react,
+and a third one any process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPa
     assert "time.sleep(0.6)" in text
 
 
-def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HELD_S", (0.2, 60.0))
     monkeypatch.setattr(watchdog, "BEAT_S", 0.02)
     monkeypatch.setattr(watchdog, "queued_s", lambda _: time.monotonic())  # not a moment on a core
@@ -64,7 +64,7 @@ def test_time_without_a_core_runs_no_faster_than_the_clock() -> None:
     assert 0 <= watchdog.queued_s() - before <= time.monotonic() - began
 
 
-def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
+def test_sigterm_cancels_and_both_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ended = []
 
@@ -81,8 +81,8 @@ def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_handler_that_is_the_loops_own_hears_too() -> None:
-    """As `serve.py` has one: the watchdog passes on what it hears."""
+def test_signal_handlers_of_the_loop_are_called_too() -> None:
+    """As in `serve.py`: the watchdog forwards signals."""
 
     async def work() -> None:
         heard = asyncio.Event()
@@ -148,7 +148,7 @@ run_until_done(work(), View())
 """
 
 
-def test_a_worker_that_its_controller_has_given_up_ends_by_itself() -> None:
+def test_a_worker_abandoned_by_its_controller_exits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=50
     )  # fmt: skip
@@ -173,7 +173,7 @@ run_until_done(work(), View())
 """
 
 
-def test_a_third_signal_ends_at_once_what_is_saved_after_two() -> None:
+def test_a_third_signal_ends_a_process_that_saves_after_the_second() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SAVING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -191,7 +191,7 @@ def test_a_third_signal_ends_at_once_what_is_saved_after_two() -> None:
     assert "third signal" in errors
 
 
-def test_a_third_signal_ends_also_what_can_tell_nobody() -> None:
+def test_a_third_signal_ends_a_process_that_cannot_write_to_stderr() -> None:
     command = [sys.executable, "-c", SAVING]
     with (
         open("/dev/full", "w") as full,
@@ -230,7 +230,7 @@ sys.exit(terminal.exit_code_of(lambda: terminal.run_until_done(work(), view), vi
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_a_command_ends_without_a_thread_that_hangs(interrupts: bool) -> None:
+def test_a_command_exits_without_waiting_for_a_hanging_thread(interrupts: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING, "60" if interrupts else "0.3"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -250,7 +250,7 @@ def test_a_command_ends_without_a_thread_that_hangs(interrupts: bool) -> None:
         assert "error: read did not finish within 0.3 s" in errors
 
 
-def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
+def test_a_loop_that_saves_after_the_second_ctrl_c_may_finish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "GRACE_S", 0.2)
@@ -273,7 +273,7 @@ def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
     assert not ended
 
 
-def test_collections_are_rare_inside_and_as_before_behind() -> None:
+def test_garbage_collections_are_rare_during_rollouts_and_normal_afterward() -> None:
     before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     with rolling_out():
         assert sys.getswitchinterval() < switch_s
@@ -288,10 +288,10 @@ class Cycle:
         self.me = self
 
 
-def test_what_is_new_is_set_aside_and_garbage_is_found_later(
+def test_new_objects_are_frozen_and_garbage_is_found_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is looked through meanwhile, however much there is."""
+    """No collection runs in between, for any number of objects."""
     looks: list[str] = []
 
     def look(phase: str, info: dict[str, int]) -> None:
@@ -319,7 +319,7 @@ def test_what_is_new_is_set_aside_and_garbage_is_found_later(
     assert looks
 
 
-def test_looks_come_later_where_they_take_long_or_find_little() -> None:
+def test_collections_that_take_long_or_find_little_are_delayed() -> None:
     much, little = watchdog.FEW, watchdog.FEW - 1
     assert pause_after(300, 0.1, much) == 300
     assert pause_after(2400, 0.1, much) == 300
@@ -329,7 +329,7 @@ def test_looks_come_later_where_they_take_long_or_find_little() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
-def test_memory_that_a_step_has_freed_goes_back_to_the_system() -> None:
+def test_memory_freed_by_a_step_returns_to_the_system() -> None:
     """200 MB of a thread, with something between them that stays, while rollouts grow."""
     code = """
 import asyncio, psutil

@@ -1,6 +1,6 @@
-"""A whole run under the virtual clock whose rollout workers are killed, hang and come back at
-moments that hypothesis chooses: it trains what a run in one process trains, each tree once, and
-never too stale."""
+"""A whole run under the virtual clock whose rollout workers are killed, hang and restart at moments
+chosen by hypothesis: it trains the trees of a run in one process, each once, and never too stale.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ Storm = list[tuple[float, bool]]  # when a worker is lost, and whether it hangs
 
 
 class SpreadTraining(Training):
-    """Its workers are within this process; `storm` says when one is lost, and whether it hangs."""
+    """Its workers are within this process; `storm` determines when one is lost, and whether it
+    hangs."""
 
     storm: Storm
     seed = 0
@@ -56,7 +57,7 @@ class SpreadTraining(Training):
         stack.callback(asyncio.create_task(work).cancel)
 
     async def _work(self, name: str) -> None:
-        """It is there again ten seconds after it was lost."""
+        """It is restarted ten seconds after its loss."""
         own, workers = self.parts.actor, self.workers
         assert workers is not None
         while True:
@@ -114,7 +115,7 @@ def trained(
     seed=st.integers(0, 99),
     bound=st.integers(0, 2),
 )
-def test_a_run_trains_the_same_trees_whatever_becomes_of_its_workers(
+def test_a_run_trains_the_same_trees_under_any_loss_of_workers(
     storm: Storm, seed: int, bound: int
 ) -> None:
     found = trained(SpreadTraining, storm, seed, bound)

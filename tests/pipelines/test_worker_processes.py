@@ -1,5 +1,5 @@
-"""Processes that work for this one: those that do not come up, and those of another version. Here
-each is a task of this process that connects as one would."""
+"""Worker processes: those that fail to start, and those of another version. Here each is a task of
+this process that connects like a process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Setup(Struct, array_like=True):
 
 
 class Members(WorkerGroup[Worker]):
-    """Nothing but who takes part."""
+    """Only the list of members."""
 
     read = staticmethod(bytes)
     make_worker = Worker
@@ -43,7 +43,8 @@ class Members(WorkerGroup[Worker]):
 
 
 class Tasks:
-    """Places where each process is a task; `first` gives what one says once it is set up."""
+    """A placement in which each process is a task; `first` returns its first message after the
+    setup."""
 
     host = "127.0.0.1"
     waits_for_room = True
@@ -112,7 +113,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_one_that_does_not_come_up_is_started_again_beside_the_others(tmp_path: Path) -> None:
+async def test_a_worker_that_fails_to_start_is_restarted_next_to_the_others(tmp_path: Path) -> None:
     first = first_is("WorkerError")
     async with processes(tmp_path, first, num=3, least=2) as (found, members, told):
         await found.start()
@@ -121,26 +122,26 @@ async def test_one_that_does_not_come_up_is_started_again_beside_the_others(tmp_
     assert "worker-0 is back" in told
 
 
-async def test_without_as_many_as_are_needed_nothing_begins(tmp_path: Path) -> None:
+async def test_a_run_with_too_few_workers_does_not_start(tmp_path: Path) -> None:
     async with processes(tmp_path, first_is("WorkerError"), num=3, least=3) as (found, _, _):
         with pytest.raises(WorkerError, match="worker-0: this one is broken"):
             await found.start()
 
 
-async def test_what_the_user_can_mend_is_told_before_the_run(tmp_path: Path) -> None:
+async def test_a_configuration_error_of_a_worker_is_raised_before_the_run(tmp_path: Path) -> None:
     async with processes(tmp_path, first_is("ConfigError"), num=1, least=1) as (found, _, _):
         with pytest.raises(ConfigError, match="worker-0: this one is broken"):
             await found.start()
 
 
-async def test_an_error_of_another_version_is_told(tmp_path: Path) -> None:
+async def test_an_error_of_another_version_is_raised(tmp_path: Path) -> None:
     async with processes(tmp_path, first_is("NewError"), num=1, least=1) as (found, _, _):
         with pytest.raises(Exception, match="worker-0: this one is broken"):
             await found.start()
 
 
-async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> None:
-    """Those that somebody else starts, whose number is a wish: here of all the same one."""
+async def test_workers_that_connect_at_the_same_time_get_separate_slots(tmp_path: Path) -> None:
+    """Externally started workers, whose number is only a wish: here all have the same one."""
     own_code.cache_clear()  # which takes a while the first time
     members, told = Members(lambda text: None), list[str]()
     spec = WorkerSpec("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
@@ -168,7 +169,7 @@ async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> Non
         await asyncio.sleep(0.05)
 
 
-async def test_who_runs_other_code_is_told_of(tmp_path: Path) -> None:
+async def test_a_worker_with_different_code_is_reported(tmp_path: Path) -> None:
     well = first_is("")
     async with processes(tmp_path, lambda _: well("x"), num=1, least=1) as (found, _, told):
         await found.start()

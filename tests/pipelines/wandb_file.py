@@ -1,4 +1,4 @@
-"""Reads what Weights & Biases writes offline: LevelDB's log format around its own records."""
+"""Reads the offline files of Weights & Biases: LevelDB's log format around its own records."""
 
 from __future__ import annotations
 

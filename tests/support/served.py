@@ -41,14 +41,14 @@ class ServedPolicy:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
-            await serve_policy(self.config, self.subject, self._say, self._stop)
+            await serve_policy(self.config, self.subject, self._report, self._stop)
         except BaseException as error:
             self._error = error
             raise
         finally:
             self._ready.set()
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self.said.append(text)
         if " is at " in text:
             self.url = text.rpartition(" is at ")[2]

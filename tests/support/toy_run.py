@@ -240,7 +240,7 @@ class ToyWorld:
         run: RunDirectory,
         checkpoint: Path | None,
         stack: AsyncExitStack,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> Parts:
         """In place of `build_parts`."""
         learner: Any = ToyLearner(config.queue.max_staleness)

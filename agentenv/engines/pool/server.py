@@ -85,7 +85,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self._time = asyncio.get_running_loop().time
         self._last_s = -inf  # time of the loop
-        self._pace = 0.0  # tokens a second of one request
+        self._pace = 0.0  # tokens per second of one request
 
     @property
     def interval(self) -> int:

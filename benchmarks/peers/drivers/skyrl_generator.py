@@ -52,7 +52,7 @@ class Engine:
         }
 
     async def finish_session(self, session_id: str) -> None:
-        """There is none."""
+        """Does nothing."""
 
 
 async def run(work: Work) -> None:
