@@ -16,9 +16,10 @@ from agentenv.errors import GraderError, InfraError
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-# after the last tag or box, in its line: (or 6), \text{(alt: 6)}, or 6
+# after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
 _BESIDE = re.compile(
-    r"[ \t$*]*(?:\\[\])])?[ \t$*]*((?:,\s*)?(?:\\(?:text|mbox|quad|qquad|;|,)\W*)*"
+    r"[ \t$*]*(?:\\[\])])?[ \t$*]*(?:[\^_]\{?(?=\\(?:text|mbox)))?"
+    r"((?:,\s*)?(?:\\(?:text|mbox|quad|qquad|;|,)\W*)*"
     r"(?:[(\[<{;/|&]|\d|(?:or|and|aka|alt\w*|maybe|perhaps|possibly|else|otherwise|vs)\b)[^\n]*)",
     re.IGNORECASE,
 )
