@@ -14,6 +14,7 @@ from itertools import combinations
 from msgspec import Struct
 
 from agentenv.envs.grading import dates, forms
+from agentenv.envs.grading.decoration import undecorated
 from agentenv.envs.grading.forms import several, special, truth, without_name
 from agentenv.envs.grading.frame import Rest, is_framed, rests
 from agentenv.envs.grading.mentions import Mentions
@@ -66,6 +67,11 @@ _MATH_ONLY = _TABLES.pattern("math_only")
 
 class Gold(Mentions):
     """A gold, and the candidates beside it that an answer names."""
+
+    def undecorated(self, text: str) -> str:
+        """An answer without what stands round it and can be none."""
+        is_named = self.is_named if self.kind == "words" else self.kind not in ("list", "special")
+        return undecorated(text, self.forms, is_named=is_named)
 
     def is_named_by(self, text: str) -> bool:
         """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""

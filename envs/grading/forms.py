@@ -16,6 +16,8 @@ from agentenv.envs.grading.words import is_wordy, tokens
 _CHOICE_TABLES = Tables("choice")
 
 _LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
+_MARKED = re.compile(r"(?<!\w)\(?([A-J])\)")  # (B), B)
+_REMARK = re.compile(r"\([^()]{2,}\)")  # (vitamin C)
 _NAMED_CHOICE = _CHOICE_TABLES.pattern("named_choice", re.IGNORECASE | re.DOTALL)
 _LABELLED = _CHOICE_TABLES.pattern("labeled", re.DOTALL)
 _LIST = _CHOICE_TABLES.pattern("list")
@@ -67,9 +69,11 @@ def chosen(answer: str) -> frozenset[str]:
         if _DENIED.search(match[2]):
             return chosen(match[2].rpartition(";")[2]) if ";" in match[2] else frozenset()
         return frozenset(match[1].upper())
-    shown = set(re.findall(r"\(([A-J])\)", answer))
+    shown = set(_MARKED.findall(_REMARK.sub("", answer)))
     if len(shown) == 1:
         return frozenset(shown)
+    if shown:
+        return frozenset()
     label = labeled(answer)
     return frozenset(label[0]) if label is not None else frozenset()
 

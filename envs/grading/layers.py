@@ -152,7 +152,8 @@ def expressions(answer: str, gold: str) -> tuple[str, str]:
 
 def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
-    return any(_gold(gold, False).rivals(answer).certain for gold in golds)
+    found = [_gold(gold, False) for gold in golds]
+    return any(gold.rivals(gold.undecorated(answer)).certain for gold in found)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
@@ -190,6 +191,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
         return Finding(bool(answer.strip() or not gold.strip()), "string")
     if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
         return Finding(True, "words")
+    answer = _gold(gold, ordered).undecorated(answer)
+    found = clean(answer)
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
     if _gold(gold, ordered).is_framed_by(answer):

@@ -109,7 +109,8 @@ class Mentions(Rivalry):
             else:
                 found.append(one.text)
         amounts = [quantity(clean(one.text)) for one in others] if len(others) > 1 else []
-        is_sum = self.amount and self.amount.value == sum(one.value for one in amounts if one)
+        total = sum(one.value for one in amounts if one)
+        is_sum = bool(amounts) and self.amount is not None and self.amount.value == total
         return [] if is_sum else found
 
     def _end_of_same(self, mention: Mention, same: list[Quantity]) -> int:

@@ -16,6 +16,13 @@ from agentenv.errors import GraderError, InfraError
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+# after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
+_BESIDE = re.compile(
+    r"[ \t$*]*(?:\\[\])])?[ \t$*]*(?:[\^_]\{?(?=\\(?:text|mbox)))?"
+    r"((?:,\s*)?(?:\\(?:text|mbox|quad|qquad|;|,)\W*)*"
+    r"(?:[(\[<{;/|&]|\d|(?:or|and|aka|alt\w*|maybe|perhaps|possibly|else|otherwise|vs)\b)[^\n]*)",
+    re.IGNORECASE,
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -47,7 +54,8 @@ def final_answer(text: str) -> str:
     said = text.rpartition("</think>")[2]
     tagged = _tagged(said) or _tagged(text)
     if tagged:
-        return one_of([(before, _boxed_or_all(body)) for before, body in tagged])
+        answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
+        return _with_beside(answer, text.rpartition("</answer>")[2])
     return _boxed_or_all(said)
 
 
@@ -58,7 +66,16 @@ def _tagged(text: str) -> list[tuple[str, str]]:
 
 def _boxed_or_all(body: str) -> str:
     boxed = boxed_answer(body)
-    return body.strip() if boxed is None else boxed
+    if boxed is None:
+        return body.strip()
+    rest = body[body.rfind(BOX) + len(BOX) :].lstrip()
+    return _with_beside(boxed, rest[len(last_boxed(body) or "") :].lstrip().removeprefix("}"))
+
+
+def _with_beside(answer: str, text: str) -> str:
+    """The answer, and what the text after it joins to it in the same line."""
+    beside = _BESIDE.match(text)
+    return answer if beside is None else f"{answer} {beside[1].strip()}"
 
 
 def check_format(text: str) -> tuple[str, str]:

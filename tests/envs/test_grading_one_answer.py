@@ -337,6 +337,12 @@ def test_a_name_or_an_amount_needs_an_explanation(one: str, other: str) -> None:
     assert not accepted
 
 
+@pytest.mark.parametrize("gold", ["0", "7"])
+@pytest.mark.parametrize("word", ["hopefully", "quizás", "metres"])
+def test_a_second_number_in_a_clause_is_a_candidate(gold: str, word: str) -> None:
+    assert not compare(f"{gold}, {word} 250", gold)[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -354,8 +360,12 @@ def test_grammar_explains_what_stands_beside_the_answer(answer: str, gold: str) 
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold"), [("Suppose B. Suppose (D) 162.", "(D) 162"), ("B. Compare D.", "B")]
-)
+    ("answer", "gold"),
+    [
+        ("Suppose B. Suppose (D) 162.", "(D) 162"), ("B. Compare D.", "B"),
+        ("In English (E), in French C) Sea of Japan.", "(E)"),
+    ],
+)  # fmt: skip
 def test_an_option_after_the_first_word_is_an_option(answer: str, gold: str) -> None:
     assert not compare(answer, gold)[0]
 
