@@ -15,26 +15,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import Work, make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
-from agentenv.learners.batch import EncodedTree
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.learner import Metrics
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import DPOLoopConfig, DPORunConfig
+from agentenv.pipelines.config.supervised import DPORunConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.supervised.run import (
-    SupervisedAssembly,
-    preference_figures,
-    train_supervised,
-    with_reference_scores,
-)
+from agentenv.pipelines.supervised.objectives import Preference
+from agentenv.pipelines.supervised.run import train_supervised
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,44 +77,6 @@ def self_critic(num_rounds: int) -> Work:
         return SelfCriticRun(config, run, view, resume=resume).run_rounds(num_rounds)
 
     return work
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Preference training. A row is a pair with the log-probs of the reference policy."""
-
-    learner: DeepSpeedLearner
-    pairs: Sequence[EncodedTree]
-    held_out: Sequence[EncodedTree]
-    beta: float
-    name: ClassVar[str] = "dpo"
-    plotted: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.pairs)
-
-    @classmethod
-    async def of(cls, assembly: SupervisedAssembly) -> Preference:
-        """The pairs of the configuration, scored by the reference policy. The reference is the
-        initial policy of the run: the learner has these weights until it loads a checkpoint."""
-        loaded, learner = await assembly.rows(), await assembly.learner()
-        loop = assembly.config.loop
-        assert isinstance(loop, DPOLoopConfig)
-        scored = await with_reference_scores(learner, [*loaded.train, *loaded.eval])
-        size = len(loaded.train)
-        return cls(learner, scored[:size], scored[size:], loop.beta)
-
-    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
-        """One optimizer step on the mean loss over the pairs."""
-        return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
-
-    async def measure(self) -> Metrics:
-        """Metrics of the held-out pairs, see `agentenv.learners.dpo.preference_metrics`."""
-        if not self.held_out:
-            return {}
-        found = await preference_figures(self.learner, self.held_out, self.beta)
-        return {name: value for name, value in found.items() if not name.startswith("num_")}
 
 
 if __name__ == "__main__":

@@ -306,7 +306,9 @@ def test_tables_take_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert page.read_text().endswith("after\n")
     assert (tmp_path / "docs" / "img" / "algorithms.png").read_bytes() == b"picture"
     page.write_text("nothing\n")
-    with pytest.raises(DataError, match=r"experiments.md: expected one place for the tables, found 0"):
+    with pytest.raises(
+        DataError, match=r"experiments.md: expected one place for the tables, found 0"
+    ):
         publish(result, tmp_path / "a.png")
 
 

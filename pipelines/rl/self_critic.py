@@ -29,7 +29,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SelfCriticConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.supervised.data import PairRow, num_kinds, pairs_of
-from agentenv.pipelines.supervised.run import preference_figures, with_reference_scores
+from agentenv.pipelines.supervised.objectives import preference_figures, with_reference_scores
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 

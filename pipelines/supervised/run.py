@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from bisect import bisect_left, insort
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Protocol
@@ -23,10 +21,8 @@ from msgspec import Struct
 from agentenv.deadline import uncancelled
 from agentenv.disk import write_whole
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
-from agentenv.learners.learner import Metrics, Score
+from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
@@ -71,36 +67,6 @@ def smoothed(values: list[float]) -> list[float]:
     return found
 
 
-def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
-    """Indices of the sequences of each packed row of at most `size` tokens; a longer sequence is a
-    row by itself.
-
-    With packing, every step has about the same number of tokens. The learner's attention separates
-    sequences and needs no padding, so packing changes only which sequences share an optimizer step.
-    The method is best fit by decreasing length, with ties in an order drawn by `seed`.
-    """
-    order = list(range(len(lengths)))
-    Random(f"{seed}/packing").shuffle(order)
-    order.sort(key=lambda place: -lengths[place])
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # tokens left in each row, sorted, and its number
-    for place in order:
-        length = lengths[place]
-        found = bisect_left(room, (length, -1))
-        if found < len(room):
-            left, number = room.pop(found)
-        else:
-            left, number = size, len(rows)
-            rows.append([])
-        rows[number].append(place)
-        if left > length:
-            insort(room, (left - length, number))
-    return rows
-
-
-SCORED_AT_ONCE = 64  # sequences
-
-
 class SupervisedAssembly(Assembly[SupervisedRunConfig]):
     """Builds the parts of one run of agentenv sft or agentenv dpo."""
 
@@ -139,33 +105,6 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         )
         self.stack.push_async_callback(learner.close)
         return learner
-
-
-async def score_all(learner: DeepSpeedLearner, sequences: Iterable[EncodedTree]) -> list[Score]:
-    """The scores of many sequences, of which some are sent at once."""
-    found: list[Score] = []
-    rest = iter(sequences)
-    while part := list(islice(rest, SCORED_AT_ONCE)):
-        found += await learner.score(part)
-    return found
-
-
-async def with_reference_scores(
-    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree]
-) -> list[EncodedTree]:
-    """The pairs with the log-probs of the reference policy, the learner's current weights."""
-    scores = await score_all(learner, pairs)
-    return [with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)]
-
-
-async def preference_figures(
-    learner: DeepSpeedLearner, pairs: Sequence[EncodedTree], beta: float
-) -> Metrics:
-    """Metrics of the pairs under the learner's current weights, see
-    `agentenv.learners.dpo.preference_metrics`."""
-    scores = await score_all(learner, pairs)
-    logprobs = np.concatenate([score.logprobs for score in scores])
-    return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
 
 
 class SupervisedState(Struct):
