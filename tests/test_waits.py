@@ -56,7 +56,8 @@ ALLOWED = {
     "agentenv/disk.py locked: fcntl.flock": "who else takes it only looks whether it can be had",
     "agentenv/engines/embedded/engine.py EmbeddedEngine._serve: self._commands.get": HERE,
     "agentenv/engines/pool/pool.py EnginePool._until_taken: self._returned.wait": SAME,
-    "agentenv/engines/pool/keeper.py _Readers.leave: self._released.wait": CALLER + "_replace",
+    "agentenv/engines/pool/weight_transfer.py _Readers.leave: self._released.wait": CALLER
+    + "_replace",
     "agentenv/engines/remote/base.py RemoteServer._known: self._open.wait": SAME,
     "agentenv/link.py _exactly: connection.recv": CHILD,
     "agentenv/worker_pool.py _send: sock.sendall": CHILD,

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, share_weights
+from agentenv.engines.pool.keeper import Keeper, Target
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
+from agentenv.engines.pool.weight_transfer import Broadcast, share_weights
 from agentenv.engines.remote import BusyError, Request, ServerLostError
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server

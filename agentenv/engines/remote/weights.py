@@ -5,7 +5,7 @@
     server 1  --join, receive------+  ranks                 concatenates weights
     server 2  --join, receive------+
 
-The controller (pool/keeper.py) only announces the manifest to both sides; no weight passes
+The controller (pool/weight_transfer.py) only announces the manifest to both sides; no weight passes
 through it. On the learner's GPUs, servers read the weights from a rank's copy:
 
     ranks --publish--> SharedWeights --> controller --> servers map the memory, and load
