@@ -37,6 +37,7 @@ from agentenv.envs.grading.text import Joint, Tables, clean
 _TABLES = Tables("mentions")
 _TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
 _GOVERNED = _TABLES.pattern("governed", re.IGNORECASE)
+_INVERTED = _TABLES.pattern("inverted", re.IGNORECASE)
 _CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE)
 _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
@@ -147,6 +148,8 @@ class Mentions(Rivalry):
         before, _ = mention.clause
         if _TAKEN_BACK.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
             return True
+        if _INVERTED.search(mention.after):
+            return False
         if _CONCLUDED.search(mention.after):
             return True  # we have 3 rows, so the answer is
         if _BESIDE.match(mention.after):

@@ -19,10 +19,17 @@ _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
 _BESIDE = re.compile(
     r"[ \t$*]*(?:\\[\])])?[ \t$*]*(?:[\^_]\{?(?=\\(?:text|mbox)))?"
-    r"((?:,\s*)?(?:\\(?:text|mbox|quad|qquad|;|,)\W*)*"
+    r"((?:,\s*)?(?:\\(?:text|mbox|[hv]?phantom|quad|qquad|;|,)\W*)*"
     r"(?:[(\[<{;/|&]|\d|(?:or|and|aka|alt\w*|maybe|perhaps|possibly|else|otherwise|vs)\b)[^\n]*)",
     re.IGNORECASE,
 )
+# a line of its own before or after a box: The answer is 5.
+_ANNOUNCED = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?(?:(?:the|my|our) )?(?:final |correct )?answer(?: is|:)\s+"
+    r"(?P<content>\S(?:[^\n]{0,98}?[^\s:])?)[.!]?",
+    re.IGNORECASE,
+)
+MAX_WORDS_ANNOUNCED = 8  # more are a sentence
 
 
 def last_boxed(text: str) -> str | None:
@@ -34,9 +41,30 @@ def last_boxed(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """The content of the boxes after the last correction: of one box, or of all different ones,
     which are a list, or several guesses. None when the last box is missing or open."""
-    if last_boxed(text) is None:
+    last = last_boxed(text)
+    if last is None:
         return None
-    return one_of(boxes(text))
+    found = boxes(text)
+    before, after = found[0][0].rstrip().rpartition("\n")[2], after_box(text, last)
+    claims = [*_announced(before, found[0][1]), *found, *_announced(after.strip(), last)]
+    return one_of(claims)
+
+
+def after_box(text: str, last: str) -> str:
+    """The text after the last box, which holds `last`."""
+    rest = text.rpartition(BOX)[2].lstrip()
+    return rest[len(last) :].lstrip().removeprefix("}")
+
+
+def _announced(text: str, boxed: str) -> list[tuple[str, str]]:
+    """The answer that the first line of a text announces, as a claim, if the box does not repeat
+    it."""
+    match = _ANNOUNCED.fullmatch(text.partition("\n")[0].strip(" *_#>$-"))
+    if match is None:
+        return []
+    content = match["content"].strip(" *_$")
+    repeats = {*re.findall(r"\w+", boxed)} <= {*re.findall(r"\w+", content)}
+    return [] if repeats or len(content.split()) > MAX_WORDS_ANNOUNCED else [("", content)]
 
 
 def one_of(claims: Sequence[tuple[str, str]]) -> str:
@@ -68,8 +96,7 @@ def _boxed_or_all(body: str) -> str:
     boxed = boxed_answer(body)
     if boxed is None:
         return body.strip()
-    rest = body[body.rfind(BOX) + len(BOX) :].lstrip()
-    return _with_beside(boxed, rest[len(last_boxed(body) or "") :].lstrip().removeprefix("}"))
+    return _with_beside(boxed, after_box(body, last_boxed(body) or ""))
 
 
 def _with_beside(answer: str, text: str) -> str:
