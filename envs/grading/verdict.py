@@ -46,7 +46,10 @@ def boxed_answer(text: str) -> str | None:
         return None
     found = boxes(text)
     before, after = found[0][0].rstrip().rpartition("\n")[2], after_box(text, last)
-    claims = [*_announced(before, found[0][1]), *found, *_announced(after.strip(), last)]
+    first = _announced(before, found[0][1])
+    if first and " " not in first[0][1]:  # a "no" that is an answer corrects nothing
+        found[0] = ("", found[0][1])
+    claims = [*first, *found, *_announced(after.strip(), last)]
     return one_of(claims)
 
 
