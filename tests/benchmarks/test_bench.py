@@ -21,7 +21,7 @@ from benchmarks import bench
         ("new.json", "measured"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_anything_is_measured(
+def test_an_unwritable_output_is_refused_before_any_measurement(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

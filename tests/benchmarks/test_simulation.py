@@ -62,7 +62,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     return config, read_trace(run.path)
 
 
-def test_a_run_is_simulated_as_it_was(trace: tuple[TrainConfig, Trace]) -> None:
+def test_a_simulation_reproduces_the_recorded_run(trace: tuple[TrainConfig, Trace]) -> None:
     config, written = trace
     model = fitted(written)
     assert model.update_s + model.token_s == pytest.approx(20, rel=0.1)
@@ -73,7 +73,7 @@ def test_a_run_is_simulated_as_it_was(trace: tuple[TrainConfig, Trace]) -> None:
     assert found == simulate(config, written, Variant(name="again"), 30)
 
 
-def test_settings_have_the_effects_that_they_must_have(trace: tuple[TrainConfig, Trace]) -> None:
+def test_settings_have_their_expected_effects(trace: tuple[TrainConfig, Trace]) -> None:
     config, written = trace
     plain = simulate(config, written, Variant(name="plain"), 12)
     fresh = simulate(config, written, Variant(name="fresh", max_staleness=0), 12)
@@ -85,7 +85,7 @@ def test_settings_have_the_effects_that_they_must_have(trace: tuple[TrainConfig,
     assert few.step_s > fresh.step_s
 
 
-def test_calls_wait_for_the_places_of_their_tool(
+def test_calls_wait_for_the_slots_of_their_tool(
     trace: tuple[TrainConfig, Trace], tmp_path: Path
 ) -> None:
     _, written = trace
@@ -98,7 +98,7 @@ def test_calls_wait_for_the_places_of_their_tool(
     assert "2 x places of search" in {one.name for one in variants(config, written)}
 
 
-def test_what_a_configuration_allows_of_a_tool_holds_for_each_worker(tmp_path: Path) -> None:
+def test_the_tool_bounds_of_a_configuration_apply_to_each_worker(tmp_path: Path) -> None:
     keys = (
         'search.backend={name="web", provider="serper", traffic={max_concurrency=8, rate_per_s=3}}',
         "python.limits.max_sessions=5",
@@ -110,7 +110,7 @@ def test_what_a_configuration_allows_of_a_tool_holds_for_each_worker(tmp_path: P
     assert found["search"] == (16, 6.0)
 
 
-def test_the_fit_finds_what_made_the_times() -> None:
+def test_the_fit_recovers_the_parameters_of_generated_times() -> None:
     rng, turns = Random(0), []
     for _ in range(200):
         size, running, share = rng.randint(10, 60), rng.uniform(1, 60), rng.random()
@@ -143,7 +143,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_two_runs_of_a_known_machine_tell_of_others(
+def test_a_fit_to_two_runs_predicts_other_settings(
     trace: tuple[TrainConfig, Trace], tmp_path: Path
 ) -> None:
     """Runs are simulated on a machine whose times are known, and write theirs: what is fitted to
@@ -186,7 +186,7 @@ def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
     )  # fmt: skip
 
 
-def test_where_steps_are_alike_an_update_costs_what_its_tokens_cost() -> None:
+def test_an_update_costs_its_tokens_when_steps_are_alike() -> None:
     rng = Random(0)
     turn = Turn(10, 1.0, 1.0, 0, 0.0)
     steps = [
@@ -218,7 +218,7 @@ def test_turns_share_a_machine_and_wait_for_its_slots() -> None:
     assert run_virtual(main()) == pytest.approx([0.42, 0.74, 1.16])
 
 
-def test_a_slot_goes_to_the_turn_that_is_first_in_order() -> None:
+def test_a_free_slot_goes_to_the_first_turn_in_order() -> None:
     async def main() -> list[int]:
         machine, ends = Machine(MODEL, slots=1), []
 
@@ -242,7 +242,7 @@ def test_a_prompt_is_computed_once_by_each_version() -> None:
     assert tree.compute([prompt, action, result], 1) == 105
 
 
-def test_an_update_takes_longer_while_turns_run_beside_it() -> None:
+def test_an_update_takes_longer_while_turns_run() -> None:
     async def main() -> tuple[float, float]:
         machine = Machine(MODEL, slots=9)
         learner = SimulatedLearner(machine.model, LearnerConfig(), [machine])
@@ -257,7 +257,7 @@ def test_an_update_takes_longer_while_turns_run_beside_it() -> None:
     assert run_virtual(main()) == pytest.approx((8.0, 12.0), rel=0.02)
 
 
-def test_a_tail_goes_beyond_the_longest_call() -> None:
+def test_a_fitted_tail_exceeds_the_longest_call() -> None:
     rng = Random(1)
     durations = Durations(rng.paretovariate(1.2) for _ in range(5000))
     drawn = sorted(durations.draw(rng) for _ in range(5000))
@@ -266,7 +266,7 @@ def test_a_tail_goes_beyond_the_longest_call() -> None:
     assert Durations([2.0]).draw(rng) == 2.0
 
 
-def test_a_run_without_its_times_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_recorded_times_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"timings\.jsonl cannot be read: .*benchmarks\.parts\.timings"
     ):

@@ -91,7 +91,7 @@ async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_survives_whatever_goes_wrong_in_a_broadcast(
+async def test_vllm_survives_each_failure_of_a_broadcast(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     """A trainer that never comes, one that goes away, a description that is of another model, and
@@ -103,7 +103,7 @@ async def test_vllm_survives_whatever_goes_wrong_in_a_broadcast(
 
 
 @pytest.mark.engine_vllm
-async def test_a_server_that_comes_late_gets_a_directory_then_broadcasts(
+async def test_a_late_server_gets_a_directory_then_broadcasts(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     """It has missed an update, so that the learner writes that one for it."""

@@ -20,7 +20,7 @@ from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import VOCAB, Steps, check, prompt, serving
 
 
-async def test_a_chunk_that_comes_late_is_not_reported() -> None:
+async def test_a_late_chunk_is_not_reported() -> None:
     chunks: list[Chunk] = []
     call = Call(asyncio.get_running_loop().create_future(), chunks.append)
     call.report(Chunk([1], [0.0], [0.0]))
@@ -80,7 +80,7 @@ async def test_cancel_frees_the_slot(
         assert len((await engine.generate(prompt(3, 5), SamplingParams(2), session="s")).token_ids)
 
 
-async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
+async def test_unservable_requests_are_refused(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     ok = SamplingParams(max_tokens=5)
     bad: list[tuple[Any, SamplingParams, str]] = [
@@ -108,7 +108,7 @@ async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
         check(model, [1] * 59, done)
 
 
-async def test_dead_thread_reaches_every_caller(
+async def test_every_caller_gets_the_error_of_a_dead_thread(
     tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = tiny
@@ -172,7 +172,7 @@ def test_an_engine_outlives_an_event_loop(tiny: tuple[Path, Any]) -> None:
     asyncio.run(engine.close())
 
 
-def test_configs_that_are_not_supported(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused(tiny: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = tiny
     config = json.loads((folder / "config.json").read_text())
     for change, word in (

@@ -99,7 +99,7 @@ def test_numbers_are_rounded_up_to_few_sizes() -> None:
     assert lengths == {1: 16, 16: 16, 17: 32, 128: 128, 129: 256, 4096: 4096}
 
 
-def test_on_a_gpu_cudnn_is_out() -> None:
+def test_cudnn_attention_is_disabled_on_a_gpu() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

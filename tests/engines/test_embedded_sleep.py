@@ -71,7 +71,7 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
 
 
 @pytest.mark.slow
-async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
+async def test_turns_continue_unchanged_after_a_sleep(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
@@ -102,7 +102,7 @@ async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-async def test_new_weights_wake_it_and_keys_and_values_are_theirs(
+async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 30)
@@ -117,7 +117,7 @@ async def test_new_weights_wake_it_and_keys_and_values_are_theirs(
         assert engine.stats()["cross_version_hits"] == 0
 
 
-async def test_what_comes_while_it_sleeps_waits_and_can_be_cancelled(world: World) -> None:
+async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(world: World) -> None:
     async with started(world) as engine:
         await engine.sleep()
         await engine.sleep()  # nothing more to give
@@ -140,9 +140,7 @@ async def test_what_comes_while_it_sleeps_waits_and_can_be_cancelled(world: Worl
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_gave_their_memory_back_are_the_same_and_so_are_views_of_them(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_weights_and_their_views_are_unchanged_after_offloading(tmp_path: Path, tied: bool) -> None:
     world = World(tmp_path, tied=tied, num_models=1)
     weights = Weights(read_architecture(world.paths[0]), torch.float32, torch.device("cpu"))
     weights.load(world.paths[0])

@@ -54,7 +54,7 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-async def test_tables_of_a_large_vocabulary_are_made_beside_the_event_loop(
+async def test_tables_of_a_large_vocabulary_are_built_outside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, however many ask at the same time."""
@@ -104,7 +104,7 @@ def test_matcher_agrees_with_decoding_everything(make: type[Tokenizer], tmp_path
     assert found > 50
 
 
-def test_a_cut_through_a_long_run_of_bytes(tmp_path: Path) -> None:
+def test_a_stop_string_is_found_after_a_long_run_of_bytes(tmp_path: Path) -> None:
     """Cut at the wrong byte, the whole run would decode to nothing readable."""
     tokenizer = byte_fallback()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

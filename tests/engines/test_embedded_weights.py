@@ -153,7 +153,7 @@ async def test_a_load_that_fails_half_way_keeps_the_old_weights_whole(
         check(model, ids, done)
 
 
-async def test_logits_that_are_nan_are_a_failure(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+async def test_nan_logits_fail_the_request(tiny: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = tiny
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")

@@ -40,7 +40,7 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-async def test_a_server_starts_updates_and_returns_without_its_weights_being_read(
+async def test_a_server_starts_updates_and_restarts_while_no_weights_are_read(
     tmp_path: Path,
 ) -> None:
     models = [write_model(tmp_path / f"v{version}") for version in range(3)]

@@ -56,7 +56,7 @@ def ask(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
     return asyncio.create_task(asking())
 
 
-def test_a_worker_that_is_gone_leaves_its_places_free(folder: Path) -> None:
+def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
             async with leased(b.pool, folder, is_killed=True) as engine:
@@ -71,7 +71,7 @@ def test_a_worker_that_is_gone_leaves_its_places_free(folder: Path) -> None:
     run_virtual(main())
 
 
-def test_a_place_that_nobody_wants_any_more_is_given_back(folder: Path) -> None:
+def test_the_slot_of_a_cancelled_turn_is_returned(folder: Path) -> None:
     """Whether it is cancelled before it is given, on its way, or in use."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
@@ -88,7 +88,7 @@ def test_a_place_that_nobody_wants_any_more_is_given_back(folder: Path) -> None:
     shared(folder, work)
 
 
-def test_requests_of_workers_end_before_a_half_loaded_server_goes_on(folder: Path) -> None:
+def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         asking = ask(b, engine)
         await asyncio.sleep(0.5)
@@ -101,7 +101,7 @@ def test_requests_of_workers_end_before_a_half_loaded_server_goes_on(folder: Pat
     shared(folder, work)
 
 
-def test_a_worker_knows_the_process_that_has_taken_the_place_of_a_server(folder: Path) -> None:
+def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> None:
     """After each connection the server is handed over anew."""
 
     guests: list[Guest] = []
@@ -119,7 +119,7 @@ def test_a_worker_knows_the_process_that_has_taken_the_place_of_a_server(folder:
     run_virtual(main())
 
 
-def test_a_pool_that_is_dead_ends_the_turns_of_workers(folder: Path) -> None:
+def test_a_dead_pool_ends_the_turns_of_workers(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].kill()
         with pytest.raises(EngineDeadError):
@@ -128,7 +128,7 @@ def test_a_pool_that_is_dead_ends_the_turns_of_workers(folder: Path) -> None:
     shared(folder, work)
 
 
-def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) -> None:
+def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
             asking = ask(b, engine)
@@ -141,7 +141,7 @@ def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) 
     run_virtual(main())
 
 
-def test_what_workers_and_the_pool_ask_for_shares_the_places_of_a_server(folder: Path) -> None:
+def test_workers_and_the_pool_share_the_slots_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].capacity = 2
         turns = [ask(b, engine) for _ in range(4)]
@@ -156,7 +156,7 @@ def test_what_workers_and_the_pool_ask_for_shares_the_places_of_a_server(folder:
     shared(folder, work)
 
 
-def test_a_turn_that_is_cancelled_while_its_refusal_is_settled_harms_nobody(folder: Path) -> None:
+def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(folder: Path) -> None:
     """What the controller says of a full server may come just then."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
@@ -174,7 +174,7 @@ def test_a_turn_that_is_cancelled_while_its_refusal_is_settled_harms_nobody(fold
     shared(folder, work)
 
 
-def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
+def test_losses_of_an_earlier_process_do_not_count_against_the_next(
     folder: Path,
 ) -> None:
     """A worker may be late with what it says."""
@@ -214,7 +214,7 @@ def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path)
     shared(folder, work)
 
 
-def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
+def test_tokens_right_after_an_update_have_its_version(folder: Path) -> None:
     """Also if the server is lost before the update is over: its weights are being probed."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
@@ -246,7 +246,7 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
     "outcome",
     [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
 )
-def test_a_worker_reports_every_outcome_as_it_is(outcome: Outcome) -> None:
+def test_every_outcome_of_a_lease_survives_encoding(outcome: Outcome) -> None:
     left = Release(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left
 
@@ -404,7 +404,7 @@ class Storm:
     ],
     0.0,
 )
-def test_whatever_happens_turns_are_whole_and_no_place_is_lost(
+def test_turns_are_complete_and_no_slot_is_lost_under_any_faults(
     steps: list[tuple[str, int, float]], latency_s: float
 ) -> None:
     """And each token has the version of the weights that sampled it."""

@@ -61,7 +61,7 @@ class Growing:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ragged", [False, True])
-def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
+def test_growing_requests_are_not_preempted(is_ragged: bool) -> None:
     """1,000 requests that begin together fit in as prompts, not when they have come to their ends;
     and the server samples as fast as it can."""
     rng = Random(0)
@@ -71,7 +71,7 @@ def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
     assert server.num_tokens > 0.97 * 14_000 * 120
 
 
-def test_the_limit_follows_the_engines_own_figures() -> None:
+def test_the_limit_follows_the_metrics_of_the_engine() -> None:
     limit = ConcurrencyLimit(16, 64)
     idle, queued = ServerLoad(16, 0, 0.2, 3), ServerLoad(16, 19, 0.2, 3)
     limit.observe(ServerLoad(16, 16, 0.2, 3), in_flight=8)

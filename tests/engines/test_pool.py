@@ -30,14 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(3)
-async def test_siblings_meet_at_one_server_and_trees_spread(b: Bench) -> None:
+async def test_siblings_share_a_server_and_trees_are_spread(b: Bench) -> None:
     asked = [b.ask(session=f"tree{n % 3}") for n in range(12)]
     await asyncio.gather(*asked)
     assert [len(server.requests) for server in b.servers] == [4, 4, 4]
 
 
 @virtual(2, max_concurrency=2)
-async def test_a_full_home_is_left_for_a_turn_but_not_for_good(b: Bench) -> None:
+async def test_a_turn_leaves_its_full_home_server_only_temporarily(b: Bench) -> None:
     await asyncio.gather(*(b.ask(session="tree") for _ in range(3)))
     assert [len(server.requests) for server in b.servers] == [2, 1]
     await b.ask(session="tree")
@@ -45,7 +45,7 @@ async def test_a_full_home_is_left_for_a_turn_but_not_for_good(b: Bench) -> None
 
 
 @virtual(1)
-async def test_a_turn_through_the_pool_is_the_servers_turn(b: Bench) -> None:
+async def test_a_turn_of_the_pool_equals_that_of_its_server(b: Bench) -> None:
     chunks: list[Chunk] = []
     done = await b.ask(on_tokens=chunks.append, stream_interval=4)
     assert b.text(done) == TEXT
@@ -61,14 +61,14 @@ async def test_a_turn_through_the_pool_is_the_servers_turn(b: Bench) -> None:
 
 
 @virtual(1)
-async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None:
+async def test_tokens_outside_a_fork_window_arrive_in_few_events(b: Bench) -> None:
     await b.ask()
     await b.ask(on_tokens=lambda chunk: None, stream_interval=4)
     assert [request.stream_interval for request in b.servers[0].requests] == [16, 4]
 
 
 @virtual(1)
-async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> None:
+async def test_an_event_holds_the_tokens_of_two_seconds(b: Bench) -> None:
     """From 16 tokens to 64, by the requests before."""
     (server,) = b.servers
     engine = server._engine
@@ -81,7 +81,7 @@ async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> N
 
 
 @virtual(1)
-async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b: Bench) -> None:
+async def test_coalesced_events_do_not_raise_the_measured_speed_of_a_server(b: Bench) -> None:
     """One that gives two tokens a second would seem silent with events of 64."""
     heartbeat = Heartbeat()
     for pace in (2.0, 2.0, 1e6):
@@ -89,7 +89,7 @@ async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b:
     assert heartbeat.interval == 16
 
 
-def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Path) -> None:
+def test_events_after_a_fork_window_are_large(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, entropies="window") as b:
             for heard in (4, 20):
@@ -136,7 +136,7 @@ def test_only_the_tokens_of_a_fork_window_have_entropies(
     run_virtual(main())
 
 
-def test_where_entropies_cost_nothing_a_turn_is_one_request(folder: Path) -> None:
+def test_a_turn_is_one_request_when_entropies_are_free(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, entropies="window") as b:
             b.servers[0].has_free_entropies = True
@@ -150,7 +150,7 @@ def test_where_entropies_cost_nothing_a_turn_is_one_request(folder: Path) -> Non
 
 
 @virtual(1)
-async def test_an_engine_is_told_the_tokens_that_hold_a_stop_string(b: Bench) -> None:
+async def test_an_engine_gets_the_tokens_that_contain_a_stop_string(b: Bench) -> None:
     """If it needs nothing else to find the stop strings, it has nothing to decode."""
     for stop in ((">",), ("</a>",), ("</a>", ">"), (">", "</b>")):
         done = await b.ask(stop=stop)
@@ -163,7 +163,7 @@ async def test_an_engine_is_told_the_tokens_that_hold_a_stop_string(b: Bench) ->
 
 
 @virtual(1)
-async def test_a_stop_string_in_other_tokens_than_its_own_stops_too(b: Bench) -> None:
+async def test_a_stop_string_stops_in_any_tokenization(b: Bench) -> None:
     done = await b.ask("the fox</b> and more", stop=("</b>",))
     assert b.text(done) == "the fox</b>"
     assert (done.finish_reason, done.stop) == ("stop", "</b>")
@@ -196,7 +196,7 @@ async def test_a_callback_that_raises_fails_its_turn_only(b: Bench) -> None:
 
 
 @virtual(1, max_concurrency=1)
-async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
+async def test_closing_ends_running_and_waiting_turns(b: Bench) -> None:
     tasks = [asyncio.create_task(b.ask()) for _ in range(3)]
     await asyncio.sleep(0.5)
     await b.pool.close()
@@ -210,7 +210,7 @@ async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
 
 @pytest.mark.slow
 @virtual(1)
-async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
+async def test_the_pool_finds_the_capacity_of_a_server(b: Bench) -> None:
     (server,) = b.servers
     server.num_slots = 20
     limits: list[float] = []

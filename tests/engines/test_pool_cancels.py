@@ -157,7 +157,7 @@ async def one(folder: Path, happens: Callable[[Bench], None], is_leased: bool, *
 
 @pytest.mark.parametrize("is_leased", [False, True], ids=["own", "leased"])
 @pytest.mark.parametrize("happens", [quiet, lost, broken, full, updated, asleep])
-def test_a_turn_that_is_cancelled_once_more_at_each_await_leaves_nothing(
+def test_a_turn_cancelled_again_at_each_await_leaves_nothing(
     folder: Path, happens: Callable[[Bench], None], is_leased: bool
 ) -> None:
     num = run_virtual(one(folder, happens, is_leased))
@@ -168,7 +168,7 @@ def test_a_turn_that_is_cancelled_once_more_at_each_await_leaves_nothing(
             run_virtual(one(folder, happens, is_leased, first, second))
 
 
-def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
+def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(
     folder: Path,
 ) -> None:
     """The same by the clock: its abort takes longer than it is until the second cancellation."""
@@ -198,7 +198,7 @@ def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
     run_virtual(main())
 
 
-def test_a_keeper_waits_for_what_has_not_ended(folder: Path) -> None:
+def test_a_keeper_does_not_wait_for_a_finished_request(folder: Path) -> None:
     """Not time and again for a request that has, whose account is not closed."""
 
     async def main() -> None:
@@ -225,7 +225,7 @@ def resting(member: PooledServer, looks: Callable[[], Awaitable[None]]) -> Any:
     return timed()
 
 
-def test_a_look_that_is_asked_for_while_the_keeper_works_is_taken(folder: Path) -> None:
+def test_a_check_requested_while_the_keeper_works_is_made(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
             (member,) = b.pool.servers

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2)
-async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> None:
+async def test_a_turn_continues_on_another_server_from_its_received_tokens(b: Bench) -> None:
     b.servers[0].die_after = 9
     chunks: list[Chunk] = []
     done = await b.ask(on_tokens=chunks.append)
@@ -45,7 +45,7 @@ async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> No
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int, stop: str) -> None:
+def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, stop: str) -> None:
     """The second server sees only a part of the stop string, and would go on behind it."""
     text = TEXT.replace("</a>", stop)
 
@@ -65,7 +65,7 @@ def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int, stop
     ("asked", "reason"),
     [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
 )
-def test_a_turn_of_which_only_the_end_was_lost_is_done(
+def test_a_turn_that_lost_only_its_end_is_complete(
     folder: Path, asked: dict[str, Any], reason: str
 ) -> None:
     async def main() -> None:
@@ -83,7 +83,7 @@ def test_a_turn_of_which_only_the_end_was_lost_is_done(
 
 
 @virtual(1)
-async def test_a_lone_server_that_restarts_loads_the_weights_before_it_goes_on(b: Bench) -> None:
+async def test_a_restarted_single_server_loads_the_weights_before_it_serves(b: Bench) -> None:
     await b.load(1)
     (server,) = b.servers
     asking = asyncio.create_task(b.ask())
@@ -100,7 +100,7 @@ async def test_a_lone_server_that_restarts_loads_the_weights_before_it_goes_on(b
 
 
 @virtual(1)
-async def test_a_restart_that_nobody_saw_is_found_by_the_lost_request(b: Bench) -> None:
+async def test_an_unnoticed_restart_is_detected_by_the_lost_request(b: Bench) -> None:
     await b.load(1)
     (server,) = b.servers
     asking = asyncio.create_task(b.ask())
@@ -127,7 +127,7 @@ async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) ->
 
 
 @virtual(2)
-async def test_a_hanging_server_is_left(b: Bench) -> None:
+async def test_turns_leave_a_hanging_server(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.95)
     b.servers[0].hanging = True
@@ -137,7 +137,7 @@ async def test_a_hanging_server_is_left(b: Bench) -> None:
 
 
 @virtual(2, max_retries=2)
-async def test_retries_have_a_budget(b: Bench) -> None:
+async def test_the_retries_of_a_turn_are_bounded(b: Bench) -> None:
     """For a turn that fails on servers that are well."""
     for server in b.servers:
         fail_turns(server)
@@ -157,7 +157,7 @@ def fail_turns(server: FaultyServer, number: int = 10**6) -> None:
 
 
 @virtual(2)
-async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_well(
+async def test_a_server_that_samples_nothing_stays_excluded_although_it_reports_healthy(
     b: Bench,
 ) -> None:
     sick = b.servers[0]
@@ -173,7 +173,7 @@ async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_we
 
 
 @virtual(3)
-async def test_a_server_that_is_well_but_fails_requests_is_avoided_and_then_left(b: Bench) -> None:
+async def test_a_healthy_server_that_fails_requests_is_avoided_and_then_excluded(b: Bench) -> None:
     """Each turn costs one retry at most, and the server is asked ever more rarely."""
     sick = b.servers[0]
     sick.fails = True
@@ -189,7 +189,7 @@ async def test_a_server_that_is_well_but_fails_requests_is_avoided_and_then_left
 
 
 @virtual(2)
-async def test_a_server_that_comes_back_for_the_second_time_gets_one_request_at_first(
+async def test_a_server_that_returns_a_second_time_gets_one_request_at_first(
     b: Bench,
 ) -> None:
     sick = b.servers[0]
@@ -206,7 +206,7 @@ async def test_a_server_that_comes_back_for_the_second_time_gets_one_request_at_
 
 
 @virtual(1)
-async def test_a_server_that_is_full_loses_nothing_and_gets_fewer(b: Bench) -> None:
+async def test_a_full_server_loses_no_turn_and_gets_fewer_requests(b: Bench) -> None:
     (server,) = b.servers
     server.capacity = 16
     done = await asyncio.gather(*(b.ask(session=str(number)) for number in range(200)))
@@ -221,7 +221,7 @@ async def test_a_server_that_is_full_loses_nothing_and_gets_fewer(b: Bench) -> N
 
 
 @virtual(1)
-async def test_a_server_that_is_too_busy_to_say_what_it_has_is_asked_again(b: Bench) -> None:
+async def test_a_server_too_busy_to_report_its_label_is_queried_again(b: Bench) -> None:
     """One of its requests was lost; the other one goes on there."""
     (server,) = b.servers
     says, refusals = server.keeps_label, [BusyError("503")] * 2
@@ -243,7 +243,7 @@ async def test_a_server_that_is_too_busy_to_say_what_it_has_is_asked_again(b: Be
 
 
 @virtual(2)
-async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) -> None:
+async def test_refused_turns_go_to_another_server_before_all_others(b: Bench) -> None:
     b.servers[0].capacity = 0
     asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
     await asyncio.sleep(0.01)
@@ -254,14 +254,14 @@ async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) ->
 
 
 @virtual(1, max_outage_s=1000)
-async def test_a_server_that_refuses_everything_for_ever_is_lost_in_the_end(b: Bench) -> None:
+async def test_a_server_that_refuses_every_request_is_lost_eventually(b: Bench) -> None:
     b.servers[0].capacity = 0
     with pytest.raises(EngineDeadError, match=r"was available for 1000 s .*server0: 429"):
         await b.ask()
 
 
 @pytest.mark.parametrize("breaks", [[0], [9], [3, 9]])
-def test_a_connection_that_breaks_costs_neither_a_retry_nor_the_server(
+def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
     folder: Path, breaks: list[int]
 ) -> None:
     async def main() -> None:
@@ -277,7 +277,7 @@ def test_a_connection_that_breaks_costs_neither_a_retry_nor_the_server(
 
 
 @virtual(2)
-async def test_a_connection_that_breaks_twice_without_a_token_is_a_lost_server(b: Bench) -> None:
+async def test_a_connection_broken_twice_without_a_token_is_a_lost_server(b: Bench) -> None:
     b.servers[0].breaks = [0, 0]
     assert b.text(await b.ask()) == TEXT
     stats = b.pool.stats()
@@ -292,7 +292,7 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
+def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that comes back and fails again was not back; a request that was lost is no outage."""
@@ -326,7 +326,7 @@ def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
 
 
 @virtual(2, max_outage_s=60)
-async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) -> None:
+async def test_the_run_ends_with_the_reason_of_each_server_when_all_are_lost(b: Bench) -> None:
     running = [asyncio.create_task(b.ask(session=str(n))) for n in range(4)]
     await asyncio.sleep(0.5)
     for server in b.servers:
@@ -340,7 +340,7 @@ async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) 
 
 
 @virtual(1)
-async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
+async def test_time_without_a_server_counts_toward_no_deadline(b: Bench) -> None:
     """Limits of seconds bound what the policy does; an outage moves them."""
     (server,) = b.servers
     loop = asyncio.get_running_loop()
@@ -365,7 +365,7 @@ async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
 
 
 @virtual(3, max_retries=100)
-async def test_no_turn_is_lost_whatever_dies(b: Bench) -> None:
+async def test_no_turn_is_lost_under_random_deaths_of_servers(b: Bench) -> None:
     rng = Random(0)
 
     async def chaos() -> None:

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("slow", ["healthy", "connect", "load_weights"])
 @pytest.mark.parametrize("begins_s", [0.05, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
-def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begins_s: float) -> None:
+def test_no_server_reads_removed_weights(folder: Path, slow: str, begins_s: float) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
             there = {"initial"}
@@ -64,7 +64,7 @@ def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begin
     run_virtual(main())
 
 
-def test_a_server_that_stays_dead_is_asked_ever_more_rarely_and_ends_nothing(folder: Path) -> None:
+def test_a_dead_server_is_queried_ever_more_rarely_and_does_not_end_the_pool(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
             asked = 0

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2, max_retries=0, max_outage_s=60)
-async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up(b: Bench) -> None:
+async def test_turns_continue_after_a_sleep_and_use_up_no_deadline_or_retry(b: Bench) -> None:
     """Neither does a sleep that is longer than an outage may be end the run."""
     loop = asyncio.get_running_loop()
     chunks: list[Chunk] = []
@@ -51,7 +51,7 @@ async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up
 
 
 @virtual(2)
-async def test_new_weights_wake_the_servers_and_serve_from_the_first_token_on(b: Bench) -> None:
+async def test_new_weights_wake_the_servers_and_sample_every_later_token(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.91)
     await b.pool.sleep()
@@ -64,7 +64,7 @@ async def test_new_weights_wake_the_servers_and_serve_from_the_first_token_on(b:
 
 
 @virtual(2)
-async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -> None:
+async def test_a_server_that_dies_asleep_returns_with_the_weights(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.91)
     await b.pool.sleep()
@@ -81,7 +81,7 @@ async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -
 
 
 @virtual(2)
-async def test_a_server_that_is_gone_already_does_not_keep_the_others_awake(b: Bench) -> None:
+async def test_a_lost_server_does_not_keep_the_others_awake(b: Bench) -> None:
     b.servers[0].kill()
     await b.pool.sleep()
     assert b.servers[1].asleep
@@ -92,9 +92,7 @@ async def test_a_server_that_is_gone_already_does_not_keep_the_others_awake(b: B
 
 
 @pytest.mark.parametrize("what", ["a token", "its weights"])
-def test_who_is_being_brought_back_does_not_keep_the_learner_from_its_memory(
-    folder: Path, what: str
-) -> None:
+def test_a_recovering_server_does_not_delay_a_sleep(folder: Path, what: str) -> None:
     """The server says that it is well, and then nothing of what it was asked for."""
 
     async def main() -> None:
@@ -123,7 +121,7 @@ def test_who_is_being_brought_back_does_not_keep_the_learner_from_its_memory(
 
 
 @virtual(2, first_token_s=20.0)
-async def test_a_server_that_gives_no_token_when_it_is_tried_out_is_left(b: Bench) -> None:
+async def test_a_server_without_a_token_in_its_trial_is_excluded(b: Bench) -> None:
     """What else it has goes on elsewhere."""
     asking = [asyncio.create_task(b.ask(session="s")) for _ in range(2)]
     await asyncio.sleep(0.91)
@@ -146,7 +144,7 @@ async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
 
 
 @virtual(2)
-async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Bench) -> None:
+async def test_a_server_that_fails_to_sleep_ends_the_pool(b: Bench) -> None:
     b.servers[1].sleep_fault = ServerLostError("500")
     with pytest.raises(EngineError, match="server1 failed to sleep: 500"):
         await b.pool.sleep()
@@ -156,7 +154,7 @@ async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Ben
 
 
 @virtual(2)
-async def test_a_server_without_the_feature_is_refused_with_the_flag_that_brings_it(
+async def test_a_server_without_the_feature_is_refused_with_the_missing_flag(
     b: Bench,
 ) -> None:
     b.pool.require("sleep")

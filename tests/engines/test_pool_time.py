@@ -70,7 +70,7 @@ def ends_of(trees: list[TrajectoryTree]) -> list[str | None]:
     return [t.leaf.end for tree in trees for t in tree.trajectories()]
 
 
-def test_eight_times_as_many_branches_as_places_lose_nothing(folder: Path) -> None:
+def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
     """8 trees of 16 on 16 places, four turns of 30 s: 960 s go by, 120 of work for each."""
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_eight_times_as_many_branches_as_places_lose_nothing(folder: Path) -> No
     run_virtual(main())
 
 
-def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(folder: Path) -> None:
+def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folder: Path) -> None:
     """Four turns of 3 s within 60 s, on two servers of which one says that it is well, and gives
     no token."""
 
@@ -109,7 +109,7 @@ def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(fold
 
 
 @virtual(1, max_concurrency=1)
-async def test_turns_that_go_on_come_before_first_ones_and_old_trees_before_new(b: Bench) -> None:
+async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_ones(b: Bench) -> None:
     ended: list[tuple[int, int]] = []
 
     async def ask(order: tuple[int, int]) -> None:
@@ -122,7 +122,7 @@ async def test_turns_that_go_on_come_before_first_ones_and_old_trees_before_new(
 
 
 @virtual(1, max_concurrency=1)
-async def test_the_clock_of_a_rollout_runs_only_while_a_server_has_its_turn(b: Bench) -> None:
+async def test_the_clock_of_a_rollout_runs_only_while_a_server_processes_its_turn(b: Bench) -> None:
     """Turns of 2.3 s, one after the other."""
 
     async def ask() -> float:
@@ -134,7 +134,7 @@ async def test_the_clock_of_a_rollout_runs_only_while_a_server_has_its_turn(b: B
 
 
 @virtual(2, max_concurrency=8)
-async def test_there_is_room_while_turns_hardly_wait_and_caches_hold_what_is_under_way(
+async def test_the_pool_has_room_while_few_turns_wait_and_caches_have_space(
     b: Bench,
 ) -> None:
     """16 places, of which a tenth may be waited for; half of each cache is in use."""
@@ -158,7 +158,7 @@ async def test_there_is_room_while_turns_hardly_wait_and_caches_hold_what_is_und
 
 
 @virtual(1, max_retries=0, first_token_s=5.0)
-async def test_a_turn_without_a_file_descriptor_waits_and_blames_nobody(b: Bench) -> None:
+async def test_a_turn_without_a_file_descriptor_waits_and_counts_no_loss(b: Bench) -> None:
     (server,) = b.servers
     server.num_starved = 40
 
@@ -174,7 +174,7 @@ async def test_a_turn_without_a_file_descriptor_waits_and_blames_nobody(b: Bench
 
 
 @virtual(1)
-async def test_a_server_that_is_paused_works_for_nobody(b: Bench) -> None:
+async def test_a_paused_server_charges_no_time_and_is_not_lost(b: Bench) -> None:
     (server,) = b.servers
     load = server.load_weights
 
@@ -206,7 +206,7 @@ async def test_a_server_that_is_paused_works_for_nobody(b: Bench) -> None:
 
 
 @virtual(2, first_token_s=50.0, silence_s=7.0)
-async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(b: Bench) -> None:
+async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Bench) -> None:
     """It still says that it is well."""
     first, second = b.servers
 
@@ -246,7 +246,7 @@ class LateError(Exception):
 
 
 @pytest.mark.parametrize(("spent_s", "left_after_s"), [(0.0, 60.0), (50.0, 30.0)])
-def test_a_silent_server_is_left_when_a_rollout_has_no_time_left_and_not_charged_to_it(
+def test_the_silence_of_a_server_is_not_charged_to_a_rollout_out_of_time(
     folder: Path, spent_s: float, left_after_s: float
 ) -> None:
     """It says that it is well, also by a token; a first one may take longer than a rollout has. If
@@ -267,7 +267,7 @@ def test_a_silent_server_is_left_when_a_rollout_has_no_time_left_and_not_charged
 
 
 @virtual(1)
-async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_time(
+async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
     b: Bench,
 ) -> None:
     (server,) = b.servers
@@ -287,7 +287,7 @@ async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_ti
     await others
 
 
-def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
+def test_a_slow_server_is_not_silent(folder: Path) -> None:
     """A token each 5 s, and 17 s of time: it ends with the token that comes next."""
 
     async def main() -> None:
@@ -304,7 +304,7 @@ def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "num_lost"), [(1, 0), (2, 1)])
-def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_others(
+def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
     folder: Path, num_slots: int, num_lost: int
 ) -> None:
     """It gives no token for 60 s. A server in which, by its own account, no request waits has lost
@@ -340,7 +340,7 @@ def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_othe
 
 
 @virtual(2, silence_s=30.0)
-async def test_the_seconds_of_a_server_that_went_silent_are_given_back(b: Bench) -> None:
+async def test_a_rollout_gets_back_the_seconds_of_a_silent_server(b: Bench) -> None:
     """It is heard of for a second and then no more; the other server samples the rest."""
 
     async def ask() -> tuple[float, float]:

@@ -29,7 +29,9 @@ pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900
 NUM_OTHERS = 16  # turns beside the long one
 
 
-async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
+async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_death(
+    tmp_path: Path,
+) -> None:
     """The contract holds through the pool. A long greedy turn that kill -9 interrupts has the
     log-probs of transformers from end to end, under the weights of the last update, although the
     new process starts with those of the first."""

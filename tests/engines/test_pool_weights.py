@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2)
-async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None:
+async def test_an_update_reaches_all_servers_and_running_turns(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.91)
     await b.load(1)
@@ -34,7 +34,7 @@ async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None
 
 
 @virtual(1, max_concurrency=8)
-async def test_what_an_update_preempts_is_no_congestion(b: Bench) -> None:
+async def test_preemptions_by_an_update_do_not_lower_the_limit(b: Bench) -> None:
     asked = [asyncio.create_task(b.ask()) for _ in range(6)]
     await asyncio.sleep(1.2)  # it has been looked at before and is after
     await b.load(1)
@@ -45,7 +45,7 @@ async def test_what_an_update_preempts_is_no_congestion(b: Bench) -> None:
 
 
 @virtual(2)
-async def test_spans_over_a_loss_and_an_update(b: Bench) -> None:
+async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> None:
     """Of a lost part the versions are those its server had when the tokens came in."""
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.41)
@@ -61,7 +61,7 @@ async def test_spans_over_a_loss_and_an_update(b: Bench) -> None:
 
 
 @virtual(2)
-async def test_a_half_done_update_takes_the_server_out_until_it_has_the_weights(b: Bench) -> None:
+async def test_an_incomplete_update_excludes_the_server_until_it_has_the_weights(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [ServerLostError("broken pipe"), ServerLostError("still broken")]
     asking = asyncio.create_task(b.ask())
@@ -77,7 +77,7 @@ async def test_a_half_done_update_takes_the_server_out_until_it_has_the_weights(
 
 
 @virtual(2)
-async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b: Bench) -> None:
+async def test_a_server_that_refuses_an_update_is_excluded_and_keeps_its_turns(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [EngineError("no memory")] * 3
     asking = asyncio.create_task(b.ask(TEXT * 3, stop=()))
@@ -91,7 +91,7 @@ async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b
     assert bad.loaded == [("v1", 1)]
 
 
-def test_people_are_told_of_a_server_that_refuses_weights_and_of_one_that_joins(
+def test_the_terminal_reports_refused_weights_and_an_added_server(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -114,7 +114,9 @@ def test_people_are_told_of_a_server_that_refuses_weights_and_of_one_that_joins(
 
 
 @virtual(2, max_concurrency=1)
-async def test_who_waits_while_a_server_refuses_an_update_gets_no_place_on_it(b: Bench) -> None:
+async def test_a_turn_that_waits_during_a_refused_update_gets_no_slot_on_that_server(
+    b: Bench,
+) -> None:
     bad = b.servers[1]
     bad.load_faults = [EngineError("no memory")] * 2
     asked = [asyncio.create_task(b.ask(TEXT * 4, stop=()))]  # on the other
@@ -134,7 +136,7 @@ async def test_who_waits_while_a_server_refuses_an_update_gets_no_place_on_it(b:
 
 
 @virtual(1)
-async def test_a_server_that_is_full_takes_an_update_and_loses_nothing(b: Bench) -> None:
+async def test_a_full_server_takes_an_update_and_loses_no_turn(b: Bench) -> None:
     """It refuses the token by which its weights are known until one of its requests has ended."""
     (server,) = b.servers
     server.capacity = 8
@@ -149,7 +151,7 @@ async def test_a_server_that_is_full_takes_an_update_and_loses_nothing(b: Bench)
 
 
 @virtual(1)
-async def test_an_update_waits_for_a_file_descriptor_and_blames_nobody(b: Bench) -> None:
+async def test_an_update_waits_for_a_file_descriptor_and_counts_no_loss(b: Bench) -> None:
     (server,) = b.servers
     server.num_starved = 5
     await b.load(1)
@@ -158,7 +160,7 @@ async def test_an_update_waits_for_a_file_descriptor_and_blames_nobody(b: Bench)
 
 
 @virtual(2)
-async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> None:
+async def test_an_update_refused_by_all_servers_keeps_the_old_weights(b: Bench) -> None:
     for server in b.servers:
         server.load_faults = [EngineError("the directory lacks lm_head.weight")] * 2
     with pytest.raises(EngineError, match=r"no server took policy version 1: server0: .*lm_head"):
@@ -170,7 +172,7 @@ async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> N
 
 
 @virtual(1)
-async def test_an_update_waits_for_the_only_server_to_come_back(b: Bench) -> None:
+async def test_an_update_waits_for_the_only_server_to_return(b: Bench) -> None:
     (server,) = b.servers
     server.kill()
     loading = asyncio.create_task(b.load(1))
@@ -193,7 +195,7 @@ async def test_a_server_never_serves_older_weights_even_as_the_last_one(b: Bench
 
 
 @virtual(1)
-async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> None:
+async def test_a_server_can_be_added_and_removed_during_the_run(b: Bench) -> None:
     await b.load(1)
     late = FaultyServer("late", reciter(b.folder))
     b.pool.add_server(late)
@@ -213,7 +215,7 @@ async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> Non
 
 
 @virtual(1)
-async def test_a_restart_behind_the_url_is_found_before_a_request_shows_it(b: Bench) -> None:
+async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: Bench) -> None:
     """The label that the pool gave its weights is gone; the new process gets the weights first."""
     await b.load(1)
     (server,) = b.servers
@@ -252,7 +254,7 @@ def test_tokens_of_foreign_weights_are_not_used(
     run_virtual(main())
 
 
-async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) -> None:
+async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
     server = FaultyServer("http://nowhere:1", reciter(folder))
     server.kill()
     pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
@@ -261,7 +263,7 @@ async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) 
     await pool.close()
 
 
-def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_back(
+def test_a_run_starts_without_a_lost_server_and_adds_it_when_it_returns(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where a server is started again at the moment at which a run goes on."""
@@ -282,7 +284,7 @@ def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_b
 
 
 @pytest.mark.parametrize("names", [["there", "full"], ["full"]])
-def test_a_run_begins_without_a_server_that_is_full_and_takes_it_in_when_it_has_room(
+def test_a_run_starts_without_a_full_server_and_adds_it_when_it_has_room(
     folder: Path, names: list[str]
 ) -> None:
     """Others may ask it too. One that is full is there, also where it is the only one."""
@@ -305,7 +307,7 @@ def test_a_run_begins_without_a_server_that_is_full_and_takes_it_in_when_it_has_
     run_virtual(main())
 
 
-def test_servers_that_stay_full_from_the_start_on_are_an_outage(folder: Path) -> None:
+def test_servers_full_from_the_start_are_an_outage(folder: Path) -> None:
     server = FaultyServer("full", reciter(folder))
     server.capacity = 0
 

@@ -17,7 +17,7 @@ from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 
 
-async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> None:
+async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
     """A load of weights that is cancelled goes on in the background: the server is resumed, which
     one that sleeps must not be."""
     server, told = VLLMServer("http://nowhere:1"), []
@@ -48,7 +48,7 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> No
     await server.close()
 
 
-async def test_a_server_that_wakes_up_takes_the_memory_of_its_cache_last() -> None:
+async def test_a_waking_server_allocates_its_cache_last() -> None:
     """After the learner has taken back the memory of the copy that the server has read. A server
     with adapters keeps its weights, which nothing loads again."""
     server, asked = VLLMServer("http://nowhere:1"), []
@@ -81,7 +81,7 @@ async def test_a_server_that_wakes_up_takes_the_memory_of_its_cache_last() -> No
     await server.close()
 
 
-async def test_a_server_that_is_slow_to_pause_is_measured() -> None:
+async def test_the_pause_of_a_slow_server_is_measured() -> None:
     """What is sampled meanwhile is of the old weights."""
     server = VLLMServer("http://nowhere:1")
 
@@ -115,7 +115,7 @@ SESSIONS = [
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-async def test_any_session_travels_in_a_header(session: str) -> None:
+async def test_any_session_fits_in_a_header(session: str) -> None:
     """As itself where it is plain; it may be what a user calls a task."""
     seen: list[str | None] = []
 
@@ -138,6 +138,6 @@ async def test_any_session_travels_in_a_header(session: str) -> None:
     assert (found is None) == (session == "")
 
 
-def test_no_two_sessions_are_one() -> None:
+def test_distinct_sessions_have_distinct_headers() -> None:
     found = {routing(session, None).get(SESSION_HEADER) for session in [*SESSIONS, "x" * 9001]}
     assert len(found) == len(SESSIONS) + 1

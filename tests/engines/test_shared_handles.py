@@ -54,7 +54,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return dict(json.loads(json.dumps(traveled.exports_of(0))))
 
 
-def test_a_worker_opens_what_a_rank_exported(
+def test_a_worker_opens_the_memory_exported_by_a_rank(
     receiver: Any, exported: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []
@@ -63,7 +63,7 @@ def test_a_worker_opens_what_a_rank_exported(
     assert opened == [*EXPORTED[:6], 1, *EXPORTED[7:]]  # by its own number of the device
 
 
-def test_a_worker_on_another_gpu_says_so(
+def test_a_worker_on_another_gpu_is_refused(
     receiver: Any, exported: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SimpleNamespace(uuid="another")
@@ -72,7 +72,7 @@ def test_a_worker_on_another_gpu_says_so(
         receiver.open_memory(exported, SIZE, torch.device("cuda", 1))
 
 
-def test_memory_that_is_too_small_is_not_mapped(receiver: Any) -> None:
+def test_too_small_memory_is_not_mapped(receiver: Any) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     handle = {shared.device_of(memory): shared.handle_of(memory)}
     assert receiver.open_memory(handle, 100, torch.device("cpu")).sum() == 0

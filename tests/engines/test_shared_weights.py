@@ -125,7 +125,7 @@ async def sharing(
         yield Sharing(b, sender)
 
 
-async def test_updates_reach_servers_and_the_requests_that_run(
+async def test_updates_reach_servers_and_running_requests(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Tied embeddings. Tokens before an update are those of the old weights, and later ones of the
@@ -201,7 +201,7 @@ class Misnaming(MemorySender):
     ("sender", "cause"), [(Vanishing, "No such file"), (Misnaming, "no_dtype")]
 )
 @pytest.mark.parametrize("in_turn", [False, True])
-async def test_a_failed_transfer_says_why_and_goes_through_a_directory(
+async def test_a_failed_transfer_is_reported_and_falls_back_to_a_directory(
     urls: list[str],
     tied: World,
     tmp_path: Path,
@@ -225,7 +225,7 @@ async def test_a_failed_transfer_says_why_and_goes_through_a_directory(
         await s.b.check_greedy()
 
 
-async def test_without_memory_for_a_copy_the_weights_go_through_a_directory(
+async def test_weights_are_sent_as_a_directory_without_memory_for_a_copy(
     urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(MemorySender):
@@ -242,7 +242,7 @@ class Closed(Vanishing):
     always = True
 
 
-async def test_memory_that_is_never_read_is_given_up(
+async def test_unread_memory_is_released(
     urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path, sender=Closed) as s:
@@ -255,7 +255,7 @@ async def test_memory_that_is_never_read_is_given_up(
     assert caplog.text.count("No such file") >= 2
 
 
-async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
+async def test_a_late_server_gets_a_directory_of_the_shared_weights(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Also while the learner has trained on, and sleeps."""
@@ -275,7 +275,7 @@ async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
         assert late.policy_version == version + 1
 
 
-async def test_an_older_version_is_not_written_in_the_name_of_a_newer_one(
+async def test_an_older_version_is_not_written_under_the_number_of_a_newer_one(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path) as s:

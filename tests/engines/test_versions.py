@@ -21,7 +21,7 @@ from agentenv.engines.vllm import VLLMServer
         (SGLangServer, "0.5.2", False),
     ],
 )
-def test_what_was_tried(
+def test_an_untested_version_is_warned_about(
     kind: type[RemoteServer], version: str, tried: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

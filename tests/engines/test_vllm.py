@@ -87,7 +87,7 @@ async def tied(servers: Servers) -> AsyncIterator[ServerSubject]:
 
 
 @pytest.mark.timeout(400)
-async def test_it_says_what_it_is(servers: Servers) -> None:
+async def test_a_connected_server_reports_its_version_and_features(servers: Servers) -> None:
     await asyncio.to_thread(servers.plain.wait_ready)
     server = VLLMServer(servers.plain.url + "/")
     info = await server.connect(5)
@@ -131,7 +131,7 @@ async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Se
     assert done.entropies == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), abs=1e-4)
 
 
-async def test_entropies(servers: Servers) -> None:
+async def test_entropies_without_the_plugin_are_bounds_or_exact(servers: Servers) -> None:
     """Without the plugin: from the k largest they are lower bounds, from all they are exact, and
     the data say so."""
     ids = prompt(1, 20)
@@ -176,7 +176,7 @@ async def test_prefixes_are_reused_and_never_across_versions(
         await contract.check_prefixes(subject, world, 0, BLOCK, 8, recomputed=recomputed)
 
 
-async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
+async def test_a_request_queued_in_the_server_starts_on_the_new_weights(
     plain: ServerSubject, servers: Servers
 ) -> None:
     """Its prompt was cached under the old ones, whose requests hold the cache."""
@@ -197,7 +197,9 @@ async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
     check_sampled(world.models, ids, done, greedy=True)
 
 
-async def test_requests_that_come_during_an_update(plain: ServerSubject, servers: Servers) -> None:
+async def test_requests_during_an_update_use_no_prefix_of_other_weights(
+    plain: ServerSubject, servers: Servers
+) -> None:
     """Whichever weights they get, no prefix of the other ones is in them."""
     world = servers.untied_world
     ids = prompt(12, 3 * BLOCK + 5)
@@ -224,7 +226,7 @@ async def test_an_update_within_a_request_gives_two_version_spans(
 
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("plain")  # which waits until the server is there
-async def test_an_update_under_64_streams_and_the_prefixes_of_forks_after_it(
+async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     servers: Servers,
 ) -> None:
     """Through the pool, four times as many as run at once. Log-probs are those of the weights that
@@ -275,22 +277,24 @@ async def test_a_cancelled_call_frees_the_server(plain: ServerSubject) -> None:
     await contract.check_abort(plain, num_requests=32)
 
 
-async def test_many_at_once(plain: ServerSubject, servers: Servers) -> None:
+async def test_concurrent_requests(plain: ServerSubject, servers: Servers) -> None:
     await contract.check_concurrency(plain, servers.untied_world, 0, 64, 16)
 
 
-async def test_refused_requests_leave_it_alive(plain: ServerSubject) -> None:
+async def test_the_engine_serves_on_after_refused_requests(plain: ServerSubject) -> None:
     await contract.check_refusals(plain)
 
 
-async def test_directories_that_do_not_fit(
+async def test_incompatible_directories_are_refused(
     plain: ServerSubject, servers: Servers, tmp_path: Path
 ) -> None:
     other = servers.tied_world.paths[0]
     await contract.check_bad_directories(plain, servers.untied_world, 0, other, tmp_path)
 
 
-async def test_tokens_of_weights_that_nobody_named(plain: ServerSubject, servers: Servers) -> None:
+async def test_tokens_of_weights_with_another_label_are_refused(
+    plain: ServerSubject, servers: Servers
+) -> None:
     http = HttpClient(servers.plain.url)
     await http.call("POST", "/update_weight_version", {"new_version": "of someone else"})
     with pytest.raises(EngineError, match="of someone else"):
@@ -298,7 +302,7 @@ async def test_tokens_of_weights_that_nobody_named(plain: ServerSubject, servers
     await http.close()
 
 
-async def test_a_server_that_was_left_paused_is_resumed(servers: Servers) -> None:
+async def test_a_paused_server_is_resumed_on_connect(servers: Servers) -> None:
     http = HttpClient(servers.plain.url)
     await asyncio.to_thread(servers.plain.wait_ready)
     await http.call("POST", "/pause", params={"mode": "keep"})
@@ -333,7 +337,7 @@ async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
     await server.close()
 
 
-async def test_a_load_that_breaks_half_way(
+async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
     tied: ServerSubject, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that only this process sees: the engine has begun when it finds out. Nothing is
@@ -357,7 +361,9 @@ async def test_a_load_that_breaks_half_way(
 
 
 @pytest.mark.timeout(400)
-async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> None:
+async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
+    tied: ServerSubject, servers: Servers
+) -> None:
     """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
     at once. The last test, since the server does not come back."""
     chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]

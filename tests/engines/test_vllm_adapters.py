@@ -123,7 +123,7 @@ def versions(done: Completion) -> list[int]:
     return [span.version for span in done.version_spans]
 
 
-async def test_each_version_is_the_adapter_that_was_loaded(served: Served) -> None:
+async def test_each_version_samples_from_its_loaded_adapter(served: Served) -> None:
     """Greedy tokens and log-probs are those of peft's model; running turns go on under the new
     adapter, with keys and values of it, at the cost of no retry; no prefix hit crosses versions."""
     ids = prompt(3, 100)
@@ -149,7 +149,7 @@ async def test_each_version_is_the_adapter_that_was_loaded(served: Served) -> No
         assert len(await served.names()) == 1
 
 
-async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_of_another_model_is_refused(served: Served, tmp_path: Path) -> None:
     other = World(tmp_path / "other", tied=False, num_models=1)
     (misfit,), _ = write_adapters(other.paths[0], tmp_path, 1)
     whole = (misfit / "adapter_model.safetensors").read_bytes()
@@ -163,7 +163,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_p
         assert versions(done) == [1]
 
 
-async def test_turns_outlast_a_sleep_and_wake_up_with_other_weights(served: Served) -> None:
+async def test_turns_continue_after_a_sleep_with_new_weights(served: Served) -> None:
     ids = prompt(5, 40)
     async with served.pool() as pool:
         pool.require("sleep")

@@ -45,7 +45,7 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
         await engine.close()
 
 
-def test_a_sleeping_rank_holds_nothing_and_trains_on_as_if_it_had_not_slept(
+def test_a_sleeping_rank_holds_no_memory_and_trains_unchanged_afterwards(
     tmp_path: Path,
 ) -> None:
     directory = save_tiny_model(tmp_path)

@@ -46,7 +46,7 @@ async def test_logprobs_equal_transformers_before_and_after_an_update(
         await engine.close()
 
 
-async def test_many_turns_at_a_time_of_half_a_billion_weights(tmp_path: Path) -> None:
+async def test_concurrent_turns_of_a_model_of_half_a_billion_weights(tmp_path: Path) -> None:
     """New weights arrive in the middle; each token says whose it is."""
     path = tmp_path / "model"
     random_policy("0.5B").model.save_pretrained(path)

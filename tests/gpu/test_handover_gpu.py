@@ -173,7 +173,7 @@ def used_gib() -> str:
     return f"{float(subprocess.check_output(command, text=True).split()[0]) / 1024:.1f}"
 
 
-async def test_what_a_handover_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_cost_of_a_handover(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = SHAPES[NAME] if HAS_GPU else {}
     make_model(tmp_path / "model", **shape, dtype=torch.bfloat16 if HAS_GPU else torch.float32)
     folder = MEMORY / f"agentenv-handover-{os.getpid()}"

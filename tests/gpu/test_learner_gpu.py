@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES if HAS_GPU else ["stage1"])
-async def test_an_update_fits_into_what_the_dry_run_counts(
+async def test_an_update_fits_into_the_memory_estimate_of_the_dry_run(
     model: Path, name: str, tmp_path: Path
 ) -> None:
     config = LearnerConfig(

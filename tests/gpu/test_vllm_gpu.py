@@ -166,7 +166,7 @@ async def test_a_turn_ends_with_the_first_of_its_stop_strings(world: World) -> N
         assert not any(stop in before for stop in stops)
 
 
-async def test_throughput_beside_a_bare_client(world: World) -> None:
+async def test_throughput_compared_with_a_bare_client(world: World) -> None:
     """Prints the table of tests/gpu/RESULTS.md."""
     print("\n| streams x tokens | client | tokens/s | GPU % | client, API, engine: cores |")
     print("|---|---|---|---|---|")

@@ -35,7 +35,7 @@ from tests.support.forks import Command
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-async def test_a_killed_rank_ends_all_with_its_number(
+async def test_a_killed_rank_ends_all_ranks_and_is_named(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "learner.log"
@@ -55,7 +55,7 @@ async def test_a_killed_rank_ends_all_with_its_number(
 
 
 @pytest.mark.slow
-async def test_a_rank_that_hangs_is_named_and_all_end(
+async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +77,7 @@ async def test_a_rank_that_hangs_is_named_and_all_end(
     await learner.close()
 
 
-def test_running_out_of_memory_says_what_to_do() -> None:
+def test_an_out_of_memory_error_gives_a_hint() -> None:
     import torch
 
     for error in (
@@ -239,18 +239,20 @@ async def test_a_cancelled_start_keeps_no_connection(
     ],
     ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],
 )
-def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Position) -> None:
+def test_the_position_of_a_rank_comes_from_the_launcher(
+    environment: dict[str, str], place: Position
+) -> None:
     assert find_position(environment) == place
 
 
-def test_half_a_place_is_refused() -> None:
+def test_an_incomplete_position_is_refused() -> None:
     with pytest.raises(ConfigError, match="both of RANK and WORLD_SIZE"):
         find_position({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
         find_position({"RANK": "2", "WORLD_SIZE": "2"})
 
 
-async def test_an_update_is_nowhere_whole_on_its_way() -> None:
+async def test_an_update_is_streamed_tree_by_tree() -> None:
     """40 trees of 800 kB each, which the rank reads slower than they are packed."""
     trees = [encode_sequence([n, *[7] * 160_000], [False] + [True] * 160_000) for n in range(40)]
     update = wire.Update([trees[:25], trees[25:]], 0.5, "close")

@@ -38,7 +38,7 @@ def known(trees: list[TrajectoryTree]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7])
-def test_each_entropy_finds_its_token(num_ranks: int) -> None:
+def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     """Told by what the ranks say: the number of each token. Trees that brought entropies
     keep them."""
     groups = forgotten(ALGORITHM)
@@ -73,7 +73,7 @@ def _marked(tree: EncodedTree, first: int) -> EncodedTree:
 
 
 @pytest.mark.parametrize("agreement", ["close", "unknown"])
-def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> None:
+def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None:
     """Whether they were computed for the proximal log-probs or with the loss; and plots read
     them, and nothing of a tree that was not trained."""
     algorithm = GRPO(group_size=2)
@@ -96,7 +96,7 @@ def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> N
 
 
 @pytest.mark.parametrize("agreement", ["exact", "unknown"])
-def test_the_learners_logprobs_are_told_too(agreement: Agreement) -> None:
+def test_log_probs_of_the_learner_are_reported_too(agreement: Agreement) -> None:
     """Those before the update only where they were computed."""
     algorithm = GRPO(group_size=2)
     trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(3)]

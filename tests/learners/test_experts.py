@@ -80,7 +80,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
+def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
     rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
     before, now = (
@@ -154,7 +154,7 @@ async def test_two_ranks_at_stage_3_equal_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_adapters_leave_experts_and_router_alone(directory: Path, tmp_path: Path) -> None:
+def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Path) -> None:
     """They belong on linear layers; an expert is none. What is published is whole all the same."""
     config = replace(CONFIG, lora=LoRAConfig(r=4))
     rank = Rank(wire.Init.of(config, ALGORITHM, str(directory), seed=0))

@@ -15,7 +15,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 @pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.json")), ids=lambda path: path.stem)
-def test_reference_numbers(path: Path) -> None:
+def test_losses_equal_the_reference_numbers(path: Path) -> None:
     if path.stem not in check_fixtures.CHECKS:
         pytest.skip("another part's fixture")
     passed, failed = check_fixtures.check_file(path)

@@ -72,7 +72,7 @@ async def test_sleeping_between_updates_changes_nothing(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_what_a_rank_holds_is_freed_and_comes_back(tmp_path: Path) -> None:
+def test_the_memory_of_a_rank_is_freed_and_restored(tmp_path: Path) -> None:
     """Weights and both moments of AdamW, and nothing but them, are in main memory."""
     trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
     for param in trainer.backend.policy.parameters():
@@ -105,7 +105,7 @@ def test_main_memory_is_kept_for_the_next_sleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_memory_is_page_locked_as_long_as_it_is_there(
+def test_memory_is_page_locked_while_it_is_allocated(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal, of which CUDA tells the next kernel, costs speed only."""

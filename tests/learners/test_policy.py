@@ -17,7 +17,7 @@ SEQUENCES = [
 ]
 
 
-def test_policy_answers_for_predicted_tokens() -> None:
+def test_the_policy_returns_log_probs_and_entropies_of_predicted_tokens() -> None:
     plain, model = tiny_model("qwen2"), tiny_model("qwen2")
     (batch,) = pack(SEQUENCES, 100)
     policy = Policy(model)

@@ -52,7 +52,7 @@ def told_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture
     return [one for one in caplog.messages if "no answer" in one]
 
 
-def test_ten_times_the_usual_time_is_spoken_of_once_and_again_after_four_times_that(
+def test_a_silent_rank_is_reported_at_10_and_40_times_the_usual_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = told_of([(2.0, 2.0)] * 3 + [(2.0, 19.0), (2.0, 100.0)], caplog)
@@ -63,7 +63,7 @@ def test_ten_times_the_usual_time_is_spoken_of_once_and_again_after_four_times_t
     assert "in Abort, which usually takes 2 s: waiting for rank 1 (process 7, sleeping)" in told[0]
 
 
-def test_quick_commands_and_first_ones_are_given_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_quick_and_first_commands_have_more_time(caplog: pytest.LogCaptureFixture) -> None:
     assert told_of([(0.01, 0.01), (9.0, 9.0)], caplog) == []
     (told,) = told_of([(301.0, 299.0)], caplog)
     assert "waiting for rank 0 (process 7" in told

@@ -195,7 +195,7 @@ def test_bfloat16_without_zero_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_refuses_is_named(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_refusing_rank_is_named(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(zero_stage=1)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     try:

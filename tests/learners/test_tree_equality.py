@@ -99,7 +99,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float32(name: str, algorithm: 
         assert relative(gradients(model, loss), expected) < 1e-5
 
 
-def test_the_trees_have_what_makes_them_hard() -> None:
+def test_the_trees_cover_both_signs_and_every_clip_edge() -> None:
     """Tokens with advantages of both signs, and ratios on every side of every clip edge."""
     _, encoded = some_trees(7)
     tokens = ActionTokens.of(encoded)

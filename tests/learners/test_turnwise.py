@@ -147,7 +147,7 @@ def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryT
 
 
 @given(trees)
-def test_a_turn_has_the_mean_of_its_leaves_and_the_root_of_their_number(
+def test_a_turn_has_the_mean_of_its_leaves_and_the_square_root_of_their_number(
     tree: TrajectoryTree,
 ) -> None:
     group = credit_of(GRPO(group_size=SIZE), tree)
@@ -240,6 +240,6 @@ def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
         ({"aggregation": "seq-mean-token-mean"}, "name"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, object], why: str) -> None:
+def test_incompatible_keys_are_refused(keys: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{why}: "):
         Turnwise(**keys)  # type: ignore[arg-type]

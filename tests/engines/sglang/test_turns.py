@@ -67,7 +67,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     [{"top_k": 3}, {"top_k": 1, "temperature": 0.5}, {"top_p": 0.6}, {"min_p": 0.2, "top_k": 50}],
     ids=str,
 )
-async def test_truncated_sampling_reports_what_is_left(
+async def test_truncated_sampling_reports_renormalized_log_probs(
     server: SGLangServer, untied: World, fields: dict[str, Any]
 ) -> None:
     temperature = fields.get("temperature", 1.0)
@@ -114,7 +114,7 @@ async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> No
 
 
 @pytest.mark.usefixtures("slow")
-async def test_an_abort_is_of_one_request(server: SGLangServer) -> None:
+async def test_an_abort_affects_only_its_request(server: SGLangServer) -> None:
     """Also among requests whose ids begin alike, and where an id comes again: SGLang itself aborts
     by beginnings, and aborts what has its rid 2 s after a stream has ended."""
 
@@ -145,7 +145,7 @@ async def test_an_abort_is_of_one_request(server: SGLangServer) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-async def test_what_the_server_would_clamp_or_do_in_another_way_is_refused(
+async def test_parameters_that_the_server_would_clamp_or_change_are_refused(
     server: SGLangServer, prompt_ids: list[int], fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):

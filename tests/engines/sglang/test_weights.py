@@ -24,7 +24,7 @@ from tests.engines.world import ServerSubject, World
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
 
 
-async def test_weights_that_someone_else_names_are_known_as_foreign(
+async def test_weights_labeled_by_another_client_are_detected_as_foreign(
     server: SGLangServer, untied: World
 ) -> None:
     assert await server.keeps_label()
@@ -102,7 +102,7 @@ def spoil(source: Path, target: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["no files", "a layer is missing", "another shape", "cut short"])
 @pytest.mark.usefixtures("slow")
-async def test_a_bad_directory_is_refused_and_the_old_weights_go_on(
+async def test_a_bad_directory_is_refused_and_the_old_weights_stay_in_service(
     server: SGLangServer, untied: World, tmp_path: Path, kind: str
 ) -> None:
     """By itself SGLang would keep old layers in silence, or die of a shape."""
@@ -118,7 +118,7 @@ async def test_a_bad_directory_is_refused_and_the_old_weights_go_on(
     check_sampled(untied.models, PROMPT, completion, greedy=True)
 
 
-async def test_a_directory_that_only_the_server_refuses(
+async def test_a_directory_refused_only_by_the_server_keeps_the_old_weights(
     server: SGLangServer, untied: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As when it does not see our files: it answers 400 before it touches a weight."""
