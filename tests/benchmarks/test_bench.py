@@ -12,7 +12,7 @@ from benchmarks import bench
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("folder", "--json folder: Is a directory; name a file that can be written"),
         ("loop", "--json loop: Too many levels of symbolic links; name a file that can be"),
@@ -26,7 +26,7 @@ def test_an_unwritable_output_is_refused_before_any_measurement(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     file: str,
-    told: str,
+    message: str,
 ) -> None:
     """And what can be is left as it was until there are figures."""
 
@@ -39,6 +39,6 @@ def test_an_unwritable_output_is_refused_before_any_measurement(
     Path("loop").symlink_to("loop")
     Path("old.json").write_text("of another day")
     assert bench.main(["learner", "--json", file]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert Path("old.json").read_text() == "of another day"
     assert not Path("new.json").exists()

@@ -114,15 +114,17 @@ def test_processes_of_a_driver_are_counted_separately(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "told"),
+    ("driver", "message"),
     [
         (SILENT, "0 results of the tool: the driver does not pass its peer's calls to the tool"),
         (BROKEN, "ValueError: it has moved"),
         ("async def run(work): pass\n", "the driver ended after 0 env steps of 54"),
     ],
 )
-def test_a_driver_that_does_less_work_is_reported(tmp_path: Path, driver: str, told: str) -> None:
-    with pytest.raises(PeerError, match=told):
+def test_a_driver_that_does_less_work_is_reported(
+    tmp_path: Path, driver: str, message: str
+) -> None:
+    with pytest.raises(PeerError, match=message):
         contest.drive(Path(sys.executable), write_driver(tmp_path, driver), write_task(tmp_path))
 
 
@@ -144,17 +146,17 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two contestants in two rounds: one that works, and one whose environment cannot be made."""
-    asked = tmp_path / "missing.txt"
-    asked.write_text("nothing-of-this-name\n")
+    requirements = tmp_path / "missing.txt"
+    requirements.write_text("nothing-of-this-name\n")
     peers = {
         "tiny": Peer(driver=write_driver(tmp_path, DRIVER)),
-        "missing": Peer(driver=tmp_path, requirements=asked, versions=("2.0",)),
+        "missing": Peer(driver=tmp_path, requirements=requirements, versions=("2.0",)),
     }
     monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
-    said: list[str] = []
+    lines: list[str] = []
     kept: list[int] = []
     report = contest.run(
-        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append),
+        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, lines.append),
         peers=peers,
         keep=lambda report: kept.append(report.num_rounds),
     )
@@ -163,14 +165,14 @@ def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.Mo
     assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
     assert report.peers["missing"].sizes == {}
     assert "needs Python 2.0, which is not on the PATH" in report.peers["missing"].error
-    assert [line for line in said if line.startswith("round")] == [
+    assert [line for line in lines if line.startswith("round")] == [
         "round 1 of 2: tiny",
         "round 2 of 2: tiny",
     ]
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "message"),
     [
         (AgentEnvError("the run '3 0' failed:\n  ...\nValueError: it has moved"), "it has moved"),
         (FileNotFoundError(2, "No such file or directory", "python"), "'python'"),
@@ -178,7 +180,7 @@ def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_a_failing_contestant_does_not_end_the_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
 ) -> None:
     def broken(*_: Any) -> Any:
         raise raised
@@ -189,7 +191,7 @@ def test_a_failing_contestant_does_not_end_the_contest(
     peers = {"one": peer, "next": peer}
     report = contest.run([*peers], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
     for one in report.peers.values():
-        assert told in one.error
+        assert message in one.error
         assert "\n" not in one.error, "a row of the table"
 
 
@@ -225,15 +227,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     python.parent.mkdir()
     python.write_text(PYTHON)
     python.chmod(0o755)
-    asked = tmp_path / "asked.txt"
-    asked.write_text("nothing\n")
+    requirements = tmp_path / "asked.txt"
+    requirements.write_text("nothing\n")
     (tmp_path / "calls").touch()
     monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
 
     def made(pip: str, limit_s: float = 60.0) -> Path:
         monkeypatch.setenv("PIP", pip)
-        return environments.interpreter("one", asked, ["0.1"], tmp_path / "made", limit_s)
+        return environments.interpreter("one", requirements, ["0.1"], tmp_path / "made", limit_s)
 
     return made
 
@@ -248,25 +250,25 @@ REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
 def test_a_failed_installation_is_not_repeated_until_its_folder_is_removed(
     tmp_path: Path, make: Make
 ) -> None:
-    told = []
+    messages = []
     for _ in range(2):
         with pytest.raises(PeerError) as refused:
             make(REFUSED)
-        told.append(str(refused.value))
-    assert told[0] == told[1]
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
     assert calls_of_pip(tmp_path) == 1
     found = re.fullmatch(
         r"ERROR: No matching distribution found for nothing \(tried 20[-\d]+\); "
         r"remove (\S+) to try again",
-        told[0],
+        messages[0],
     )
-    assert found is not None, told[0]
+    assert found is not None, messages[0]
     subprocess.run(["rm", "-r", found[1]], check=True, timeout=60)
     assert make("exit 0").is_file()
 
 
 @pytest.mark.parametrize(
-    ("pip", "told"),
+    ("pip", "message"),
     [
         ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; last line: Coll"),
         ("kill -9 $$", "no output"),
@@ -276,9 +278,9 @@ def test_a_failed_installation_is_not_repeated_until_its_folder_is_removed(
     ],
 )
 def test_an_installation_that_failed_for_another_reason_is_repeated(
-    make: Make, pip: str, told: str
+    make: Make, pip: str, message: str
 ) -> None:
-    with pytest.raises(PeerError, match=told):
+    with pytest.raises(PeerError, match=message):
         make(pip, limit_s=0.1)
     assert make("exit 0").is_file()
 
@@ -349,7 +351,7 @@ def test_the_line_of_a_log_with_the_error_is_found(log: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--only", "gym"], f"--only gym: unknown; expected: {', '.join(PEERS)}"),
         (["--sizes", "7"], "--sizes 7: unknown; expected: 100, 1000"),
@@ -357,10 +359,10 @@ def test_the_line_of_a_log_with_the_error_is_found(log: str, line: str) -> None:
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert bench.main(["peers", *options, "--folder", str(tmp_path / "none")]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "none").exists()
 
 

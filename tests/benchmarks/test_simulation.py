@@ -165,10 +165,10 @@ def test_a_fit_to_two_runs_predicts_other_settings(
     for name, keys in OTHERS.items():
         config = toy_config(tmp_path, *keys, "train.num_steps=16")
         was = simulate(config, work, same, 16, TRUE)
-        said = simulate(config, work, same, 16, model)
-        assert said.step_s == pytest.approx(was.step_s, rel=0.15), name
-        assert 1 - said.idle_share == pytest.approx(1 - was.idle_share, rel=0.15), name
-        assert said.staleness == pytest.approx(was.staleness, rel=0.15), name
+        predicted = simulate(config, work, same, 16, model)
+        assert predicted.step_s == pytest.approx(was.step_s, rel=0.15), name
+        assert 1 - predicted.idle_share == pytest.approx(1 - was.idle_share, rel=0.15), name
+        assert predicted.staleness == pytest.approx(was.staleness, rel=0.15), name
     assert model.update_s == pytest.approx(TRUE.update_s, rel=0.15)
     assert model.token_s == pytest.approx(TRUE.token_s, rel=0.15)
     assert model.turn_s == pytest.approx(TRUE.turn_s)

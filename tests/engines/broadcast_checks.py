@@ -122,9 +122,9 @@ async def check_spans(b: Bench, num_tokens: int, *, recomputes: bool) -> None:
         before = b.learner.policy_version
         sender = b.sender()
         version = await b.train(sender)
-        asking = await begin_many(b, ids, num_tokens, 4 * attempt)
+        pending = await begin_many(b, ids, num_tokens, 4 * attempt)
         await b.pool.receive_weights(sender, version)
-        found = await asyncio.gather(*asking)
+        found = await asyncio.gather(*pending)
         for done in found:
             versions = [span.version for span in done.version_spans]
             assert versions in ([before, version], [before], [version])
@@ -147,12 +147,12 @@ async def begin_many(
         started.set()
 
     sampling = SamplingParams(max_tokens=num_tokens)
-    asking = [
+    pending = [
         asyncio.create_task(b.pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
         for _ in range(number)
     ]
     await started.wait()
-    return asking
+    return pending
 
 
 def cut(done: Completion, end: int) -> Completion:

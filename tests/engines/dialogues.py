@@ -156,10 +156,10 @@ async def leave(server: RemoteServer[Any]) -> None:
     """Cancel a turn that has begun, and wait until the server was told."""
     begun = asyncio.Event()
     request = Request("left", PROMPT, SamplingParams(400, seed=1), 1)
-    asking = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
+    pending = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
     await begun.wait()
-    asking.cancel()
-    await asyncio.wait({asking})
+    pending.cancel()
+    await asyncio.wait({pending})
     await asyncio.wait(server._tasks)
 
 
@@ -168,10 +168,10 @@ async def update_while_paused(
 ) -> Any:
     """An update while a turn is on the server and has no token yet."""
     await server._http.call("POST", **PAUSES[name])
-    asking = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
+    pending = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
     await asyncio.sleep(SHORT_S)
     await server.load_weights(source, version)
-    return await asking
+    return await pending
 
 
 async def guest_while_paused(
@@ -183,10 +183,10 @@ async def guest_while_paused(
     guest.take_over(server.handed())
     try:
         await server._http.call("POST", **PAUSES[name])
-        asking = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
+        pending = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
         await asyncio.sleep(SHORT_S)
         await server.load_weights(source, version)
-        return await asking
+        return await pending
     finally:
         await guest.close()
 
@@ -310,8 +310,10 @@ class Player:
     async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
         known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
         session = request.headers.get(SESSION_HEADER, "")
-        asked = (request.method, request.path_qs, known, session)
-        one = next((e for e in self.left if (e.method, e.target, e.body, e.session) == asked), None)
+        request_key = (request.method, request.path_qs, known, session)
+        one = next(
+            (e for e in self.left if (e.method, e.target, e.body, e.session) == request_key), None
+        )
         if one is None:
             self.surprises.append(f"{request.method} {request.path_qs} {json.dumps(known)}")
             return web.Response(status=418, text=f"never asked so: {self.surprises[-1]}")

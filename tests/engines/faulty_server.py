@@ -97,7 +97,7 @@ class FaultyServer:
         self.die_after: int | None = None  # tokens
         self.hanging = False
         self.silent = False  # gives no token, and says that it is well
-        self.is_heard = False  # by the token for its weights, while it is silent
+        self.answers_probes = False  # by the token for its weights, while it is silent
         self.capacity: int | None = None  # requests; more are refused
         self.num_starved = 0  # requests for which this process has no descriptor
         self.fails = False  # all requests but that for its weights
@@ -109,7 +109,7 @@ class FaultyServer:
         self.num_connected = 0
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[Request] = []
-        self.versions_asked: list[int] = []
+        self.versions_requested: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
         self.num_preemptions = self.num_refused = self.num_failed = 0
         self._given, self._num_named = "", 0  # label by this client
@@ -160,7 +160,7 @@ class FaultyServer:
             self.num_starved -= 1
             raise NoDescriptorError("no file descriptor")
         if request.id.startswith("weights-"):  # what it answers tells its weights
-            if self.silent and not self.is_heard:
+            if self.silent and not self.answers_probes:
                 await asyncio.Event().wait()
             if self.label != self._given:
                 raise ForeignWeightsError(f"{self.name} sampled with other weights")
@@ -171,7 +171,7 @@ class FaultyServer:
             self.num_failed += 1
             raise ServerLostError("500 CUDA error")
         self.requests.append(request)
-        self.versions_asked.append(self.policy_version)
+        self.versions_requested.append(self.policy_version)
         num_tokens = 0
         break_after = self.breaks.pop(0) if self.breaks else None
         broken = asyncio.Event()

@@ -61,7 +61,7 @@ class Bench:
         self.pool, self.servers, self.folder, self.engine = pool, servers, folder, engine
         self.tokenizer = ByteTokenizer(folder)
 
-    async def ask(
+    async def generate(
         self, text: str = TEXT, session: str = "s", stop: tuple[str, ...] = ("</a>",), **rest: Any
     ) -> Completion:
         sampling = SamplingParams(rest.pop("max_tokens", 100), stop=stop, seed=1)
@@ -69,7 +69,7 @@ class Bench:
         try:
             return await self.engine.generate(prompt, sampling, session=session, **rest)
         finally:
-            await hear_all()
+            await deliver_all()
 
     def text(self, completion: Completion) -> str:
         sizes = {len(completion.token_ids), len(completion.logprobs), len(completion.entropies)}
@@ -121,7 +121,7 @@ async def bench(
         assert all(server.num_running == 0 for server in servers)
 
 
-async def hear_all() -> None:
+async def deliver_all() -> None:
     """Let both ends of a link hear what was sent."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -162,29 +162,31 @@ async def leased(
         entropies=entropies,
     )
 
-    async def hear_controller() -> None:
+    async def receive_from_controller() -> None:
         while True:
-            said = read_asked(await theirs.receive())
-            assert not isinstance(said, Grow | Drop)
-            engine.handle(said)  # type: ignore[arg-type]
+            message = read_asked(await theirs.receive())
+            assert not isinstance(message, Grow | Drop)
+            engine.handle(message)  # type: ignore[arg-type]
 
-    async def hear_worker() -> None:
+    async def receive_from_worker() -> None:
         while True:
-            told = read_answer(await ours.receive())
-            if isinstance(told, Quit):
-                leases.quit(told.number)
+            message = read_answer(await ours.receive())
+            if isinstance(message, Quit):
+                leases.quit(message.number)
             else:
-                assert isinstance(told, Acquire | FirstToken | Release)
-                leases.handle(told)
+                assert isinstance(message, Acquire | FirstToken | Release)
+                leases.handle(message)
 
-    hearing = [asyncio.create_task(one) for one in (hear_controller(), hear_worker())]
+    receiving = [
+        asyncio.create_task(one) for one in (receive_from_controller(), receive_from_worker())
+    ]
     try:
         yield engine
     finally:
         if not is_killed:
-            await hear_all()
+            await deliver_all()
             assert not leases._held
-        for one in hearing:
+        for one in receiving:
             if one.done():
                 one.result()  # what it has raised
             one.cancel()

@@ -118,9 +118,9 @@ async def test_a_late_server_gets_a_directory_then_broadcasts(
         assert late.policy_version == version
         for name in (first.name, late.name):
             http = HttpClient(name)
-            told = await http.call_json("GET", "/weight_info")
+            weight_info = await http.call_json("GET", "/weight_info")
             await http.close()
-            assert told["weight_version"].startswith(f"{version}-")
+            assert weight_info["weight_version"].startswith(f"{version}-")
 
 
 @pytest.mark.engine_sglang

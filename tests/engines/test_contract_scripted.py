@@ -94,10 +94,10 @@ async def test_an_update_within_a_request_gives_two_version_spans(tmp_path: Path
         if len(received) == 10:
             half.set()
 
-    asking = asyncio.create_task(subject.generate(prompt(2, 9), SamplingParams(20), receive))
+    pending = asyncio.create_task(subject.generate(prompt(2, 9), SamplingParams(20), receive))
     await half.wait()
     await subject.load_weights(tmp_path, 1)
-    done = await asking
+    done = await pending
     assert done.version_spans == [VersionSpan(0, 0, 10), VersionSpan(1, 10, 20)]
     assert subject.engine.policy_version == 1
     later = await subject.generate(prompt(2, 9), SamplingParams(3))
@@ -106,10 +106,10 @@ async def test_an_update_within_a_request_gives_two_version_spans(tmp_path: Path
 
 async def test_closing_ends_running_requests() -> None:
     engine = make_engine(tokens_per_s=100.0)
-    asking = asyncio.create_task(EngineSubject(engine).generate([20], SamplingParams(400)))
+    pending = asyncio.create_task(EngineSubject(engine).generate([20], SamplingParams(400)))
     await asyncio.sleep(0.05)
     await engine.close()
     with pytest.raises(EngineDeadError):
-        await asking
+        await pending
     with pytest.raises(EngineError):
         await EngineSubject(engine).generate([20], SamplingParams(1))

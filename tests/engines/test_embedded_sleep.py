@@ -56,10 +56,10 @@ async def begin(
         if len(got) > 5:
             enough.set()
 
-    asking = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
+    pending = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
     steps.let(10)
     await enough.wait()
-    return asking, got
+    return pending, got
 
 
 async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
@@ -78,12 +78,12 @@ async def test_turns_continue_unchanged_after_a_sleep(
     sampling = SamplingParams(max_tokens=80, seed=3)
     async with started(world, max_num_seqs=2) as engine:
         assert isinstance(engine, SleepingEngine)
-        asked = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
-        whole = [await engine.generate(ids, s, session="w") for ids, s in asked]
+        turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
+        whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)
-        first, got = await begin(engine, steps, *asked[0])
-        second, _ = await begin(engine, steps, *asked[1])
-        third = asyncio.create_task(engine.generate(*asked[2], session="s"))
+        first, got = await begin(engine, steps, *turns[0])
+        second, _ = await begin(engine, steps, *turns[1])
+        third = asyncio.create_task(engine.generate(*turns[2], session="s"))
         begun = asyncio.get_running_loop().time()
         await fall_asleep(engine, steps)
         num = len(got)
@@ -108,10 +108,10 @@ async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     ids = prompt(1, 30)
     async with started(world) as engine:
         steps = Steps(monkeypatch)
-        asking, _ = await begin(engine, steps, ids)
+        pending, _ = await begin(engine, steps, ids)
         await fall_asleep(engine, steps)
         await engine.load_weights(world.paths[1], 1)
-        done = await asking
+        done = await pending
         assert [span.version for span in done.version_spans] == [0, 1]
         check_sampled(world.models, ids, done, greedy=True)
         assert engine.stats()["cross_version_hits"] == 0

@@ -46,12 +46,12 @@ async def test_weights_change_while_requests_run(
         steps.let(1)
         await loading
         assert engine.policy_version == 7
-        asking = asyncio.create_task(
+        pending = asyncio.create_task(
             engine.generate(ids, SamplingParams(max_tokens=30), session="s")
         )
         await asyncio.sleep(0)
         steps.let(1 + 30)
-        fresh = await asking
+        fresh = await pending
         assert not running.done()
         assert fresh.num_cached_tokens == 0
         assert fresh.version_spans == [VersionSpan(7, 0, 30)]

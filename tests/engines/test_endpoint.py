@@ -48,9 +48,9 @@ def test_a_malformed_chat_completion_has_one_error(body: bytes) -> None:
 
 
 def test_a_reply_is_read_without_thoughts_and_marked_if_truncated() -> None:
-    said = read_reply(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
-    assert (said.raw, said.text) == ("<think>hm</think> Lima ", "Lima")
-    assert (said.whole, said.num_tokens) == (False, 930)
+    answer = read_reply(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
+    assert (answer.raw, answer.text) == ("<think>hm</think> Lima ", "Lima")
+    assert (answer.whole, answer.num_tokens) == (False, 930)
     bare = read_reply(json.dumps({"choices": [{"message": {}}]}).encode())
     assert (bare.raw, bare.whole, bare.num_tokens) == ("", True, 0)
 

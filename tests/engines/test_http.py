@@ -283,17 +283,17 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
             with suppress(OSError):
                 while True:
                     taken.append(os.dup(0))
-            asking = asyncio.create_task(client.call("POST", "/x", 1))
+            pending = asyncio.create_task(client.call("POST", "/x", 1))
             await asyncio.sleep(0.4)
-            assert not asking.done()
+            assert not pending.done()
             with pytest.raises(NoDescriptorError):  # so that its place goes to another one
                 async with client.stream("/x", 1):
                     raise AssertionError
             for descriptor in taken:
                 os.close(descriptor)
-            assert await asking == b"ok"
-    (told,) = [one.getMessage() for one in caplog.records if is_shown(one)]
-    assert "file descriptors" in told
+            assert await pending == b"ok"
+    (message,) = [one.getMessage() for one in caplog.records if is_shown(one)]
+    assert "file descriptors" in message
 
 
 async def test_streams_leave_descriptors_for_the_rest_of_the_process() -> None:

@@ -24,7 +24,7 @@ from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, Serve
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest
-from tests.engines.pool_bench import TEXT, Bench, bench, hear_all, leased, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, deliver_all, leased, write_folder
 from tests.support.virtual_clock import run_virtual
 
 
@@ -46,27 +46,27 @@ def shared(
     run_virtual(main())
 
 
-def ask(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
+def start_turn(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
     sampling = SamplingParams(100, stop=("</a>",), seed=1)
     prompt = b.tokenizer.encode(text + "|")
 
-    async def asking() -> str:
+    async def generate() -> str:
         return b.text(await engine.generate(prompt, sampling, session="s"))
 
-    return asyncio.create_task(asking())
+    return asyncio.create_task(generate())
 
 
 def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
             async with leased(b.pool, folder, is_killed=True) as engine:
-                asking = [ask(b, engine) for _ in range(3)]
+                pending = [start_turn(b, engine) for _ in range(3)]
                 await asyncio.sleep(0.5)
                 assert b.pool.stats()["running"] == 3
             assert b.pool.stats()["running"] == 0
-            for one in asking:
+            for one in pending:
                 one.cancel()
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
 
     run_virtual(main())
 
@@ -76,27 +76,27 @@ def test_the_slot_of_a_cancelled_turn_is_returned(folder: Path) -> None:
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
         for rounds in range(12):
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             for _ in range(rounds):
                 await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await hear_all()
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await deliver_all()
             assert b.pool.stats()["running"] == b.pool.stats()["waiting"] == 0
-        assert await ask(b, engine) == TEXT
+        assert await start_turn(b, engine) == TEXT
 
     shared(folder, work)
 
 
 def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        asking = ask(b, engine)
+        pending = start_turn(b, engine)
         await asyncio.sleep(0.5)
         (server,) = b.servers
         assert server.before_release is not None
         await server.before_release()
         assert (server.num_running, server.num_aborted) == (0, 1)
-        assert await asking == TEXT, "it goes on from its tokens"
+        assert await pending == TEXT, "it goes on from its tokens"
 
     shared(folder, work)
 
@@ -108,12 +108,12 @@ def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> No
 
     async def main() -> None:
         async with bench(folder, 1) as b, leased(b.pool, folder, guests=guests) as engine:
-            assert [await ask(b, engine) for _ in range(2)] == [TEXT, TEXT]
+            assert [await start_turn(b, engine) for _ in range(2)] == [TEXT, TEXT]
             assert [one.num_taken_over for one in guests] == [1]
             b.servers[0].restart()
             await b.until_up(0)
             await b.until_up(1)
-            assert await ask(b, engine) == TEXT
+            assert await start_turn(b, engine) == TEXT
             assert [one.num_taken_over for one in guests] == [2]
 
     run_virtual(main())
@@ -123,7 +123,7 @@ def test_a_dead_pool_ends_the_turns_of_workers(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].kill()
         with pytest.raises(EngineDeadError):
-            await ask(b, engine)
+            await start_turn(b, engine)
 
     shared(folder, work)
 
@@ -131,12 +131,12 @@ def test_a_dead_pool_ends_the_turns_of_workers(folder: Path) -> None:
 def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             await asyncio.sleep(0.5)
             b.pool.end("all is over")
             with pytest.raises(EngineDeadError, match="all is over"):
-                await asking
-            await hear_all()
+                await pending
+            await deliver_all()
 
     run_virtual(main())
 
@@ -144,8 +144,8 @@ def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path
 def test_workers_and_the_pool_share_the_slots_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].capacity = 2
-        turns = [ask(b, engine) for _ in range(4)]
-        own = [asyncio.create_task(b.ask()) for _ in range(4)]
+        turns = [start_turn(b, engine) for _ in range(4)]
+        own = [asyncio.create_task(b.generate()) for _ in range(4)]
         assert await asyncio.gather(*turns) == [TEXT] * 4
         assert [b.text(done) for done in await asyncio.gather(*own)] == [TEXT] * 4
         assert b.servers[0].peak_running == 2
@@ -162,14 +162,14 @@ def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(folder:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         for rounds in range(20):
             b.servers[0].capacity = 0
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             for _ in range(rounds):
                 await asyncio.sleep(0)
-            asking.cancel()
+            pending.cancel()
             b.servers[0].capacity = None
-            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.gather(pending, return_exceptions=True)
             async with asyncio.timeout(100):
-                assert await ask(b, engine) == TEXT
+                assert await start_turn(b, engine) == TEXT
 
     shared(folder, work)
 
@@ -180,7 +180,7 @@ def test_losses_of_an_earlier_process_do_not_count_against_the_next(
     """A worker may be late with what it says."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        asking = ask(b, engine)
+        pending = start_turn(b, engine)
         await asyncio.sleep(0.5)
         link, loop = engine._link, asyncio.get_running_loop()
         link.send = partial(loop.call_later, 5.0, link.send)  # type: ignore[assignment]
@@ -190,7 +190,7 @@ def test_losses_of_an_earlier_process_do_not_count_against_the_next(
         await b.until_up(1)
         await asyncio.sleep(lost_s + 5.01 - loop.time())
         assert (b.pool.stats()["server/0/lost"], b.pool.stats()["servers_up"]) == (1, 1)
-        assert await asking == TEXT
+        assert await pending == TEXT
         await asyncio.sleep(5.0)
 
     shared(folder, work)
@@ -199,10 +199,10 @@ def test_losses_of_an_earlier_process_do_not_count_against_the_next(
 def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         (server,), (member,) = b.servers, b.pool.servers
-        first = ask(b, engine)
+        first = start_turn(b, engine)
         await asyncio.sleep(0.5)
         member.on_trial = True  # while it runs
-        others = [ask(b, engine) for _ in range(8)]
+        others = [start_turn(b, engine) for _ in range(8)]
         await asyncio.sleep(0.1)
         server.die_after = len(TEXT) // 2
         await asyncio.sleep(0.61)
@@ -229,13 +229,13 @@ def test_tokens_right_after_an_update_have_its_version(folder: Path) -> None:
         server.generate = slow_probe  # type: ignore[method-assign]
         prompt = b.tokenizer.encode(TEXT + "|")
         sampling = SamplingParams(100, stop=("</a>",), seed=1)
-        asking = asyncio.create_task(engine.generate(prompt, sampling, session="s"))
+        pending = asyncio.create_task(engine.generate(prompt, sampling, session="s"))
         await asyncio.sleep(0.48)
         loading = asyncio.create_task(b.load(1))
         await asyncio.sleep(0.4)
         server.kill()
         await loading
-        done = await asking
+        done = await pending
         assert b.text(done) == TEXT
         assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
 
@@ -261,19 +261,19 @@ class Storm:
     def __init__(self, b: Bench, latency_s: float) -> None:
         self.b, self.latency_s = b, latency_s
         self.workers: list[tuple[AsyncExitStack, LeasedEngine]] = []
-        self.asking: dict[asyncio.Task[None], object] = {}  # and their engines
-        self.beside: list[asyncio.Task[None]] = []
+        self.pending: dict[asyncio.Task[None], object] = {}  # and their engines
+        self.background: list[asyncio.Task[None]] = []
         # By session: of each request, versions of tokens; None: it came in the very instant of one.
         self.sampled: dict[str, list[list[int | None]]] = {}
         self.named_s = {server.name: -1.0 for server in b.servers}
-        self.num_asked = self.version = self.served = 0
+        self.num_requests = self.version = self.served = 0
         for server in b.servers:
             server.generate = partial(self.sample, server, server.generate)  # type: ignore[method-assign]
             server.on_named = partial(self.named, server.name, server.on_named)
 
-    def named(self, name: str, tell: Callable[[], None]) -> None:
+    def named(self, name: str, on_named: Callable[[], None]) -> None:
         self.named_s[name] = asyncio.get_running_loop().time()
-        tell()
+        on_named()
 
     async def sample(
         self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
@@ -285,19 +285,19 @@ class Storm:
         versions: list[int | None] = []
         self.sampled.setdefault(request.session, []).append(versions)
 
-        def hear(chunk: Chunk) -> None:
+        def record(chunk: Chunk) -> None:
             is_clear = asyncio.get_running_loop().time() > self.named_s[server.name]
             version = server.policy_version if is_clear else None
             versions.extend([version] * len(chunk.token_ids))
             on_chunk(chunk)
 
         try:
-            return await generate(request, hear)  # type: ignore[no-any-return]
+            return await generate(request, record)  # type: ignore[no-any-return]
         except ForeignWeightsError:
             versions.clear()
             raise
 
-    async def ask(self, number: int, engine: EnginePool | LeasedEngine) -> None:
+    async def generate(self, number: int, engine: EnginePool | LeasedEngine) -> None:
         text, session = f"{number} is not {number + 1}" * (1 + number % 4) + "</a>", str(number)
         prompt = self.b.tokenizer.encode(text + "|")
         sampling = SamplingParams(200, stop=("</a>",), seed=number)
@@ -307,9 +307,11 @@ class Storm:
             await asyncio.sleep(1.0)
             assert clock() - before == pytest.approx(1.0), "it stands still"
         assert self.b.text(done) == text
-        told = [span.version for span in done.version_spans for _ in range(span.start, span.end)]
+        versions_found = [
+            span.version for span in done.version_spans for _ in range(span.start, span.end)
+        ]
         given = [version for one in self.sampled[session] for version in one]
-        pairs = zip(told, given, strict=False)
+        pairs = zip(versions_found, given, strict=False)
         assert self.latency_s or all(version in (None, one) for one, version in pairs)
 
     async def step(self, kind: str, number: int) -> None:
@@ -317,24 +319,26 @@ class Storm:
         match kind:
             case "ask":
                 for engine in [self.b.pool, *(engine for _, engine in self.workers)] * 2:
-                    self.num_asked += 1
-                    self.asking[asyncio.create_task(self.ask(self.num_asked, engine))] = engine
+                    self.num_requests += 1
+                    self.pending[asyncio.create_task(self.generate(self.num_requests, engine))] = (
+                        engine
+                    )
             case "cancel":
                 for _ in range(number):
                     await asyncio.sleep(0)
-                for one in list(self.asking)[number % 2 :: 2]:
-                    del self.asking[one]
+                for one in list(self.pending)[number % 2 :: 2]:
+                    del self.pending[one]
                     one.cancel()
             case "kill" | "restart":
                 getattr(server, kind)()
             case "load":
                 self.version += 1
-                self.beside.append(asyncio.create_task(self.load(self.version)))
+                self.background.append(asyncio.create_task(self.load(self.version)))
             case "refuse" | "doubt":
                 fault = EngineError if kind == "refuse" else ServerLostError
                 server.load_faults = [fault(kind)] * 2
             case "sleep" | "wake":
-                self.beside.append(asyncio.create_task(getattr(self.b.pool, kind)()))
+                self.background.append(asyncio.create_task(getattr(self.b.pool, kind)()))
             case "break":
                 server.breaks = [number % 7]
             case "fill":
@@ -346,7 +350,7 @@ class Storm:
 
     async def load(self, version: int) -> None:
         await self.b.load(version)
-        await hear_all()  # places that were under way
+        await deliver_all()  # places that were under way
         self.served = version
 
     async def join(self) -> None:
@@ -357,9 +361,9 @@ class Storm:
     async def leave(self, number: int) -> None:
         """A worker is gone at once, and with it all that it asked for."""
         stack, engine = self.workers.pop(number)
-        gone = [one for one, its in self.asking.items() if its is engine]
+        gone = [one for one, its in self.pending.items() if its is engine]
         for one in gone:
-            del self.asking[one]
+            del self.pending[one]
             one.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
         await stack.aclose()
@@ -370,10 +374,10 @@ class Storm:
             server.load_faults, server.breaks, server.capacity = [], [], None
             if not await server.healthy():
                 server.restart()
-        outcomes = await asyncio.gather(*self.beside, return_exceptions=True)
+        outcomes = await asyncio.gather(*self.background, return_exceptions=True)
         assert all(one is None or isinstance(one, EngineError) for one in outcomes), outcomes
         await self.b.pool.wake()
-        await asyncio.gather(*self.asking)
+        await asyncio.gather(*self.pending)
         await asyncio.sleep(5 * self.latency_s + 0.1)
         stats = self.b.pool.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)

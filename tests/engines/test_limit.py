@@ -26,10 +26,10 @@ class Growing:
         self._running: list[list[float]] = []  # tokens now, and at the end
         self._waiting: list[list[float]] = []
 
-    def serve(self, num_asked: int, seconds: int) -> None:
+    def serve(self, num_requests: int, seconds: int) -> None:
         for _ in range(seconds):
             for _step in range(10):
-                while len(self._running) + len(self._waiting) < min(num_asked, self.limit.value):
+                while len(self._running) + len(self._waiting) < min(num_requests, self.limit.value):
                     self._waiting.append([512, 512 + self._length()])
                 self._step(0.1)
             usage = self._used / self.CACHE

@@ -129,7 +129,7 @@ async def one(folder: Path, happens: Callable[[Bench], None], is_leased: bool, *
 
         async def turn() -> None:
             with working(clock):
-                await b.ask()
+                await b.generate()
                 clock_runs()
 
         def clock_runs() -> None:
@@ -180,7 +180,7 @@ def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(
 
             async def branch() -> None:
                 with Deadline(loop.time() + 0.3, loop.time, EngineError("late")):
-                    await b.ask()
+                    await b.generate()
 
             async def tree() -> None:
                 async with asyncio.TaskGroup() as group:
@@ -215,11 +215,11 @@ def test_a_keeper_does_not_wait_for_a_finished_request(folder: Path) -> None:
     run_virtual(main())
 
 
-def resting(member: PooledServer, looks: Callable[[], Awaitable[None]]) -> Any:
+def resting(member: PooledServer, check: Callable[[], Awaitable[None]]) -> Any:
     async def timed() -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await looks()
+        await check()
         return loop.time() - began
 
     return timed()

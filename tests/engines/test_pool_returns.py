@@ -67,19 +67,19 @@ def test_no_server_reads_removed_weights(folder: Path, slow: str, begins_s: floa
 def test_a_dead_server_is_queried_ever_more_rarely_and_does_not_end_the_pool(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
-            asked = 0
+            num_checks = 0
             healthy = b.servers[0].healthy
 
             async def counted() -> bool:
-                nonlocal asked
-                asked += 1
+                nonlocal num_checks
+                num_checks += 1
                 return await healthy()
 
             b.servers[0].healthy = counted  # type: ignore[method-assign]
             b.servers[0].kill()
             await asyncio.sleep(3600.0)
             b.pool.check_alive()
-            assert asked < 2 * 3600 / 20 + 20
+            assert num_checks < 2 * 3600 / 20 + 20
             b.servers[0].restart()
             await asyncio.sleep(60.0)
             assert b.pool.stats()["servers_up"] == 2

@@ -100,7 +100,7 @@ def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folde
             FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
             for name in ("well", "silent")
         ]
-        servers[1].silent = servers[1].is_heard = True
+        servers[1].silent = servers[1].answers_probes = True
         limits = Limits(max_seconds=60.0, max_response_tokens=400)
         trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
         assert ends_of(trees) == ["terminated"] * 192
@@ -112,12 +112,12 @@ def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folde
 async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_ones(b: Bench) -> None:
     ended: list[tuple[int, int]] = []
 
-    async def ask(order: tuple[int, int]) -> None:
-        await b.ask(order=order)
+    async def take_turn(order: tuple[int, int]) -> None:
+        await b.generate(order=order)
         ended.append(order)
 
     orders = [(1, 2), (1, 9), (1, 3), (0, 8), (0, 4), (1, 1)]
-    await asyncio.gather(*(ask(order) for order in orders))
+    await asyncio.gather(*(take_turn(order) for order in orders))
     assert ended == [(1, 2), (0, 4), (0, 8), (1, 1), (1, 3), (1, 9)]
 
 
@@ -125,12 +125,12 @@ async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_one
 async def test_the_clock_of_a_rollout_runs_only_while_a_server_processes_its_turn(b: Bench) -> None:
     """Turns of 2.3 s, one after the other."""
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            await b.ask()
+            await b.generate()
         return clock()
 
-    assert await asyncio.gather(*(ask() for _ in range(4))) == pytest.approx([2.3] * 4)
+    assert await asyncio.gather(*(take_turn() for _ in range(4))) == pytest.approx([2.3] * 4)
 
 
 @virtual(2, max_concurrency=8)
@@ -139,15 +139,15 @@ async def test_the_pool_has_room_while_few_turns_wait_and_caches_have_space(
 ) -> None:
     """16 places, of which a tenth may be waited for; half of each cache is in use."""
     assert b.pool.has_room(10**6), "nothing is known of what a trajectory needs"
-    asking = [asyncio.create_task(b.ask(session=f"{n}")) for n in range(17)]
+    pending = [asyncio.create_task(b.generate(session=f"{n}")) for n in range(17)]
     await asyncio.sleep(1.5)
     assert b.pool.stats()["waiting"] == 1
     assert b.pool.has_room(30)
     assert not b.pool.has_room(31), "16 running ones need one of two caches"
-    asking.append(asyncio.create_task(b.ask(session="one more")))
+    pending.append(asyncio.create_task(b.generate(session="one more")))
     await asyncio.sleep(0.1)
     assert not b.pool.has_room(18), "two of 16 wait"
-    await asyncio.gather(*asking)
+    await asyncio.gather(*pending)
     for server in b.servers:
         server.kill()
     await asyncio.sleep(2.0)
@@ -162,12 +162,12 @@ async def test_a_turn_without_a_file_descriptor_waits_and_counts_no_loss(b: Benc
     (server,) = b.servers
     server.num_starved = 40
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
         return clock()
 
-    assert await ask() == pytest.approx(2.3)
+    assert await take_turn() == pytest.approx(2.3)
     assert asyncio.get_running_loop().time() > 10.0
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["descriptor_waits"]) == (0, 0, 40)
@@ -184,25 +184,25 @@ async def test_a_paused_server_charges_no_time_and_is_not_lost(b: Bench) -> None
 
     server.load_weights = slow  # type: ignore[method-assign]
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            await b.ask()
+            await b.generate()
         return clock()
 
-    async def says_its_load() -> ServerLoad:
+    async def report_load() -> ServerLoad:
         return ServerLoad(1, 0, 0.1, 0)
 
-    asking = asyncio.create_task(ask())
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(1.0)
     await b.load(1)
-    assert await asking == pytest.approx(1.0)  # this server samples on while it loads
-    server.hanging, server.load = True, says_its_load  # type: ignore[method-assign]
-    asking = asyncio.create_task(ask())
+    assert await pending == pytest.approx(1.0)  # this server samples on while it loads
+    server.hanging, server.load = True, report_load  # type: ignore[method-assign]
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(20.0)
     await b.load(2)
     assert b.pool.stats()["server/0/lost"] == 0, "the pause is no silence"
-    asking.cancel()
-    await asyncio.wait({asking})
+    pending.cancel()
+    await asyncio.wait({pending})
 
 
 @virtual(2, first_token_s=50.0, silence_s=7.0)
@@ -218,7 +218,7 @@ async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Benc
     loop = asyncio.get_running_loop()
     for num_lost, (delay, patience_s) in enumerate([(0.0, 50.0), (1.05, 7.0)], start=1):
         begin = loop.time()
-        asking = asyncio.create_task(b.ask(session=f"{delay}", on_tokens=lambda chunk: None))
+        pending = asyncio.create_task(b.generate(session=f"{delay}", on_tokens=lambda chunk: None))
         if delay:
             await asyncio.sleep(delay)
         else:
@@ -226,7 +226,7 @@ async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Benc
             await asyncio.sleep(patience_s - 1.0)
         home = next(server for server in b.servers if server.num_running)
         first.hanging, second.hanging = home is first, home is second
-        assert b.text(await asking) == TEXT
+        assert b.text(await pending) == TEXT
         assert patience_s <= loop.time() - begin <= patience_s + 8.0
         assert sum(b.pool.stats()[f"server/{n}/lost"] for n in range(2)) == num_lost
         home.kill()  # what hangs in it
@@ -234,10 +234,10 @@ async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Benc
         await b.until_up(2)
 
 
-async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **asked: Any) -> float:
+async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **options: Any) -> float:
     """What the rollout of one turn shows at its end, of so many seconds."""
     with working(WorkClock(spent_s)) as clock, Deadline(seconds, clock, LateError()):
-        assert b.text(await b.ask(**asked)) == asked.get("text", TEXT)
+        assert b.text(await b.generate(**options)) == options.get("text", TEXT)
     return clock()
 
 
@@ -255,7 +255,7 @@ def test_the_silence_of_a_server_is_not_charged_to_a_rollout_out_of_time(
     async def main(is_leased: bool) -> None:
         async with bench(folder, 2, is_leased=is_leased) as b:
             silent = b.servers[0]
-            silent.silent = silent.is_heard = True
+            silent.silent = silent.answers_probes = True
             at_s = await seconds_of(b, 60.0, spent_s)
             assert at_s == pytest.approx(spent_s + 2.3)
             now = asyncio.get_running_loop().time()
@@ -279,7 +279,7 @@ async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
         return await generate(request, on_chunk)
 
     server.generate = keep_waiting  # type: ignore[method-assign]
-    others = asyncio.create_task(b.ask(TEXT * 20, session="other", stop=(), max_tokens=1000))
+    others = asyncio.create_task(b.generate(TEXT * 20, session="other", stop=(), max_tokens=1000))
     with pytest.raises(LateError):
         await seconds_of(b, 20.0, session="waits")
     assert asyncio.get_running_loop().time() == pytest.approx(20.0, abs=0.1)
@@ -329,10 +329,10 @@ def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
 
             server.generate = take_a_break  # type: ignore[method-assign]
             others = [
-                asyncio.create_task(b.ask(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
+                asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
                 for n in range(2)
             ]
-            assert b.text(await b.ask(session="preempted")) == TEXT
+            assert b.text(await b.generate(session="preempted")) == TEXT
             assert b.pool.stats()["server/0/lost"] == num_lost
             await asyncio.gather(*others)
 
@@ -343,16 +343,16 @@ def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
 async def test_a_rollout_gets_back_the_seconds_of_a_silent_server(b: Bench) -> None:
     """It is heard of for a second and then no more; the other server samples the rest."""
 
-    async def ask() -> tuple[float, float]:
+    async def take_turn() -> tuple[float, float]:
         with working(WorkClock(outer=WorkClock())) as clock:
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             assert clock._outer is not None
             return clock(), clock._outer()
 
-    asking = asyncio.create_task(ask())
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(1.05)
     (server,) = (one for one in b.servers if one.num_running)
     server.hanging = True
-    spent_s = await asking
+    spent_s = await pending
     assert asyncio.get_running_loop().time() > 30.0
     assert spent_s == pytest.approx((2.3, 2.3), abs=1.5), "without the silence"

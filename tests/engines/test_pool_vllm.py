@@ -74,7 +74,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
             enough.set()
 
     sampling = SamplingParams(max_tokens=LONG, temperature=0.0)
-    asking = asyncio.create_task(pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
+    pending = asyncio.create_task(pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
     others = [
         asyncio.create_task(pool.generate(prompt(n, 30), sampling, session=str(n)))
         for n in range(NUM_OTHERS)
@@ -83,7 +83,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
     (server,) = psutil.Process(factory.processes[0].pid).children()
     os.kill(server.pid, signal.SIGKILL)
     before = len(received)
-    done = await asking
+    done = await pending
     assert 60 < before < LONG
     assert received == done.token_ids  # each token once, the break does not show
     assert done.version_spans == [VersionSpan(3, 0, len(done.token_ids))]

@@ -25,36 +25,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @virtual(2)
 async def test_an_update_reaches_all_servers_and_running_turns(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.91)
     await b.load(1)
     assert (b.pool.policy_version, b.pool.stats()["weight_updates"]) == (1, 1)
     assert [server.loaded for server in b.servers] == [[("v1", 1)]] * 2
-    assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
+    assert (await pending).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
 
 
 @virtual(1, max_concurrency=8)
 async def test_preemptions_by_an_update_do_not_lower_the_limit(b: Bench) -> None:
-    asked = [asyncio.create_task(b.ask()) for _ in range(6)]
+    pending = [asyncio.create_task(b.generate()) for _ in range(6)]
     await asyncio.sleep(1.2)  # it has been looked at before and is after
     await b.load(1)
     await asyncio.sleep(0.9)
     assert b.servers[0].num_preemptions == 6
     assert b.pool.stats()["server/0/limit"] == 8
-    await asyncio.gather(*asked)
+    await asyncio.gather(*pending)
 
 
 @virtual(2)
 async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> None:
     """Of a lost part the versions are those its server had when the tokens came in."""
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.41)
     await b.load(1)
     await asyncio.sleep(0.5)
     b.servers[0].kill()
     await asyncio.sleep(0.1)
     await b.load(2)
-    spans = (await asking).version_spans
+    spans = (await pending).version_spans
     assert [span.version for span in spans] == [0, 1, 2]
     assert spans[0].end == 4
     assert spans[1].end == 9
@@ -64,29 +64,29 @@ async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> No
 async def test_an_incomplete_update_excludes_the_server_until_it_has_the_weights(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [ServerLostError("broken pipe"), ServerLostError("still broken")]
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.5)
     await b.load(1)
     assert b.pool.policy_version == 1
     assert b.pool.stats()["servers_up"] == 1
-    assert b.text(await b.ask()) == TEXT
-    assert b.text(await asking) == TEXT
+    assert b.text(await b.generate()) == TEXT
+    assert b.text(await pending) == TEXT
     await b.until_up(2)
     assert bad.weights == "v1"
-    assert bad.versions_asked == [0]  # no request met the mixed weights
+    assert bad.versions_requested == [0]  # no request met the mixed weights
 
 
 @virtual(2)
 async def test_a_server_that_refuses_an_update_is_excluded_and_keeps_its_turns(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [EngineError("no memory")] * 3
-    asking = asyncio.create_task(b.ask(TEXT * 3, stop=()))
+    pending = asyncio.create_task(b.generate(TEXT * 3, stop=()))
     await asyncio.sleep(0.5)
     await b.load(1)
-    later = [await b.ask(session=str(n)) for n in range(3)]
+    later = [await b.generate(session=str(n)) for n in range(3)]
     assert {span.version for done in later for span in done.version_spans} == {1}
-    assert [span.version for span in (await asking).version_spans] == [0, 1]
-    assert (bad.versions_asked[0], bad.num_aborted) == (0, 0)
+    assert [span.version for span in (await pending).version_spans] == [0, 1]
+    assert (bad.versions_requested[0], bad.num_aborted) == (0, 0)
     await b.until_up(2)
     assert bad.loaded == [("v1", 1)]
 
@@ -119,20 +119,20 @@ async def test_a_turn_that_waits_during_a_refused_update_gets_no_slot_on_that_se
 ) -> None:
     bad = b.servers[1]
     bad.load_faults = [EngineError("no memory")] * 2
-    asked = [asyncio.create_task(b.ask(TEXT * 4, stop=()))]  # on the other
+    pending = [asyncio.create_task(b.generate(TEXT * 4, stop=()))]  # on the other
     refuse = bad.load_weights
 
-    async def refuse_beside_one_more(source: Path, policy_version: int) -> None:
+    async def refuse_and_add_turn(source: Path, policy_version: int) -> None:
         if len(bad.load_faults) == 1:
-            asked.append(asyncio.create_task(b.ask(session="later")))
+            pending.append(asyncio.create_task(b.generate(session="later")))
         await refuse(source, policy_version)
 
-    bad.load_weights = refuse_beside_one_more  # type: ignore[method-assign]
+    bad.load_weights = refuse_and_add_turn  # type: ignore[method-assign]
     await asyncio.sleep(0.1)
     await b.load(1)
-    assert (await asked[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
-    assert set(bad.versions_asked) <= {1}
-    await asked[0]
+    assert (await pending[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert set(bad.versions_requested) <= {1}
+    await pending[0]
 
 
 @virtual(1)
@@ -140,12 +140,12 @@ async def test_a_full_server_takes_an_update_and_loses_no_turn(b: Bench) -> None
     """It refuses the token by which its weights are known until one of its requests has ended."""
     (server,) = b.servers
     server.capacity = 8
-    asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
+    pending = [asyncio.create_task(b.generate(session=str(number))) for number in range(8)]
     await asyncio.sleep(0.5)
     await b.load(1)
     assert server.num_refused > 0
     assert (server.loaded, server.num_aborted) == ([("v1", 1)], 0)
-    assert {b.text(await one) for one in asked} == {TEXT}
+    assert {b.text(await one) for one in pending} == {TEXT}
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
 
@@ -166,7 +166,7 @@ async def test_an_update_refused_by_all_servers_keeps_the_old_weights(b: Bench) 
     with pytest.raises(EngineError, match=r"no server took policy version 1: server0: .*lm_head"):
         await b.load(1)
     assert b.pool.policy_version == 0
-    assert (await b.ask()).version_spans[0].version == 0
+    assert (await b.generate()).version_spans[0].version == 0
     await b.load(2)
     assert b.pool.policy_version == 2
 
@@ -190,8 +190,8 @@ async def test_a_server_never_serves_older_weights_even_as_the_last_one(b: Bench
     b.pool.add_server(late)
     await b.load(1)
     b.servers[0].kill()
-    assert (await b.ask()).version_spans[0].version == 1
-    assert late.versions_asked == [1]
+    assert (await b.generate()).version_spans[0].version == 1
+    assert late.versions_requested == [1]
 
 
 @virtual(1)
@@ -203,14 +203,14 @@ async def test_a_server_can_be_added_and_removed_during_the_run(b: Bench) -> Non
     assert late.loaded == [("v1", 1)]
     await b.load(2)
     assert late.loaded[-1] == ("v2", 2)
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.5)
     b.pool.remove_server("server0")
     assert b.pool.stats()["servers"] == 1
     assert not any(name.startswith("server/0/") for name in b.pool.stats())
-    assert b.text(await asking) == TEXT
-    await b.ask()
-    assert late.versions_asked == [2]
+    assert b.text(await pending) == TEXT
+    await b.generate()
+    assert late.versions_requested == [2]
     assert b.servers[0].num_closed == 1
 
 
@@ -222,7 +222,7 @@ async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: B
     server.restart()
     await asyncio.sleep(3)
     assert server.loaded == [("v1", 1), ("v1", 1)]
-    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert (await b.generate()).version_spans == [VersionSpan(1, 0, len(TEXT))]
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -239,16 +239,16 @@ def test_tokens_of_foreign_weights_are_not_used(
             await b.load(1)
             (server,) = b.servers
             chunks: list[Chunk] = []
-            asking = asyncio.create_task(b.ask(on_tokens=chunks.append if listens else None))
+            pending = asyncio.create_task(b.generate(on_tokens=chunks.append if listens else None))
             await asyncio.sleep(0.5)
             server.change_weights("others", "default")
             if listens:
                 with pytest.raises(EngineError, match="weights named default"):
-                    await asking
+                    await pending
             else:
-                assert b.text(await asking) == TEXT
+                assert b.text(await pending) == TEXT
             assert server.loaded == [("v1", 1)] * (1 if listens else 2)
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             assert (server.weights, len(server.loaded)) == ("v1", 2)
 
     run_virtual(main())

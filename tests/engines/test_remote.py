@@ -20,14 +20,14 @@ from agentenv.engines.vllm import VLLMServer
 async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
     """A load of weights that is cancelled goes on in the background: the server is resumed, which
     one that sleeps must not be."""
-    server, told = VLLMServer("http://nowhere:1"), []
+    server, paths = VLLMServer("http://nowhere:1"), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
-        told.append(path)
+        paths.append(path)
 
     async def call(method: str, path: str, *_: Any, **__: Any) -> bytes:
         await asyncio.sleep(0.01)
-        told.append(path)
+        paths.append(path)
         return b""
 
     async def load() -> None:
@@ -40,7 +40,7 @@ async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> N
     loading.cancel()
     await asyncio.wait({loading})
     await server.sleep()
-    assert [path for path in told if path in ("/pause", "/resume", "/sleep")] == [
+    assert [path for path in paths if path in ("/pause", "/resume", "/sleep")] == [
         "/pause",
         "/resume",
         "/sleep",
@@ -51,33 +51,33 @@ async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> N
 async def test_a_waking_server_allocates_its_cache_last() -> None:
     """After the learner has taken back the memory of the copy that the server has read. A server
     with adapters keeps its weights, which nothing loads again."""
-    server, asked = VLLMServer("http://nowhere:1"), []
+    server, calls = VLLMServer("http://nowhere:1"), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
-        asked.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
+        calls.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
 
     async def call(*_: Any, **__: Any) -> bytes:
         return b'{"success": true}'
 
     async def release() -> None:
-        asked.append("release")
+        calls.append("release")
 
     server._post = post  # type: ignore[method-assign]
     server._http.call = call  # type: ignore[method-assign]
     await server.sleep()
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 3, release)
-    assert asked == [
+    assert calls == [
         *("sleep 2", "wake_up weights", "start_weight_update", "update_weights"),
         *("finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume"),
     ]
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 4, release)  # awake
-    later = [one for one in asked[9:] if one.split()[0] in ("pause", "wake_up", "release")]
+    later = [one for one in calls[9:] if one.split()[0] in ("pause", "wake_up", "release")]
     assert later == ["pause true"]  # and waits for no other server
     assert server.policy_version == 4
     info = ServerInfo("vllm", "0.32.0", "m", 0, frozenset({"adapters"}))
     server._facts = VLLMFacts(info, 8, None, 1, "", "", frozenset())
     await server.sleep()
-    assert asked[-1] == "sleep 1"
+    assert calls[-1] == "sleep 1"
     await server.close()
 
 

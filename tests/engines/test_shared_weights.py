@@ -138,9 +138,9 @@ async def test_updates_reach_servers_and_running_requests(
             seen.append(await s.b.check_greedy())
         assert len({tuple(done.logprobs) for done in seen}) == 3
         ids, before, spans = prompt(seed=1, size=20), version, []
-        asking = await begin_many(s.b, ids, MAX_LENGTH - 40, 8)
+        pending = await begin_many(s.b, ids, MAX_LENGTH - 40, 8)
         await s.update()
-        for done in await asyncio.gather(*asking):
+        for done in await asyncio.gather(*pending):
             spans.append([span.version for span in done.version_spans])
             check_sampled(s.b.models, ids, cut(done, done.version_spans[0].end))
         assert [before, before + 1] in spans

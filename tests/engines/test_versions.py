@@ -26,5 +26,5 @@ def test_an_untested_version_is_warned_about(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         kind("http://host:1")._warn_untried(version)
-    told = f"http://host:1 runs version {version}, which is untested"
-    assert (told in caplog.text) is (not tried)
+    warning = f"http://host:1 runs version {version}, which is untested"
+    assert (warning in caplog.text) is (not tried)

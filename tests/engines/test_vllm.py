@@ -243,14 +243,14 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     )
     try:
         await pool.start(fresh=False)
-        asking = [
+        pending = [
             asyncio.create_task(pool.generate(ids, SamplingParams(256, seed=n), session=str(n)))
             for n, ids in enumerate(prompts)
         ]
         while pool.stats()["sampled_tokens"] < 20 * NUM_SEQS:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pool.load_weights(world.paths[1], 1)
-        turns = await asyncio.gather(*asking)
+        turns = await asyncio.gather(*pending)
         for ids, done in zip(prompts, turns, strict=True):
             check_sampled(world.models, ids, done)
         versions = {tuple(span.version for span in done.version_spans) for done in turns}

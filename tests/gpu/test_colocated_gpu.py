@@ -32,7 +32,7 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
     try:
         whole = await engine.generate(prompt(1, 20), sampling, session="s")
         awake = allocated_bytes()
-        asking = asyncio.create_task(engine.generate(prompt(1, 20), sampling, session="s"))
+        pending = asyncio.create_task(engine.generate(prompt(1, 20), sampling, session="s"))
         await asyncio.sleep(0.02)
         await engine.sleep()
         num_weights = sum(p.nbytes for p in engine._scheduler._weights.targets.values())
@@ -40,7 +40,7 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
         left = [w.untyped_storage().size() for w in engine._scheduler._weights.targets.values()]
         assert not HAS_GPU or not any(left)  # on the CPU only the cache is given back
         await engine.wake()
-        assert (await asking).token_ids == whole.token_ids
+        assert (await pending).token_ids == whole.token_ids
     finally:
         await engine.close()
 

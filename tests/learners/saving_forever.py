@@ -64,7 +64,7 @@ def fill(backend: RankBackend, value: int) -> None:
             tensor.fill_(value)
 
 
-def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> None:
+def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) -> None:
     """Rank 0 does what the controller does, too; it tells when a checkpoint is complete."""
     checkpoints = Checkpoints(folder / "checkpoints")
     while True:
@@ -88,7 +88,7 @@ def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> N
         if backend.rank == 0:
             save_state(partial, RunState(step=step))
             checkpoints.complete(partial)
-            os.write(told, b".")
+            os.write(report_fd, b".")
             checkpoints.prune(2)
             if step % 2:
                 checkpoints.keep_best(step)
@@ -113,18 +113,18 @@ def check(path: Path) -> int:
 def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
     """Start all ranks, and kill them after some checkpoints and a part of a further one."""
     (folder / "meeting").unlink(missing_ok=True)
-    hears, tells = os.pipe()
+    receiver, sender = os.pipe()
     children = []
     for rank in range(1 if stage is None else 2):
         children.append(os.fork())
         if children[-1] == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            save_for_ever(folder, make_backend(folder, rank, stage), step, tells)
-    os.close(tells)
+            save_forever(folder, make_backend(folder, rank, stage), step, sender)
+    os.close(sender)
     start = time.monotonic()
     for _ in range(random.randint(1, 3)):
         start, before = time.monotonic(), start
-        assert os.read(hears, 1), "a rank has ended by itself"
+        assert os.read(receiver, 1), "a rank has ended by itself"
     time.sleep(random.random() * min(time.monotonic() - before, 1.0))
     # All at once, or one first; the others then wait for it or find it gone.
     for child in random.sample(children, len(children)):
@@ -132,7 +132,7 @@ def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
         time.sleep(random.choice((0.0, 0.1)))
     for child in children:
         os.waitpid(child, 0)
-    os.close(hears)
+    os.close(receiver)
 
 
 def main(folder: Path, kills: int, stage: int | None = None) -> None:

@@ -67,8 +67,8 @@ async def test_a_stalled_broadcast_is_aborted_at_once(model_dir: Path, tmp_path:
             await sender.abort()
             with pytest.raises(TransferError, match="aborted"):
                 await sending
-            told, _ = await process.communicate(b"")
-        assert told.startswith(b"refused: ")
+            output, _ = await process.communicate(b"")
+        assert output.startswith(b"refused: ")
         assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
 
 

@@ -104,9 +104,9 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
     kills *= repeats
     command = ("-m", "tests.learners.saving_forever", str(tmp_path), str(kills), *stage)
     with Command(*command, log=tmp_path / "log") as saving:
-        said = saving.said()
-    assert saving.returncode == 0, said
-    steps, half = map(int, said.splitlines()[-1].split())
+        output = saving.said()
+    assert saving.returncode == 0, output
+    steps, half = map(int, output.splitlines()[-1].split())
     assert steps >= kills
     assert half, "no kill fell into a save"
 

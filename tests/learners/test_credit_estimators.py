@@ -152,7 +152,7 @@ def raises(returns: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "said"),
+    ("estimator", "problem"),
     [
         (raises, r"raises raised ValueError: my own bug \(test_credit_estimators\.py, line \d+\)"),
         (lambda returns: returns * np.nan, r"returned \[nan, nan\] for the returns \[0\.0, 1\.0\]"),
@@ -161,8 +161,8 @@ def raises(returns: np.ndarray) -> np.ndarray:
         (lambda returns, index: returns, "missing 1 required positional argument"),
     ],
 )
-def test_an_estimator_has_a_finite_advantage_for_each_return(estimator: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_estimator_has_a_finite_advantage_for_each_return(estimator: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         advantages_of(estimator, np.array([0.0, 1.0]))
 
 

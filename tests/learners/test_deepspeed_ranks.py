@@ -70,8 +70,8 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     part = [encoded(uneven_trees(1))]
     with pytest.raises(LearnerError, match=r"rank 1 took longer than 5 s for Update.*stopped"):
         await learner.ranks.call([wire.Update(part, 1.0)] * 2, 5.0)
-    told = [one for one in caplog.messages if "no answer from the learner for" in one]
-    assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in told)
+    reported = [one for one in caplog.messages if "no answer from the learner for" in one]
+    assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in reported)
     assert_gone(pids)
     assert "gather" in (tmp_path / "learner.log").read_text(), "where rank 0 was waiting"
     await learner.close()
@@ -85,9 +85,9 @@ def test_an_out_of_memory_error_gives_a_hint() -> None:
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ):
-        told = failure(error, "traceback").error
-        assert told.startswith("ran out of memory (")
-        assert "learner.max_tokens_per_microbatch" in told
+        reported = failure(error, "traceback").error
+        assert reported.startswith("ran out of memory (")
+        assert "learner.max_tokens_per_microbatch" in reported
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 
 
@@ -144,8 +144,8 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
             modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
         ) as process:
             await update()
-            said = await asyncio.to_thread(process.said)
-            assert process.returncode == 0, said
+            output = await asyncio.to_thread(process.said)
+            assert process.returncode == 0, output
 
 
 @pytest.mark.slow
@@ -167,8 +167,8 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     tasks.append(stack.enter_context(task))
             await update()
             for task in tasks:
-                said = await asyncio.to_thread(task.said)
-                assert task.returncode == 0, said
+                output = await asyncio.to_thread(task.said)
+                assert task.returncode == 0, output
 
 
 async def test_external_ranks_need_a_secret(

@@ -26,7 +26,7 @@ from tests.learners.trees import credited, random_tree
 ALGORITHM = ARPO(group_size=6)
 
 
-def forgotten(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
+def without_entropies(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
     """Trees whose engine tells no entropies."""
     trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(count)]
     forget_entropies(trees)
@@ -41,7 +41,7 @@ def known(trees: list[TrajectoryTree]) -> list[list[float]]:
 def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     """Told by what the ranks say: the number of each token. Trees that brought entropies
     keep them."""
-    groups = forgotten(ALGORITHM)
+    groups = without_entropies(ALGORITHM)
     kept = groups[1][0]
     for node in kept.nodes:
         node.entropies = array("f", [0.25]) * len(node.action_ids)
@@ -53,11 +53,11 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     write_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
-        told = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
+        reported = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
         assert all(len(node.entropies) == len(node.action_ids) for node in tree.nodes)
         if tree is not kept:
             count = one.num_action_tokens
-            assert sorted(told) == [1000.0 * number + i for i in range(count)]
+            assert sorted(reported) == [1000.0 * number + i for i in range(count)]
             path = next(tree.trajectories()).path
             assert [h for node in path for h in node.entropies] == sorted(
                 h for node in path for h in node.entropies
@@ -77,16 +77,16 @@ def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None
     """Whether they were computed for the proximal log-probs or with the loss; and plots read
     them, and nothing of a tree that was not trained."""
     algorithm = GRPO(group_size=2)
-    groups = forgotten(algorithm)
+    groups = without_entropies(algorithm)
     one = trainer(algorithm)
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     _, expected, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
     write_back(groups, encoded, [(encoded, one.entropies[0])])
     trees = [tree for tree, _ in groups]
-    told = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
-    assert sorted(told) == pytest.approx(sorted(expected), rel=1e-6)
-    assert not torch.tensor(told).isnan().any()
+    reported = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
+    assert sorted(reported) == pytest.approx(sorted(expected), rel=1e-6)
+    assert not torch.tensor(reported).isnan().any()
     untrained = random_tree(Random(9), index=9)
     forget_entropies([untrained])
     metrics = rollout_metrics([*trees, untrained], 0)
@@ -105,11 +105,11 @@ def test_log_probs_of_the_learner_are_reported_too(agreement: Agreement) -> None
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     expected, _, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
-    shares = [[(encoded, told[0])] for told in (one.entropies, one.proximal, one.logprobs)]
+    shares = [[(encoded, reported[0])] for reported in (one.entropies, one.proximal, one.logprobs)]
     write_back(groups, encoded, *shares)
     scored = [figures for tree, _ in groups for figures in tree.scored]
-    told = sorted(value for figures in scored for value in figures.logprobs)
-    assert told == pytest.approx(sorted(expected), rel=1e-6)
+    reported = sorted(value for figures in scored for value in figures.logprobs)
+    assert reported == pytest.approx(sorted(expected), rel=1e-6)
     before = sorted(value for figures in scored for value in figures.proximal)
     assert before == (pytest.approx(sorted(expected), rel=1e-6) if agreement == "unknown" else [])
     assert all(len(tree.scored) == len(tree.nodes) for tree, _ in groups)

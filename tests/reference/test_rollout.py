@@ -72,11 +72,11 @@ class Observed(ReferenceLoop):
             tree = self.trees[one.prompt]
             assert self.plan.rise(tree, one.cursor) == pytest.approx(rise, abs=1e-12)
             left = self.plan.group_size - tree.num_started
-            asked = Recorded(self.draws.draws[len(self.draws.used) :])
-            count = self.plan.on_fork_point(tree, one.cursor, [], asked)
+            draws_left = Recorded(self.draws.draws[len(self.draws.used) :])
+            count = self.plan.on_fork_point(tree, one.cursor, [], draws_left)
             used, started = len(self.draws.used), len(self.everything)
             new = super()._fork([one])
-            assert (count, asked.used) == (len(new), self.draws.used[used:])
+            assert (count, draws_left.used) == (len(new), self.draws.used[used:])
             assert len(new) == len(self.everything) - started <= left
             yield from new
 

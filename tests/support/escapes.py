@@ -106,17 +106,17 @@ async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) 
     session = sandbox.session(1)
     try:
         result = await session.run(code, timeout_s)
-        said = printed(result)
+        text = printed(result)
         served = False
         for _ in range(3):  # a snippet may break its own interpreter, which is then replaced
             following = await session.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
-            said += printed(following)
+            text += printed(following)
             served = "next 42" in following.output
             if served:
                 break
         other = sandbox.session(2)
         try:
-            beside = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
+            neighbor = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
         finally:
             other.close()
     except AgentEnvError as error:
@@ -126,9 +126,9 @@ async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) 
     finally:
         session.close()
     hole = places.damage()
-    if MARK in said or SECRET in said or SECRET in result.output:
-        hole = f"it printed {MARK}" if MARK in said else "it printed the secret"
-    elif not served or beside.output != "next 42":
+    if MARK in text or SECRET in text or SECRET in result.output:
+        hole = f"it printed {MARK}" if MARK in text else "it printed the secret"
+    elif not served or neighbor.output != "next 42":
         hole = "the next call was not served"
     return Outcome(hole, result.end, result.output)
 

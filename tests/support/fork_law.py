@@ -28,7 +28,7 @@ class Peer:
     def __init__(self, ws: aiohttp.ClientWebSocketResponse, id: str) -> None:
         self.ws, self.id = ws, id
 
-    async def ask(self, kind: str, data: Any = None) -> Any:
+    async def request(self, kind: str, data: Any = None) -> Any:
         """The data of the answer, without what names the session."""
         await self.ws.send_json({"type": kind, "data": data or {}})
         answer = await self.ws.receive_json(timeout=TIMEOUT_S)
@@ -37,7 +37,7 @@ class Peer:
 
     async def step(self, action: Any) -> Any:
         """The step, without times."""
-        found = await self.ask("step", action)
+        found = await self.request("step", action)
         found.pop("metadata", None)
         found["observation"].pop("metadata", None)
         return found
@@ -50,7 +50,7 @@ async def check_fork_law(url: str, actions: Sequence[Any], reset: Any = None) ->
         declared = api["info"].get("x-openenv-capabilities", ())
         assert "fork" in declared, f"the capability is not declared: {declared}"
         async with opened(http, url) as one:
-            await one.ask("reset", reset or {"seed": 1})
+            await one.request("reset", reset or {"seed": 1})
             expected = [await one.step(action) for action in actions]
         assert expected[-1]["done"], "the last action does not end the episode"
         for place in range(len(actions)):
@@ -64,7 +64,7 @@ async def _check_at(
     """Forks act first, one after the other, then their parent, then forks of whom it has ended."""
     where = f"after {place} actions"
     async with opened(http, url) as parent:
-        await parent.ask("reset", reset)
+        await parent.request("reset", reset)
         for action in actions[:place]:
             await parent.step(action)
         first, second, third = await forked(http, url, parent.id, COUNT)
@@ -94,7 +94,7 @@ async def _check_refusals(http: aiohttp.ClientSession, url: str, actions: Any, r
     async with opened(http, url) as one:
         early = await rpc(http, url, "openenv/session/fork", session_id=one.id, count=1)
         assert "error" in early, "a session without an episode is forked"
-        await one.ask("reset", reset)
+        await one.request("reset", reset)
         for count in (0, -1, "two"):
             refused = await rpc(http, url, "openenv/session/fork", session_id=one.id, count=count)
             assert "error" in refused, f"count {count!r} is taken"
@@ -109,8 +109,8 @@ async def opened(http: aiohttp.ClientSession, url: str, id: str = "") -> AsyncIt
     """A new session, or that of an id; it ends with the connection."""
     async with http.ws_connect(f"{url}/ws" + (f"?session_id={id}" if id else "")) as ws:
         peer = Peer(ws, id)
-        asked = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create", "params": {}}
-        peer.id = (await peer.ask("mcp", asked))["result"]["session_id"]
+        body = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create", "params": {}}
+        peer.id = (await peer.request("mcp", body))["result"]["session_id"]
         assert id in ("", peer.id), "a session that was attached has another id"
         yield peer
 
@@ -126,8 +126,8 @@ async def forked(http: aiohttp.ClientSession, url: str, id: str, count: int) -> 
 
 async def rpc(http: aiohttp.ClientSession, url: str, method: str, **params: Any) -> Any:
     """An answer of JSON-RPC by HTTP."""
-    asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-    async with http.post(f"{url}/mcp", json=asked) as response:
+    body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+    async with http.post(f"{url}/mcp", json=body) as response:
         return await response.json()
 
 

@@ -139,7 +139,7 @@ class ForkServer:
         }
         with open(os.devnull, "rb") as null:
             fds = [output, null.fileno() if stdin is None else stdin]
-            return ask(self._control, request, fds)
+            return send_request(self._control, request, fds)
 
     def close(self) -> None:
         """Idempotent."""
@@ -148,7 +148,7 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def ask(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
+def send_request(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
@@ -160,21 +160,21 @@ class Forked:
 
     def __init__(self, minder: socket.socket) -> None:
         self._minder = minder
-        told = minder.recv(16)  # blocks for the imports, the first time, and for a fork
-        assert told, "the fork server has ended"
-        self.pid = int(told)
+        report = minder.recv(16)  # blocks for the imports, the first time, and for a fork
+        assert report, "the fork server has ended"
+        self.pid = int(report)
         self.returncode: int | None = None
-        self._told = -signal.SIGKILL
+        self._reported = -signal.SIGKILL
         minder.setblocking(False)
 
     def poll(self) -> int | None:
         """It has ended when the fork server has waited for its minder, which tells first."""
         if self.returncode is None:
             with suppress(BlockingIOError):
-                while told := self._minder.recv(16):
-                    self._told = int(told)
+                while report := self._minder.recv(16):
+                    self._reported = int(report)
                 self._minder.close()
-                self.returncode = self._told
+                self.returncode = self._reported
         return self.returncode
 
     def wait(self, timeout: float = float("inf")) -> int:
@@ -216,7 +216,7 @@ def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
         control.connect(address)
-        process = Forked(ask(control, request, [1, 0]))
+        process = Forked(send_request(control, request, [1, 0]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
     process.watch()
@@ -251,14 +251,14 @@ def main(listening: str, *modules: str) -> NoReturn:
     signal.signal(signal.SIGCHLD, reap)
     control, listener = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(listening))
     while True:
-        asks = control
+        connection = control
         if control not in select.select([control, listener], [], [])[0]:
-            asks, _ = listener.accept()
-        request, fds, _, _ = socket.recv_fds(asks, MAX_REQUEST, 3)
-        if asks is not control:
-            asks.close()
+            connection, _ = listener.accept()
+        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+        if connection is not control:
+            connection.close()
         if not fds:
-            if asks is control:
+            if connection is control:
                 os._exit(0)
             continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})

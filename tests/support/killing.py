@@ -74,8 +74,8 @@ class Plan(Struct, frozen=True):
     servers: dict[str, int] = {}
 
     def __str__(self) -> str:
-        whom = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
-        return f"{whom}: {self.side} {self.point} {self.nth}"
+        target = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
+        return f"{target}: {self.side} {self.point} {self.nth}"
 
 
 class Killer:
@@ -99,7 +99,7 @@ class Killer:
             return
         if plan.victim == "other":
             assert other is not None
-            self._tell()
+            self._mark_killed()
             os.kill(other(), signal.SIGKILL)
         else:
             self.kill()
@@ -112,13 +112,13 @@ class Killer:
         self._seen[f"within {point}"] += 1
         return self._seen[f"within {point}"] == plan.nth
 
-    def _tell(self) -> None:
+    def _mark_killed(self) -> None:
         if self.plan.killed:
             with open(self.plan.killed, "x", encoding="utf-8"):
                 pass
 
     def kill(self) -> None:
-        self._tell()
+        self._mark_killed()
         victim = self.plan.victim
         below = psutil.Process(self._root).children(recursive=True)
         if victim in ("self", "tree"):
@@ -203,17 +203,17 @@ def install_servers(killer: Killer) -> None:
     def pid_of(self: VLLMServer) -> int:
         return killer.plan.servers[self.name]
 
-    async def sampling(self: VLLMServer, name: str, request: Any, size: int, tell: Any) -> Any:
+    async def sampling(self: VLLMServer, name: str, request: Any, size: int, on_chunk: Any) -> Any:
         if not request.session:  # of a probe
-            return await sample(self, name, request, size, tell)
+            return await sample(self, name, request, size, on_chunk)
         pid = functools.partial(pid_of, self)
 
-        def told(chunk: Any) -> None:
+        def count_chunk(chunk: Any) -> None:
             killer.at("turn", "within", pid)
-            tell(chunk)
+            on_chunk(chunk)
 
         killer.at("turn", "before", pid)
-        found = await sample(self, name, request, size, told)
+        found = await sample(self, name, request, size, count_chunk)
         killer.at("turn", "after", pid)
         return found
 
@@ -240,13 +240,13 @@ def install_sandbox(killer: Killer) -> None:
         async def called(self: Any, *arguments: Any) -> Any:
             pid = functools.partial(pid_of_zygote, zygote_of(self))
             killer.at(point, "before", pid)
-            asked = asyncio.ensure_future(inner(self, *arguments))
+            pending = asyncio.ensure_future(inner(self, *arguments))
             try:
                 await asyncio.sleep(0)  # until the request is sent
                 killer.at(point, "within", pid)
-                found = await asked
+                found = await pending
             finally:
-                asked.cancel()
+                pending.cancel()
             killer.at(point, "after", pid)
             return found
 
@@ -288,24 +288,24 @@ class SpareRank:
     controller knows a process."""
 
     def __init__(self, killer: Killer) -> None:
-        inner, self._told = os.pipe()
+        inner, self._settings_fd = os.pipe()
         self.returncode: int | None = None
         self.stdin = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._told)
+            os.close(self._settings_fd)
             self._be(inner, killer)
         os.close(inner)
 
     def _be(self, inner: int, killer: Killer) -> None:
         os.setsid()
         killer.role = "rank"
-        told = b""
+        settings = b""
         while part := os.read(inner, 1 << 16):
-            told += part
-        if not told:
+            settings += part
+        if not settings:
             os._exit(0)
-        environment, log = json.loads(told)
+        environment, log = json.loads(settings)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(file, number)
@@ -317,8 +317,8 @@ class SpareRank:
         os._exit(0)
 
     def start(self, environment: dict[str, str], log: Path) -> None:
-        os.write(self._told, json.dumps([environment, str(log)]).encode())
-        os.close(self._told)
+        os.write(self._settings_fd, json.dumps([environment, str(log)]).encode())
+        os.close(self._settings_fd)
 
     def _poll(self) -> int | None:
         if self.returncode is None:

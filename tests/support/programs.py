@@ -104,10 +104,10 @@ class ProgramEnv:
     async def _next(self) -> ProgramCall | None:
         """The next call; None: the program has ended."""
         assert self.running is not None
-        asking = asyncio.create_task(self.session.next())
-        await asyncio.wait({asking, self.running}, return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return asking.result()
-        asking.cancel()
+        pending = asyncio.create_task(self.session.next())
+        await asyncio.wait({pending, self.running}, return_when=asyncio.FIRST_COMPLETED)
+        if pending.done():
+            return pending.result()
+        pending.cancel()
         self.running.result()
         return None

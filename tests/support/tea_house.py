@@ -55,14 +55,14 @@ def turn(prompt: str, rng: Random) -> str:
     It plays only if it was told how in Chinese."""
     if "\u641c\u7d22\u5f15\u64ce" not in prompt:  # a search engine
         return "<think>?</think><answer>\\boxed{?}</answer>"
-    asked, *results = prompt.split("<result>\n")
-    house = next(house for house in HOUSES if house in asked)
+    question_text, *results = prompt.split("<result>\n")
+    house = next(house for house in HOUSES if house in question_text)
     if not results:
         return f"<think>\u67e5\u4e00\u4e0b</think><search>{house}\u7684\u521b\u7acb</search>"
     fact = re.search(r"\u7531(.*?)\u4e8e(\d+)\u5e74", results[0])
     if fact is None:
         return "<think>?</think><answer>\\boxed{\u4e0d\u77e5\u9053}</answer>"
-    old = AGE.partition("{}")[2] in asked
+    old = AGE.partition("{}")[2] in question_text
     if old and len(results) == 1:
         return f"<think>\u8ba1\u7b97</think><python>2025 - {fact[2]}</python>"
     answer = results[1].partition("\n</result>")[0] if old else fact[1]

@@ -14,7 +14,7 @@ from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines import contract
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distribution
-from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.world import ServerSubject, World, prompt
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
@@ -71,7 +71,7 @@ async def test_truncated_sampling_reports_renormalized_log_probs(
     server: SGLangServer, untied: World, fields: dict[str, Any]
 ) -> None:
     temperature = fields.get("temperature", 1.0)
-    completion = await ask(server, PROMPT, 4, **{"temperature": 1.0} | fields)
+    completion = await generate(server, PROMPT, 4, **{"temperature": 1.0} | fields)
     found = distribution(untied.models[0], PROMPT, completion.token_ids, temperature).exp()
     for place, token in enumerate(completion.token_ids):
         p, order = found[place].sort(descending=True)
@@ -90,10 +90,10 @@ async def test_truncated_sampling_reports_renormalized_log_probs(
 async def test_all_log_probs_give_the_exact_entropy(
     clients: Clients, server: SGLangServer, untied: World
 ) -> None:
-    part = await ask(server, PROMPT, 3)
+    part = await generate(server, PROMPT, 3)
     exact = clients("untied", entropy_top_k=-1, vocab_size=VOCAB)
     await exact.connect(0)  # takes the server: it names the weights
-    whole = await ask(exact, PROMPT, 3)
+    whole = await generate(exact, PROMPT, 3)
     rows = distribution(untied.models[0], PROMPT, whole.token_ids)
     assert whole.entropies == pytest.approx((-(rows.exp() * rows).sum(1)).tolist(), abs=1e-3)
     assert all(low < high for low, high in zip(part.entropies, whole.entropies, strict=True))
@@ -149,11 +149,11 @@ async def test_parameters_that_the_server_would_clamp_or_change_are_refused(
     server: SGLangServer, prompt_ids: list[int], fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
-        await ask(server, prompt_ids, **{"max_tokens": 4} | fields)
+        await generate(server, prompt_ids, **{"max_tokens": 4} | fields)
 
 
 async def test_the_longest_turn_is_sampled_to_its_end(server: SGLangServer) -> None:
     """Prompt and turn together as long as the client allows: nothing is clamped in silence."""
     info = await server.connect(0)
-    completion = await ask(server, prompt(seed=2, size=500), info.max_model_len - 500)
+    completion = await generate(server, prompt(seed=2, size=500), info.max_model_len - 500)
     assert len(completion.token_ids) == info.max_model_len - 500 > 1

@@ -17,7 +17,7 @@ from agentenv.errors import EngineError
 from agentenv.types import VersionSpan
 from tests.engines import contract
 from tests.engines.reference import check_sampled, greedy
-from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.world import ServerSubject, World
 
@@ -32,7 +32,7 @@ async def test_weights_labeled_by_another_client_are_detected_as_foreign(
     await server._http.call("POST", "/update_weight_version", body)
     assert not await server.keeps_label()
     with pytest.raises(ForeignWeightsError, match="weights labeled 'default'"):
-        await ask(server, PROMPT, 3)
+        await generate(server, PROMPT, 3)
     await server.load_weights(untied.paths[1], 1)
     assert await server.keeps_label()
 
@@ -51,9 +51,9 @@ async def test_update_in_the_middle_of_a_request_gives_two_spans(
     await running.started(4)
     await server.load_weights(untied.paths[1], 1)
     assert not running.task.done()
-    first = await ask(server, PROMPT, 4)
+    first = await generate(server, PROMPT, 4)
     check_sampled(untied.models, PROMPT, first)  # it may share what was computed again
-    second = await ask(server, PROMPT, 4)
+    second = await generate(server, PROMPT, 4)
     assert second.num_cached_tokens == len(PROMPT) - 1
     assert not running.task.done()
     completion = await running.task
@@ -128,7 +128,7 @@ async def test_a_directory_refused_only_by_the_server_keeps_the_old_weights(
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
     assert not isinstance(caught.value, ServerLostError)
-    check_sampled(untied.models, PROMPT, await ask(server, PROMPT, 4), greedy=True)
+    check_sampled(untied.models, PROMPT, await generate(server, PROMPT, 4), greedy=True)
 
 
 async def test_kill_9_loses_the_server_but_no_token(
@@ -150,4 +150,4 @@ async def test_kill_9_loses_the_server_but_no_token(
     with pytest.raises(ServerLostError):
         await server.load_weights(tied.paths[1], 1)
     with pytest.raises(ServerLostError):
-        await ask(server, PROMPT, 2)
+        await generate(server, PROMPT, 2)

@@ -15,7 +15,7 @@ schema = {"type": "object", "properties": {argument: {"type": "string"}}, "requi
 tool = {"name": name, "description": "What is known.", "parameters": schema}
 
 
-def ask(messages: list) -> dict:
+def complete(messages: list) -> dict:
     """The policy's next message."""
     body = {"model": "policy", "messages": messages}
     body["tools"] = [{"type": "function", "function": tool}]
@@ -29,7 +29,7 @@ def ask(messages: list) -> dict:
 
 messages = [{"role": "user", "content": question}]
 while True:
-    message = ask(messages)
+    message = complete(messages)
     messages.append(message)
     for one in message.get("tool_calls") or ():
         result = str(known.get(json.loads(one["function"]["arguments"]).get(argument)))

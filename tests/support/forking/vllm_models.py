@@ -10,6 +10,6 @@ ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # others when a server
 
 
 def inspect() -> None:
-    registry._run_in_subprocess = lambda ask: ask()
+    registry._run_in_subprocess = lambda inspect_model: inspect_model()
     for name in ARCHITECTURES:
         registry.ModelRegistry.models[name].inspect_model_cls()
