@@ -64,12 +64,12 @@ class Layered:
         limit_s: float = LIMIT_S,
     ) -> None:
         self.partial_credit, self.ordered = partial_credit, ordered
-        self._asks_math, self._limit_s = math, limit_s
+        self._uses_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
         """Load what knows the units, and math-verify, if it is used."""
         await in_thread(_load)
-        if self._asks_math:
+        if self._uses_math:
             await shared_math(self._limit_s).start()
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
@@ -93,12 +93,12 @@ class Layered:
         layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
             why, layer = "the answer lists several", ONE_ANSWER
-        for gold, found in unsure if self._asks_math else ():
+        for gold, found in unsure if self._uses_math else ():
             right, why = await self._equal(found, gold)
             layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
-        if unsure and not self._asks_math:
+        if unsure and not self._uses_math:
             layer, why = "string", "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"

@@ -19,7 +19,7 @@ from agentenv.cluster.messages import (
     Quit,
     Release,
     read_answer,
-    read_asked,
+    read_request,
 )
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
@@ -164,7 +164,7 @@ async def leased(
 
     async def receive_from_controller() -> None:
         while True:
-            message = read_asked(await theirs.receive())
+            message = read_request(await theirs.receive())
             assert not isinstance(message, Grow | Drop)
             engine.handle(message)  # type: ignore[arg-type]
 

@@ -59,11 +59,11 @@ def test_a_reply_is_read_without_thoughts_and_marked_if_truncated() -> None:
 async def test_an_invalid_reply_is_requested_again(first: Any) -> None:
     with ScriptedEndpoint(lambda body, n: first if n == 1 else reply("yes")) as server:
         model = model_at(server.url)
-        assert (await model.ask("Be brief.", "Well?")).text == "yes"
+        assert (await model.complete("Be brief.", "Well?")).text == "yes"
         assert model.stats() == {"table/num_requests": 2, "table/num_retries": 1}
         await model.endpoint.close()
         with pytest.raises(EngineDeadError, match="closed"):
-            await model.ask("", "Well?")
+            await model.complete("", "Well?")
     roles = [[message["role"] for message in one["messages"]] for one in server.requests]
     assert roles == [["system", "user"]] * 2
     assert server.requests[0]["temperature"] == 0
@@ -73,8 +73,8 @@ async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
     with ScriptedEndpoint(lambda body, n: 404 if n == 1 else reply("yes")) as server:
         model = model_at(server.url)
         with pytest.raises(Exception, match="answered 404"):
-            await model.ask("", "Well?")
-        assert (await model.ask("", "Well?")).text == "yes"
+            await model.complete("", "Well?")
+        assert (await model.complete("", "Well?")).text == "yes"
         await model.endpoint.close()
 
 

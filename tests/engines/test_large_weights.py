@@ -78,4 +78,4 @@ async def test_a_server_starts_updates_and_restarts_while_no_weights_are_read(
         await server.close()
         held.close()
     assert bytes_read() - before < READ
-    assert not [route for route in server.asked if "check" in route], server.asked
+    assert not [route for route in server.routes_seen if "check" in route], server.routes_seen

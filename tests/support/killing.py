@@ -252,7 +252,7 @@ def install_sandbox(killer: Killer) -> None:
 
         setattr(owner, name, called)
 
-    around(SessionProcess, "ask", "cell", lambda session: session.zygote)
+    around(SessionProcess, "request", "cell", lambda session: session.zygote)
     around(ZygoteProcess, "fork", "fork", lambda zygote: zygote)
     around(ZygoteProcess, "spawn", "spawn", lambda zygote: zygote)
 
