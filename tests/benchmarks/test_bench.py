@@ -1,4 +1,4 @@
-"""What --json cannot write is refused before anything is measured."""
+"""A target that --json cannot write is refused before any measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_unwritable_output_is_refused_before_any_measurement(
     file: str,
     message: str,
 ) -> None:
-    """And what can be is left as it was until there are figures."""
+    """An existing file is unchanged until there are figures."""
 
     def measure(*_: Any) -> int:
         raise ConfigError("measured")

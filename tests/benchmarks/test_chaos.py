@@ -1,4 +1,4 @@
-"""A fault storm costs time and nothing else, and what counts that can count."""
+"""A fault storm costs only time, and the counts of losses are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench beside peers: the contract of a driver, with a peer made here, and what is told."""
+"""The bench of peers: the contract of a driver, with a peer made here, and the report."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_contestant_without_a_version_does_not_end_the_contest(
     assert report.peers["silent"].rounds == {}
 
 
-# Environments, made by a Python whose venv is a copy of itself, and whose pip is told what to do.
+# Environments, made by a Python whose venv is a copy of itself, and whose pip is scripted.
 
 PYTHON = """#!/bin/sh
 case "$2" in

@@ -1,4 +1,4 @@
-"""A simulation takes the times that a run has written, and what it says of that run is true."""
+"""A simulation takes the times that a run has written, and predicts that run correctly."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ OTHERS = {
 def test_a_fit_to_two_runs_predicts_other_settings(
     trace: tuple[TrainConfig, Trace], tmp_path: Path
 ) -> None:
-    """Runs are simulated on a machine whose times are known, and write theirs: what is fitted to
-    them says of settings that they did not have what that machine does. The work is the same: of
-    tools with so long a tail two runs see others."""
+    """Runs are simulated on a machine with known times, and write their times: a model fitted to
+    them predicts other settings on that machine. The work is the same, since tools with such a long
+    tail take other times in each run."""
     _, work = trace
     same = Variant(name="same")
 
@@ -157,7 +157,7 @@ def test_a_fit_to_two_runs_predicts_other_settings(
         (tmp_path / name).mkdir()
         simulate(config, work, same, 12, TRUE, timings=tmp_path / name / FILE)
         found = read_trace(tmp_path / name)
-        # what the loop computes is of this process, whose clock is not the simulated one
+        # the loop's computation is on the clock of this process, not on the simulated one
         steps = [replace(one, loop_s=TRUE.turn_s * len(one.turns)) for one in found.steps]
         return replace(found, steps=steps)
 
@@ -175,8 +175,8 @@ def test_a_fit_to_two_runs_predicts_other_settings(
 
 
 def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
-    """Two optimizer steps of 2 s, a millisecond a token, which stale ones take a third longer; half
-    as long again beside turns."""
+    """Two optimizer steps of 2 s, a millisecond a token, a third more for stale ones; half as long
+    again while turns run."""
     passes = num_tokens * (1 if fresh else 4 / 3)
     return StepTimes(
         wait_s=0.0, update_s=4.0 + 1e-3 * passes * (1 + busy / 2), publish_s=0.5,
@@ -214,7 +214,7 @@ def test_turns_share_a_machine_and_wait_for_its_slots() -> None:
         return ends
 
     # 0.2 s for both prompts; 10 steps of 22 ms; 0.1 s for the third prompt, 10 steps of 22 ms; then
-    # 20 of 21 ms by itself
+    # 20 of 21 ms alone
     assert run_virtual(main()) == pytest.approx([0.42, 0.74, 1.16])
 
 

@@ -49,7 +49,7 @@ def write_folder(root: Path) -> Path:
 
 
 class Bench:
-    """A started pool with its servers, and what is needed to ask it."""
+    """A started pool with its servers, and helpers to request turns."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ async def bench(
 
 
 async def deliver_all() -> None:
-    """Let both ends of a link hear what was sent."""
+    """Deliver all sent messages to both ends of a link."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -138,7 +138,7 @@ async def leased(
     latency_s: float = 0.0,
 ) -> AsyncIterator[LeasedEngine]:
     """The engine of a rollout worker over a pool, at the other end of a link of this latency.
-    `guests` are the clients that it makes. `is_killed`: at its end the worker is gone at once."""
+    `guests` are the clients that it makes. `is_killed`: at its end the worker is lost at once."""
     ours, theirs = linked()
     for end in (ours, theirs) if latency_s else ():
         _slow_down(end, latency_s)
@@ -188,7 +188,7 @@ async def leased(
             assert not leases._held
         for one in receiving:
             if one.done():
-                one.result()  # what it has raised
+                one.result()  # its error
             one.cancel()
         leases.close()
         assert not leases._held
@@ -196,7 +196,7 @@ async def leased(
 
 
 def _slow_down(link: Link, latency_s: float) -> None:
-    """What is sent arrives later, in its order."""
+    """Messages arrive later, in their order."""
     send, loop, last = link.send, asyncio.get_running_loop(), 0.0
 
     def send_late(frame: bytes) -> None:

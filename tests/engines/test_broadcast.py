@@ -94,8 +94,8 @@ async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
 async def test_vllm_survives_each_failure_of_a_broadcast(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
-    """A trainer that never comes, one that goes away, a description that is of another model, and
-    one on which the servers fail while the trainer sends: nobody hangs, no mixed weights."""
+    """A trainer that never joins, one that disappears, a description of another model, and one on
+    which the servers fail while the trainer sends: no process hangs, no weights are mixed."""
     async with bench(clients(vllm), tied.paths[1], tmp_path) as b:
         await check_failure(b, Absent, max_s=60)  # first: it needs that there is no group
         for kind in (Breaking, Misnaming, Misdescribing):
@@ -127,7 +127,7 @@ async def test_a_late_server_gets_a_directory_then_broadcasts(
 async def test_sglang_takes_updates_and_survives_a_failed_one(
     sglang: str, tied: World, tmp_path: Path
 ) -> None:
-    """Requests that run meanwhile are computed again under the new weights."""
+    """Requests that run during an update are recomputed under the new weights."""
     async with bench([SGLangServer(sglang, vocab_size=VOCAB)], tied.paths[1], tmp_path) as b:
         await check_failure(b, Absent, max_s=60)
         await check_updates(b, num_updates=2)

@@ -1,5 +1,4 @@
-"""The contract of engines on the embedded engine; test_vllm.py and sglang/ hold the servers
-to it."""
+"""The contract of engines on the embedded engine; test_vllm.py and sglang/ check the servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The contract of engines on the scripted one: all of it but what takes a model, whose log-probs
-and prefix cache it has not."""
+"""The contract of engines on the scripted one, without the checks of log-probs and prefix cache,
+which need a model."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def rounded(value: Any) -> Any:
-    """With floats to nine digits: sums are taken in another order elsewhere."""
+    """With floats to nine digits: other machines sum in another order."""
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -44,7 +44,7 @@ async def test_a_client_repeats_the_dialogue_recorded_with_the_real_server(
 
 
 def test_an_update_keeps_or_recomputes_caches_and_reports_it() -> None:
-    """Kept: a request without a token is sent again with the new salt. Recomputed: it goes on."""
+    """Kept: a request without a token is sent again with the new salt. Recomputed: it continues."""
     sent = {one.target for one in read_dialogue("vllm").exchanges if "/pause" in one.target}
     assert sent >= {"/pause?mode=keep&clear_cache=false", "/pause?mode=keep&clear_cache=true"}
     bodies = [
@@ -127,7 +127,7 @@ def streamed_by_sglang(events: list[Any]) -> tuple[list[int], list[float]]:
 
 
 def test_invalid_tokens_and_logprobs_are_refused() -> None:
-    """They would fail in the learner, or in the entropies, far from who sent them."""
+    """They would fail in the learner, or in the entropies, far from their source."""
     position = {"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}
     for token, logprob, kind in ((9, -0.5, EngineError), (-1, -0.5, EngineError),
                                  (8, 1e308, ServerLostError)):  # fmt: skip

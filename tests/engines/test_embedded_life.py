@@ -1,4 +1,4 @@
-"""How calls of the embedded engine end, and the engine itself; what it refuses."""
+"""The end of calls of the embedded engine, and of the engine itself; its refusals."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.engines.small_models import VOCAB, prompt, serving
 
 
 def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> list[float]:
-    """What a token is sampled from, by the definitions, in plain Python."""
+    """The distribution of a token, by the definitions, in plain Python."""
     scores = [float(x) for x in logits]
     for token in set(seen):
         penalty = params.repetition_penalty

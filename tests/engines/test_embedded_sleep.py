@@ -1,4 +1,4 @@
-"""The embedded engine gives its memory back and goes on where it was."""
+"""The embedded engine releases its memory and resumes its turns."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def begin(
 
 
 async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
-    """In the middle of what runs."""
+    """Sleep while turns run."""
     falling = asyncio.create_task(engine.sleep())
     await asyncio.sleep(0)
     steps.let_all()
@@ -120,7 +120,7 @@ async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
 async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(world: World) -> None:
     async with started(world) as engine:
         await engine.sleep()
-        await engine.sleep()  # nothing more to give
+        await engine.sleep()  # nothing more to release
         waiting = [
             asyncio.create_task(engine.generate(prompt(n, 9), GREEDY, session="s"))
             for n in range(3)

@@ -1,4 +1,4 @@
-"""What an endpoint sends is decoded in one place, and a model behind one is asked one question."""
+"""Replies of an endpoint are decoded in one place; a model answers one question."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def serving(handler: Handler, **options: Any) -> AsyncIterator[HttpClient]:
-    """A client of a socket on which `handler` speaks for the server."""
+    """A client of a socket on which `handler` acts as the server."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -123,7 +123,7 @@ def streaming(*pieces: bytes) -> Handler:
 
 
 async def test_events_are_reassembled_from_any_packets() -> None:
-    """One of them longer than what a line-wise reader takes."""
+    """One of them is longer than the limit of a line-wise reader."""
     long = b"x" * 300_000
     text = b': hello\n\ndata: {"a": 1}\n\ndata: ' + long + b"\r\n\r\ndata: [DONE]\n\n"
     pieces = [text[i : i + 70_001] for i in range(0, len(text), 70_001)]
@@ -145,7 +145,7 @@ async def test_an_interrupted_stream_loses_the_server_and_keeps_its_events() -> 
 async def test_a_stream_keeps_its_connection_when_its_end_arrives_late(
     late_s: float, num_kept: int
 ) -> None:
-    """The end of the body is a packet of its own. One that does not come costs the connection."""
+    """The end of the body is a separate packet. A missing one costs the connection."""
     connections = 0
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -272,7 +272,7 @@ def few_descriptors(free: int) -> Iterator[None]:
 
 
 async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the request nor its server is lost, and the log says what is missing."""
+    """Neither the request nor its server is lost, and the log names the missing descriptors."""
     async with serving(answering("200 OK", "ok"), fresh_posts=True) as client:
         before = os.listdir("/proc/self/fd")
         assert await client.call("POST", "/x", 1) == b"ok"
@@ -286,7 +286,7 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
             pending = asyncio.create_task(client.call("POST", "/x", 1))
             await asyncio.sleep(0.4)
             assert not pending.done()
-            with pytest.raises(NoDescriptorError):  # so that its place goes to another one
+            with pytest.raises(NoDescriptorError):  # so that its slot goes to another request
                 async with client.stream("/x", 1):
                     raise AssertionError
             for descriptor in taken:
@@ -338,8 +338,8 @@ def test_entropy_of_the_largest_and_the_rest() -> None:
 
 
 def test_the_bound_of_entropies_rises_with_the_entropy() -> None:
-    """From flat to peaked; the tokens that are left are none likelier than those that are given.
-    The sampled token is given too, in place of the k-th."""
+    """From flat to peaked; no remaining token is likelier than the given ones. The sampled token is
+    also given, instead of the k-th."""
     rng = np.random.default_rng(0)
     last = 0.0
     for scale in (8.0, 5.0, 3.0, 1.3, 0.0):

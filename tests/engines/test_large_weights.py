@@ -14,7 +14,7 @@ from benchmarks.parts.mock_server import MockServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it
-READ = 2**22  # what may be read of all files, routes and tokens together
+READ = 2**22  # limit of the bytes read of all files, routes and tokens
 
 
 class OneToken:

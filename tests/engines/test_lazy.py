@@ -1,4 +1,4 @@
-"""An engine loads the files of no other engine, and HTTP only where its servers are behind it."""
+"""An engine imports no module of another engine, and HTTP only if it has servers."""
 
 from __future__ import annotations
 

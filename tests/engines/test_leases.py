@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(
     folder: Path, work: Callable[[Bench, LeasedEngine], Awaitable[None]], count: int = 1
 ) -> None:
-    """A pool that asks for itself, beside one worker."""
+    """A pool that requests turns itself, with one worker."""
 
     async def main() -> None:
         async with bench(folder, count) as b, leased(b.pool, folder) as engine:
@@ -102,7 +102,7 @@ def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(folder: 
 
 
 def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> None:
-    """After each connection the server is handed over anew."""
+    """After each connection the server is handed over again."""
 
     guests: list[Guest] = []
 
@@ -157,7 +157,7 @@ def test_workers_and_the_pool_share_the_slots_of_a_server(folder: Path) -> None:
 
 
 def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(folder: Path) -> None:
-    """What the controller says of a full server may come just then."""
+    """The controller's message about a full server may arrive at that moment."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
         for rounds in range(20):
@@ -177,7 +177,7 @@ def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(folder:
 def test_losses_of_an_earlier_process_do_not_count_against_the_next(
     folder: Path,
 ) -> None:
-    """A worker may be late with what it says."""
+    """The message of a worker may be late."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
         pending = start_turn(b, engine)
@@ -255,7 +255,7 @@ STEPS = "ask ask ask cancel kill restart load load refuse doubt sleep wake break
 
 
 class Storm:
-    """Workers and the pool itself ask for turns while steps befall them and the servers.
+    """Workers and the pool itself request turns while faults happen to them and the servers.
     `latency_s` is that of the workers' links."""
 
     def __init__(self, b: Bench, latency_s: float) -> None:
@@ -263,7 +263,7 @@ class Storm:
         self.workers: list[tuple[AsyncExitStack, LeasedEngine]] = []
         self.pending: dict[asyncio.Task[None], object] = {}  # and their engines
         self.background: list[asyncio.Task[None]] = []
-        # By session: of each request, versions of tokens; None: it came in the very instant of one.
+        # By session: of each request, versions of tokens; None: it came at an update.
         self.sampled: dict[str, list[list[int | None]]] = {}
         self.named_s = {server.name: -1.0 for server in b.servers}
         self.num_requests = self.version = self.served = 0
@@ -278,7 +278,7 @@ class Storm:
     async def sample(
         self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
     ) -> PartEnd:
-        """As the server does; keeps the versions of what it samples."""
+        """Like the server; records the versions of sampled tokens."""
         if request.id.startswith("weights-"):
             return await generate(request, on_chunk)  # type: ignore[no-any-return]
         assert self.latency_s or server.policy_version >= self.served
@@ -359,7 +359,7 @@ class Storm:
         self.workers.append((stack, await stack.enter_async_context(worker)))
 
     async def leave(self, number: int) -> None:
-        """A worker is gone at once, and with it all that it asked for."""
+        """A worker is lost at once, with all its requests."""
         stack, engine = self.workers.pop(number)
         gone = [one for one, its in self.pending.items() if its is engine]
         for one in gone:
@@ -369,7 +369,7 @@ class Storm:
         await stack.aclose()
 
     async def end(self) -> None:
-        """All is well again, and what was asked for comes to its end."""
+        """All faults are repaired, and all requests end."""
         for server in self.b.servers:
             server.load_faults, server.breaks, server.capacity = [], [], None
             if not await server.healthy():

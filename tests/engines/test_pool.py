@@ -109,7 +109,7 @@ def test_events_after_a_fork_window_are_large(folder: Path) -> None:
 def test_only_the_tokens_of_a_fork_window_have_entropies(
     folder: Path, window: int, end: int, stop: str
 ) -> None:
-    """They are asked for with the first request of a turn, and the rest in a second one."""
+    """They are requested with the first request of a turn, and the rest in a second one."""
     text = TEXT.replace("</a>", stop)
 
     async def main() -> None:
@@ -153,7 +153,7 @@ def test_a_turn_is_one_request_when_entropies_are_free(folder: Path) -> None:
 
 @virtual(1)
 async def test_an_engine_gets_the_tokens_that_contain_a_stop_string(b: Bench) -> None:
-    """If it needs nothing else to find the stop strings, it has nothing to decode."""
+    """If these tokens suffice to find the stop strings, it decodes nothing."""
     for stop in ((">",), ("</a>",), ("</a>", ">"), (">", "</b>")):
         done = await b.generate(stop=stop)
         assert b.text(done) == TEXT

@@ -1,5 +1,5 @@
-"""A turn that is cancelled, and once more at each of its awaits, leaves nothing on any account: not
-on a server's, not among the places, not on the clock of its rollout."""
+"""A turn that is cancelled, and again at each of its awaits, leaves nothing behind: no request on a
+server, no occupied slot, no running clock of its rollout."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(
 
 
 def test_a_keeper_does_not_wait_for_a_finished_request(folder: Path) -> None:
-    """Not time and again for a request that has, whose account is not closed."""
+    """A request that has ended, but is still registered, does not block it."""
 
     async def main() -> None:
         async with bench(folder, 2) as b:

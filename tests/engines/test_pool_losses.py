@@ -1,4 +1,4 @@
-"""Whatever happens to the servers of a pool, no turn is lost and each token counts once."""
+"""Under any faults of the servers of a pool, no turn is lost and each token counts once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_turn_continues_on_another_server_from_its_received_tokens(b: Be
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
 def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, stop: str) -> None:
-    """The second server sees only a part of the stop string, and would go on behind it."""
+    """The second server sees only a part of the stop string, and would continue after it."""
     text = TEXT.replace("</a>", stop)
 
     async def main() -> None:
@@ -174,7 +174,7 @@ async def test_a_server_that_samples_nothing_stays_excluded_although_it_reports_
 
 @virtual(3)
 async def test_a_healthy_server_that_fails_requests_is_avoided_and_then_excluded(b: Bench) -> None:
-    """Each turn costs one retry at most, and the server is asked ever more rarely."""
+    """Each turn costs one retry at most, and the server gets ever fewer requests."""
     sick = b.servers[0]
     sick.fails = True
     for number in range(40):
@@ -216,13 +216,13 @@ async def test_a_full_server_loses_no_turn_and_gets_fewer_requests(b: Bench) -> 
     assert stats["server/0/refused"] == server.num_refused > 0
     assert server.peak_running == 16
     assert stats["server/0/limit"] < 32
-    # 200 turns of 2.3 s on 16 places take 29 s; what is lost is the time it was closed.
+    # 200 turns of 2.3 s on 16 slots take 29 s; only the time it was closed is lost.
     assert asyncio.get_running_loop().time() < 60
 
 
 @virtual(1)
 async def test_a_server_too_busy_to_report_its_label_is_queried_again(b: Bench) -> None:
-    """One of its requests was lost; the other one goes on there."""
+    """One of its requests was lost; the other one continues there."""
     (server,) = b.servers
     keeps_label, refusals = server.keeps_label, [BusyError("503")] * 2
 
@@ -286,7 +286,7 @@ async def test_a_connection_broken_twice_without_a_token_is_a_lost_server(b: Ben
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What people saw on their terminal since the last call."""
+    """The messages on the terminal since the last call."""
     found = [one.getMessage() for one in caplog.records if is_shown(one)]
     caplog.clear()
     return found
@@ -295,7 +295,7 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that comes back and fails again was not back; a request that was lost is no outage."""
+    """A server that returns and fails again has not recovered; a lost request is not an outage."""
 
     async def main() -> None:
         async with bench(folder, 2) as b:
@@ -341,7 +341,7 @@ async def test_the_run_ends_with_the_reason_of_each_server_when_all_are_lost(b: 
 
 @virtual(1)
 async def test_time_without_a_server_counts_toward_no_deadline(b: Bench) -> None:
-    """Limits of seconds bound what the policy does; an outage moves them."""
+    """Limits of seconds bound the work of the policy; an outage extends them."""
     (server,) = b.servers
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -359,7 +359,7 @@ async def test_time_without_a_server_counts_toward_no_deadline(b: Bench) -> None
     assert loop.time() > begin + 200
     assert 200 < b.pool.stats()["outage_s"] < 235
     begin = loop.time()
-    with pytest.raises(TimeoutError):  # a server that is there, but slow, is another matter
+    with pytest.raises(TimeoutError):  # a slow server is another case
         await within(6.0, TEXT * 4)
     assert loop.time() - begin < 7
 

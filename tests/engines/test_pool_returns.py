@@ -1,5 +1,5 @@
-"""A server that comes back while an update begins loads the weights that are wanted by then: those
-of before are removed as soon as the update has returned."""
+"""A server that returns while an update begins loads the weights of that update: the earlier ones
+are removed as soon as the update has returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers sleep while the learner has their GPUs: nothing runs on them, and nothing is lost."""
+"""Servers sleep while the learner has their GPUs: no turn runs on them, and none is lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_lost_server_does_not_keep_the_others_awake(b: Bench) -> None:
 
 @pytest.mark.parametrize("what", ["a token", "its weights"])
 def test_a_recovering_server_does_not_delay_a_sleep(folder: Path, what: str) -> None:
-    """The server says that it is well, and then nothing of what it was asked for."""
+    """The server reports that it is healthy, and then answers no request."""
 
     async def main() -> None:
         async with bench(folder, 2, silence_s=5.0) as b:
@@ -122,7 +122,7 @@ def test_a_recovering_server_does_not_delay_a_sleep(folder: Path, what: str) -> 
 
 @virtual(2, first_token_s=20.0)
 async def test_a_server_without_a_token_in_its_trial_is_excluded(b: Bench) -> None:
-    """What else it has goes on elsewhere."""
+    """Its other turns continue on another server."""
     pending = [asyncio.create_task(b.generate(session="s")) for _ in range(2)]
     await asyncio.sleep(0.91)
     b.servers[0].silent = True

@@ -1,4 +1,4 @@
-"""Time in the engine pool: what counts for a rollout, who goes first, when a server is lost."""
+"""Time in the engine pool: the clock of a rollout, the order of turns, the loss of a server."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
 
 
 def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folder: Path) -> None:
-    """Four turns of 3 s within 60 s, on two servers of which one says that it is well, and gives
-    no token."""
+    """Four turns of 3 s within 60 s, on two servers of which one reports that it is healthy, and
+    gives no token."""
 
     async def main() -> None:
         scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
@@ -207,7 +207,7 @@ async def test_a_paused_server_charges_no_time_and_is_not_lost(b: Bench) -> None
 
 @virtual(2, first_token_s=50.0, silence_s=7.0)
 async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Bench) -> None:
-    """It still says that it is well."""
+    """It still reports that it is healthy."""
     first, second = b.servers
 
     async def well() -> bool:
@@ -229,28 +229,28 @@ async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Benc
         assert b.text(await pending) == TEXT
         assert patience_s <= loop.time() - begin <= patience_s + 8.0
         assert sum(b.pool.stats()[f"server/{n}/lost"] for n in range(2)) == num_lost
-        home.kill()  # what hangs in it
+        home.kill()  # its hanging turns
         home.restart()
         await b.until_up(2)
 
 
 async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **options: Any) -> float:
-    """What the rollout of one turn shows at its end, of so many seconds."""
+    """The seconds on the clock of a rollout after one turn, within a limit."""
     with working(WorkClock(spent_s)) as clock, Deadline(seconds, clock, LateError()):
         assert b.text(await b.generate(**options)) == options.get("text", TEXT)
     return clock()
 
 
 class LateError(Exception):
-    """The rollout had no time left."""
+    """The rollout was out of time."""
 
 
 @pytest.mark.parametrize(("spent_s", "left_after_s"), [(0.0, 60.0), (50.0, 30.0)])
 def test_the_silence_of_a_server_is_not_charged_to_a_rollout_out_of_time(
     folder: Path, spent_s: float, left_after_s: float
 ) -> None:
-    """It says that it is well, also by a token; a first one may take longer than a rollout has. If
-    the rollout has less than `silence_s` left, so long is waited."""
+    """It reports that it is healthy, also by a token; a first one may take longer than the time of
+    a rollout. If less than `silence_s` remains to the rollout, the pool waits that long."""
 
     async def main(is_leased: bool) -> None:
         async with bench(folder, 2, is_leased=is_leased) as b:
@@ -288,7 +288,7 @@ async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
 
 
 def test_a_slow_server_is_not_silent(folder: Path) -> None:
-    """A token each 5 s, and 17 s of time: it ends with the token that comes next."""
+    """A token each 5 s, and 17 s of time: it ends with the next token."""
 
     async def main() -> None:
         async with bench(folder, 1) as b:
@@ -307,8 +307,7 @@ def test_a_slow_server_is_not_silent(folder: Path) -> None:
 def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
     folder: Path, num_slots: int, num_lost: int
 ) -> None:
-    """It gives no token for 60 s. A server in which, by its own account, no request waits has lost
-    it."""
+    """It gives no token for 60 s. A server that reports no waiting request has lost it."""
 
     async def main() -> None:
         async with bench(folder, 1, silence_s=30.0) as b:
@@ -341,7 +340,7 @@ def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
 
 @virtual(2, silence_s=30.0)
 async def test_a_rollout_gets_back_the_seconds_of_a_silent_server(b: Bench) -> None:
-    """It is heard of for a second and then no more; the other server samples the rest."""
+    """It sends tokens for a second and then none; the other server samples the rest."""
 
     async def take_turn() -> tuple[float, float]:
         with working(WorkClock(outer=WorkClock())) as clock:

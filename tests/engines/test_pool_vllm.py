@@ -26,7 +26,7 @@ from tests.engines.world import EngineSubject, World, prompt
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_OTHERS = 16  # turns beside the long one
+NUM_OTHERS = 16  # turns that run with the long one
 
 
 async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_death(
@@ -56,7 +56,7 @@ async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_
         await contract.check_stop_strings(subject, world, 0)
         await contract.check_updates(subject, world)
         await _check_death(pool, factory, world)
-        # A turn that broke off goes on at the same server first, and that is no retry.
+        # An interrupted turn first continues on the same server, which is no retry.
         assert 0 < pool.stats()["retries"] <= 1 + NUM_OTHERS
         assert pool.stats()["continuations"] > 0, "the long one had tokens"
     log = (tmp_path / "servers" / "policy.log").read_text()

@@ -1,4 +1,4 @@
-"""Whatever happens to the servers of a pool, no weights are mixed and no older ones are served."""
+"""Under any faults of the servers of a pool, no weights are mixed and no older ones are served."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_preemptions_by_an_update_do_not_lower_the_limit(b: Bench) -> None
 
 @virtual(2)
 async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> None:
-    """Of a lost part the versions are those its server had when the tokens came in."""
+    """The versions of a lost part are those of its server when the tokens arrived."""
     pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.41)
     await b.load(1)
@@ -137,7 +137,7 @@ async def test_a_turn_that_waits_during_a_refused_update_gets_no_slot_on_that_se
 
 @virtual(1)
 async def test_a_full_server_takes_an_update_and_loses_no_turn(b: Bench) -> None:
-    """It refuses the token by which its weights are known until one of its requests has ended."""
+    """It refuses the token that identifies its weights until one of its requests has ended."""
     (server,) = b.servers
     server.capacity = 8
     pending = [asyncio.create_task(b.generate(session=str(number))) for number in range(8)]
@@ -216,7 +216,7 @@ async def test_a_server_can_be_added_and_removed_during_the_run(b: Bench) -> Non
 
 @virtual(1)
 async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: Bench) -> None:
-    """The label that the pool gave its weights is gone; the new process gets the weights first."""
+    """The label of the pool is lost; the new process gets the weights first."""
     await b.load(1)
     (server,) = b.servers
     server.restart()
@@ -229,8 +229,8 @@ async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: B
 def test_tokens_of_foreign_weights_are_not_used(
     folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Someone else loads weights into a server while a request runs there. Who was told of its
-    tokens cannot be told of others in their place, and has to ask again."""
+    """Another client loads weights into a server while a request runs there. A caller that has
+    received its tokens cannot receive replacements, and must request the turn again."""
 
     monkeypatch.setattr(PoolConfig, "poll_interval_s", 60.0)
 
@@ -266,7 +266,7 @@ async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
 def test_a_run_starts_without_a_lost_server_and_adds_it_when_it_returns(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a server is started again at the moment at which a run goes on."""
+    """For example, a server that restarts when a run is resumed."""
     there, gone = (FaultyServer(name, reciter(folder)) for name in ("there", "gone"))
 
     async def main() -> None:
@@ -287,7 +287,7 @@ def test_a_run_starts_without_a_lost_server_and_adds_it_when_it_returns(
 def test_a_run_starts_without_a_full_server_and_adds_it_when_it_has_room(
     folder: Path, names: list[str]
 ) -> None:
-    """Others may ask it too. One that is full is there, also where it is the only one."""
+    """Other clients may use it too. A full server is available, even if it is the only one."""
     servers = [FaultyServer(name, reciter(folder)) for name in names]
     full = servers[-1]
     full.capacity = 0

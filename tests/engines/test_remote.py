@@ -1,4 +1,4 @@
-"""What the clients of engine servers do on their own, without a server."""
+"""Clients of engine servers, without a server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from agentenv.engines.vllm import VLLMServer
 
 
 async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
-    """A load of weights that is cancelled goes on in the background: the server is resumed, which
-    one that sleeps must not be."""
+    """A cancelled load of weights continues in the background and resumes the server, which must
+    not happen to a sleeping one."""
     server, paths = VLLMServer("http://nowhere:1"), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
@@ -82,7 +82,7 @@ async def test_a_waking_server_allocates_its_cache_last() -> None:
 
 
 async def test_the_pause_of_a_slow_server_is_measured() -> None:
-    """What is sampled meanwhile is of the old weights."""
+    """Tokens sampled during the pause are of the old weights."""
     server = VLLMServer("http://nowhere:1")
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
@@ -116,7 +116,7 @@ SESSIONS = [
 
 @pytest.mark.parametrize("session", SESSIONS)
 async def test_any_session_fits_in_a_header(session: str) -> None:
-    """As itself where it is plain; it may be what a user calls a task."""
+    """Unchanged if it is plain; it may be the user's name of a task."""
     seen: list[str | None] = []
 
     async def answer(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Servers that tests start leave nothing behind. The servers here are processes of a few lines."""
+"""Servers that tests start leave no process. The servers here are processes of a few lines."""
 
 from __future__ import annotations
 

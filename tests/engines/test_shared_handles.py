@@ -1,4 +1,4 @@
-"""What opens a rank's memory on a GPU, from torch's export in the learner to torch's call in vLLM's
+"""Opening a rank's memory on a GPU, from torch's export in the learner to torch's call in vLLM's
 worker. The two calls of CUDA themselves run in tests/gpu/test_handover_gpu.py alone."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXPORTED = (
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin's module, beside empty modules of vLLM."""
+    """The plugin's module, with empty modules of vLLM."""
     for name in ("distributed.weight_transfer.base", "model_executor.model_loader.reload"):
         module: Any = ModuleType(f"vllm.{name}")
         module.__getattr__ = lambda name: type(
@@ -43,7 +43,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What a rank on a GPU says of its memory, as it arrives in vLLM."""
+    """The description of a rank's memory on a GPU, as it arrives in vLLM."""
     properties = SimpleNamespace(uuid=UUID)
     monkeypatch.setattr(shared, "reduce_tensor", lambda memory: (None, EXPORTED))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -91,7 +91,7 @@ class Sharing:
         await self.b.learner.imitate([encode_sequence(ids, [False] + [True] * 31)])
 
     async def update(self) -> int:
-        """Train one step, and let the servers have it."""
+        """Train one step, and update the servers."""
         await self.train()
         await self.publisher.publish()
         await self.b.remember()
@@ -99,8 +99,7 @@ class Sharing:
         return self.b.pool.policy_version
 
     async def update_in_turn(self) -> int:
-        """The same where the servers sleep meanwhile, and the learner as soon as it has
-        published."""
+        """The same while the servers sleep, and then the learner as soon as it has published."""
         await self.b.pool.sleep()
         await self.train()
         await self.b.remember(1)
@@ -182,8 +181,8 @@ class Vanishing(MemorySender):
 
 
 class Misnaming(MemorySender):
-    """Once, a tensor in the middle has a name that no engine knows, which the client does not
-    see; half of the weights are in place then."""
+    """Once, a tensor has a name that is unknown to any engine, which the client does not detect;
+    half of the weights are loaded then."""
 
     misnames = True
 

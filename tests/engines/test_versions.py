@@ -1,4 +1,4 @@
-"""A version of a served engine that nobody tried is told, and used."""
+"""An untested version of a served engine is warned about, and used."""
 
 from __future__ import annotations
 

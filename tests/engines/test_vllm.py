@@ -1,4 +1,4 @@
-"""The contract of engines on a real vLLM server, and what is vLLM's own."""
+"""The contract of engines on a real vLLM server, and features of vLLM."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_log_probs_are_of_the_sampled_distribution(
 
 
 async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Servers) -> None:
-    """For no rival that the request asks for."""
+    """Without requested alternatives."""
     ids = prompt(1, 20)
     done = await tied.generate(ids, SamplingParams(max_tokens=8, temperature=1.3, seed=3))
     assert done.entropy_kind == "exact"
@@ -133,7 +133,7 @@ async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Se
 
 async def test_entropies_without_the_plugin_are_bounds_or_exact(servers: Servers) -> None:
     """Without the plugin: from the k largest they are lower bounds, from all they are exact, and
-    the data say so."""
+    are marked as such."""
     ids = prompt(1, 20)
     world = servers.untied_world
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
@@ -165,7 +165,7 @@ async def test_stop_strings(plain: ServerSubject, tied: ServerSubject, servers: 
         await contract.check_stop_tokens(subject.server, world, 0)
 
 
-@pytest.mark.usefixtures("plain")  # which waits until the server is there
+@pytest.mark.usefixtures("plain")  # which waits for the server
 @pytest.mark.parametrize("update_kv", ["recompute", "keep"])
 async def test_prefixes_are_reused_and_never_across_versions(
     update_kv: str, servers: Servers
@@ -219,18 +219,18 @@ async def test_requests_during_an_update_use_no_prefix_of_other_weights(
 async def test_an_update_within_a_request_gives_two_version_spans(
     plain: ServerSubject, servers: Servers
 ) -> None:
-    """vLLM begins anew with its prompt and the tokens that it has."""
+    """vLLM recomputes its prompt and the tokens sampled so far."""
     world = servers.untied_world
     await contract.check_update_within_a_request(plain, world, recomputed=True)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("plain")  # which waits until the server is there
+@pytest.mark.usefixtures("plain")  # which waits for the server
 async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     servers: Servers,
 ) -> None:
     """Through the pool, four times as many as run at once. Log-probs are those of the weights that
-    chose each token; forks of what was sampled find all of it that fills a block."""
+    sampled each token; forks find all full blocks of the sampled tokens."""
     world = servers.untied_world
     prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
     pool = EnginePool(
@@ -267,7 +267,7 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
         for (n, ids), done in zip(forks, found, strict=True):
             if n % 8 == 0:
                 check_sampled({1: world.models[1]}, ids, done)
-            if turns[n].version_spans[-1].version == 1:  # what ended before it is dropped
+            if turns[n].version_spans[-1].version == 1:  # turns that ended before it are dropped
                 assert done.num_cached_tokens >= len(ids) - 2 * BLOCK
     finally:
         await pool.close()
@@ -340,8 +340,8 @@ async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
 async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
     tied: ServerSubject, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that only this process sees: the engine has begun when it finds out. Nothing is
-    taken from it until another load has succeeded."""
+    """A directory that only this process sees: the engine detects this after it has begun. It
+    serves no request until another load has succeeded."""
     world = servers.tied_world
     (tmp_path / "weights").symlink_to(world.paths[1])
     monkeypatch.chdir(tmp_path)
@@ -364,8 +364,8 @@ async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
 async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
     tied: ServerSubject, servers: Servers
 ) -> None:
-    """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
-    at once. The last test, since the server does not come back."""
+    """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost at
+    once. The last test, since the server does not restart."""
     chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
     long = SamplingParams(LONG)
     calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]

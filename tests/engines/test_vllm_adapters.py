@@ -28,7 +28,8 @@ LANES = 8  # turns of a test at a time
 
 
 class Served:
-    """A server of `base`; `adapters` are those of versions 1, 2, ... and `models` what they are."""
+    """A server of `base`; `adapters` are those of versions 1, 2, ... and `models` their merged
+    models."""
 
     def __init__(self, root: Path) -> None:
         world = World(root / "world", tied=False, num_models=1)
@@ -90,8 +91,8 @@ class Turns:
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Every lane is in its second turn or a later one when this is entered, so they are in
-        different places of theirs; it ends with the last turn."""
+        """Every lane is in its second turn or a later one when this is entered, so they are at
+        different positions; it ends with the last turn."""
         again = [asyncio.Event() for _ in range(LANES)]
         async with asyncio.TaskGroup() as lanes:
             for event in again:
@@ -109,8 +110,8 @@ class Turns:
             again.set()
 
     def check(self, models: dict[int, Any], old: int, new: int) -> None:
-        """All are of the old or the new weights, some began with the one and ended with the other,
-        and none found a prefix that another version has left."""
+        """All are of the old or the new weights, some began with one and ended with the other, and
+        none found a prefix of another version."""
         kinds = [versions(done) for _, done in self.done]
         assert all(kind in ([old], [old, new], [new]) for kind in kinds)
         assert [old, new] in kinds
@@ -124,8 +125,8 @@ def versions(done: Completion) -> list[int]:
 
 
 async def test_each_version_samples_from_its_loaded_adapter(served: Served) -> None:
-    """Greedy tokens and log-probs are those of peft's model; running turns go on under the new
-    adapter, with keys and values of it, at the cost of no retry; no prefix hit crosses versions."""
+    """Greedy tokens and log-probs are those of peft's model; running turns continue under the new
+    adapter, with its keys and values, without a retry; no prefix hit crosses versions."""
     ids = prompt(3, 100)
     async with served.pool() as pool:
         for version, adapter in enumerate(served.adapters, 1):

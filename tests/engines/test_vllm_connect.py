@@ -1,4 +1,4 @@
-"""Connecting to vLLM: servers that lack what a run needs, and several servers behind one URL."""
+"""Connecting to vLLM: servers without a required feature, and several servers at one URL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def urls(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
             process.kill()
 
 
-# what is missing, as a proxy before a real server shows it
+# missing features, simulated by a proxy of a real server
 
 SETTINGS = ("vllm_config", "model_config")
 BY_ANSWER: dict[str, tuple[str, Change, str]] = {

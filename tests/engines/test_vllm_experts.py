@@ -1,5 +1,5 @@
-"""A model with experts, as the learner writes and sends it, in a real vLLM server: its loader knows
-experts by the names of published models, one tensor each, and packs them for the CPU."""
+"""A model with experts, as the learner writes and sends it, in a real vLLM server: its loader
+expects experts under the names of published models, one tensor each, and packs them for the CPU."""
 
 from __future__ import annotations
 

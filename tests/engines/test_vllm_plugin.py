@@ -93,7 +93,7 @@ def test_a_request_ends_at_the_token_that_completes_a_stop_string(
 def test_the_first_server_info_runs_no_programs(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's router imports the function after the plugins are there."""
+    """vLLM's router imports the function after the plugins are loaded."""
     collect = ModuleType("vllm.collect_env")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.collect_env", collect)

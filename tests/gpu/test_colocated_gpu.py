@@ -1,5 +1,5 @@
 """Engine and learner give the memory of one GPU to each other: `python -m pytest tests/gpu`.
-Without one they do so on the CPU, where nothing counts the bytes."""
+Without one they do so on the CPU, where bytes are not counted."""
 
 from __future__ import annotations
 

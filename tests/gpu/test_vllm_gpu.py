@@ -4,8 +4,8 @@ share the GPU (1).
 
 Random weights in the shape of SmolLM2-135M in bfloat16. Without a GPU, one small layer in float32
 on vLLM's CPU build. Throughput is of requests as ARPO sends them (entropies, tags to stop at,
-tokens reported while they are sampled) beside a bare client of the same server, which wants
-neither.
+tokens reported while they are sampled) compared with a bare client of the same server, without
+these.
 """
 
 from __future__ import annotations

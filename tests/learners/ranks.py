@@ -62,7 +62,7 @@ def uneven_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
 
 
 def undivided_tree() -> TrajectoryTree:
-    """One trajectory, and two empty ones, which to give to another rank would save nothing."""
+    """One trajectory, and two empty ones, whose assignment to another rank would save nothing."""
     tree = random_tree(Random(2), num_leaves=3)
     first = tree.nodes[1]
     del tree.nodes[2:]

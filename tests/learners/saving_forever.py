@@ -2,10 +2,10 @@
 
     python -m tests.learners.saving_forever FOLDER KILLS [STAGE]
 
-Forks itself KILLS times: one rank of plain torch, or with STAGE two of DeepSpeed ZeRO. The
-children save checkpoint after checkpoint, as a run does, with all weights and moments equal to
-the step, until one of them or both are killed at a random moment. The parent checks what it
-finds. Prints the number of checkpoints, and of kills that left a half-written one.
+Forks itself KILLS times: one rank of plain torch, or with STAGE two of DeepSpeed ZeRO. The children
+save checkpoint after checkpoint, as a run does, with all weights and moments equal to the step,
+until one of them or both are killed at a random moment. The parent checks the files. Prints the
+number of checkpoints, and of kills that left a half-written one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fill(backend: RankBackend, value: int) -> None:
 
 
 def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) -> None:
-    """Rank 0 does what the controller does, too; it tells when a checkpoint is complete."""
+    """Rank 0 also acts as the controller; it reports complete checkpoints."""
     checkpoints = Checkpoints(folder / "checkpoints")
     while True:
         fill(backend, step)
@@ -126,7 +126,7 @@ def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
         start, before = time.monotonic(), start
         assert os.read(receiver, 1), "a rank has ended by itself"
     time.sleep(random.random() * min(time.monotonic() - before, 1.0))
-    # All at once, or one first; the others then wait for it or find it gone.
+    # All at once, or one first; the others then wait for it or detect its end.
     for child in random.sample(children, len(children)):
         os.kill(child, signal.SIGKILL)
         time.sleep(random.choice((0.0, 0.1)))

@@ -67,7 +67,7 @@ def test_tree_form_equals_flat_form(name: str, num_cuts: int) -> None:
 
 
 def test_clipping_happens_on_shared_tokens_with_both_signs() -> None:
-    """Else the equality above would prove nothing."""
+    """Otherwise the equality above would prove nothing."""
     found = figures(ALGORITHMS["grpo"], grown(4))
     batch, ratio = found.minibatch, np.exp(found.theta.detach().numpy() - found.minibatch.proximal)
     mixed = (batch.adv_pos > 0) & (batch.adv_neg < 0)

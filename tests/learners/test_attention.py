@@ -218,7 +218,8 @@ def test_a_layout_without_its_mask_is_refused() -> None:
 def test_a_window_shows_the_last_tokens_of_the_path(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every form; FlexAttention forward only, by blocks that leave out what none sees."""
+    """In every form; FlexAttention forward only, by blocks that skip tokens outside every
+    window."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)

@@ -1,4 +1,4 @@
-"""The trainer's side of a broadcast: it never waits for ever, and what it sends is the policy."""
+"""The trainer's side of a broadcast: its waits are bounded, and it sends exactly the policy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def stalled_group(
 
 @pytest.mark.slow
 async def test_a_stalled_broadcast_is_aborted_at_once(model_dir: Path, tmp_path: Path) -> None:
-    """The receiver sees it too; the learner goes on with its weights."""
+    """The receiver is notified too; the learner continues with its weights."""
     async with started(model_dir, tmp_path, timeout_s=300) as sender:
         await sender.publish()
         group, process = await stalled_group(sender, "stalled")
@@ -94,7 +94,7 @@ async def test_joining_ends_when_aborted_or_timed_out(model_dir: Path, tmp_path:
             await sender.abort()
             with pytest.raises(TransferError, match="aborted"):
                 await joining
-        await sender.abort()  # nothing runs: no harm
+        await sender.abort()  # no transfer runs: no effect
         sender.timeout_s = 2
         with pytest.raises(TransferError, match="forming the process group"):
             await sender.join(Group("alone again", await sender.open(), 2, 2))

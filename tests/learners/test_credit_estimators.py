@@ -1,4 +1,4 @@
-"""Advantage estimators beside GRPO's, the length penalty, and off-policy weights."""
+"""Advantage estimators other than GRPO's, the length penalty, and off-policy weights."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_an_out_of_memory_error_gives_a_hint() -> None:
 async def controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """In whose environment two ranks find it; what is yielded makes an update with them."""
+    """Two ranks find it by its environment; yields a function that runs an update with them."""
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -152,7 +152,7 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
 async def test_tasks_of_slurm_connect_to_the_controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It starts each of them by itself."""
+    """Slurm starts each of them."""
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with ExitStack() as stack:
             tasks = []

@@ -178,7 +178,7 @@ def test_metrics_of_preferences_by_hand() -> None:
 
 
 def test_packing_changes_neither_loss_nor_gradient_of_imitation() -> None:
-    """Several sequences in a row see only themselves: 1e-6 of each of them alone."""
+    """Several packed sequences see only themselves: within 1e-6 of each of them alone."""
     random = Random(3)
     sequences = [
         encode_sequence(

@@ -1,4 +1,4 @@
-"""Entropies of trained tokens come back from the ranks, exact, to the places where they belong."""
+"""The ranks return exact entropies of trained tokens, which are assigned to their tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALGORITHM = ARPO(group_size=6)
 
 
 def without_entropies(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
-    """Trees whose engine tells no entropies."""
+    """Trees of an engine without entropies."""
     trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(count)]
     forget_entropies(trees)
     return credited(trees, algorithm)
@@ -39,8 +39,8 @@ def known(trees: list[TrajectoryTree]) -> list[list[float]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 7])
 def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
-    """Told by what the ranks say: the number of each token. Trees that brought entropies
-    keep them."""
+    """The ranks return the number of each token in place of its entropy. Trees with entropies of
+    the engine keep them."""
     groups = without_entropies(ALGORITHM)
     kept = groups[1][0]
     for node in kept.nodes:
@@ -65,7 +65,7 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
 
 
 def _marked(tree: EncodedTree, first: int) -> EncodedTree:
-    """With the number of each trained token in place of its log-prob."""
+    """With the number of each trained token instead of its log-prob."""
     values = tree.floats("behavior").copy()
     places = tree.actions() if len(values) == tree.num_tokens else slice(None)
     values[places] = first + np.arange(tree.num_action_tokens)
@@ -74,8 +74,8 @@ def _marked(tree: EncodedTree, first: int) -> EncodedTree:
 
 @pytest.mark.parametrize("agreement", ["close", "unknown"])
 def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None:
-    """Whether they were computed for the proximal log-probs or with the loss; and plots read
-    them, and nothing of a tree that was not trained."""
+    """Both if they were computed for the proximal log-probs and with the loss; plots read them, and
+    no value of an untrained tree."""
     algorithm = GRPO(group_size=2)
     groups = without_entropies(algorithm)
     one = trainer(algorithm)

@@ -89,7 +89,7 @@ def test_every_step_has_the_gradient_of_all_groups_delivered(
 ) -> None:
     """Of the mean over every trajectory, also in a mini-batch in which no group has a signal."""
     parts = some_equal(number)
-    if settings.get("equal_groups") == "drop":  # the oracle takes no step on nothing
+    if settings.get("equal_groups") == "drop":  # the oracle takes no step on an empty batch
         parts = [[*parts[0], *parts[1][:2]], [grow(50, 1, VOCABULARY), *parts[1][2:]]]
     for metrics in compare(kind, settings, "qwen3", 60, parts):
         assert metrics["num_steps"] == 4
@@ -110,7 +110,7 @@ class Counting:
 
 
 PASSES: list[tuple[Algorithm, dict[str, str], bool, bool]] = [
-    # algorithm, what is known of the engine, are equal groups computed with and without gradient
+    # algorithm, agreement of the engine, are equal groups computed with and without gradient
     (ARPO(group_size=2), {"agreement": "unknown"}, False, False),
     (AEPO(group_size=2), {"agreement": "exact"}, False, False),
     (AEPO(group_size=2), {"agreement": "close"}, False, True),
@@ -138,7 +138,9 @@ def test_a_group_without_a_signal_costs_no_pass_unless_a_term_needs_it(
     encoded = encode_groups(groups, 0, config, algorithm)
     metrics = trainer.update([encoded], 1.0, **known)
     own = sum(tree.num_action_tokens for tree in encoded)
-    assert counting.tokens[True] == (own if trained else 1)  # of nothing, for gradients of 0
+    assert counting.tokens[True] == (
+        own if trained else 1
+    )  # of an empty micro-batch, for gradients of 0
     assert counting.tokens[False] == (own if scored else 0)
     assert metrics["num_tokens"] == (own if trained else 0)
     assert metrics["num_steps"] == 1
@@ -146,7 +148,7 @@ def test_a_group_without_a_signal_costs_no_pass_unless_a_term_needs_it(
 
 
 def test_a_step_without_a_signal_is_an_optimizer_step_on_zero_gradients(model_dir: Path) -> None:
-    """Momentum goes on and weights decay, as in verl."""
+    """Momentum continues and weights decay, as in verl."""
     algorithm = GRPO(group_size=2)
     config = two_ranks(num_ranks=1, backend="torch", grad_clip=0.0, weight_decay=0.1)
     trainer = plain_torch(model_dir, config, torch.float32, algorithm)
@@ -181,8 +183,8 @@ RANKED: dict[str, Algorithm] = {
 
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks_sum_up_counted_groups(name: str) -> None:
-    """The weights and metrics of two and four ranks are those of one, also where a rank has nothing
-    but counted groups, or no rank has a signal."""
+    """The weights and metrics of two and four ranks are those of one, also if a rank has only
+    counted groups, or no rank has a signal."""
     algorithm, limit = RANKED[name], 60
     config = LearnerConfig(
         backend="torch", optimizer="adamw", learning_rate=1e-3, max_tokens_per_microbatch=limit

@@ -1,4 +1,4 @@
-"""Hugging Face directories: while training, and from a checkpoint by itself."""
+"""Hugging Face directories: during training, and from a checkpoint alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A trained model's checkpoint as a run writes it, with what a tokenizer needs."""
+    """A trained model's checkpoint as a run writes it, with the files of a tokenizer."""
     source = save_tiny_model(tmp_path / "model")
     for name, text in FILES.items():
         (source / name).write_text(text)

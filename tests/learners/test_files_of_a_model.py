@@ -57,7 +57,7 @@ def test_a_dangling_link_is_refused_by_name(snapshot: Path, tmp_path: Path) -> N
 
 def test_a_dangling_link_is_found_before_a_run_starts(snapshot: Path) -> None:
     check_model_directory(snapshot)
-    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # nobody reads it
+    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # it is never read
     check_model_directory(snapshot)
     (snapshot / "vocab.json").symlink_to("../../blobs/gone")
     with pytest.raises(DataError, match=r"vocab\.json: this link is broken"):

@@ -49,7 +49,7 @@ def trees() -> list[EncodedTree]:
 
 @pytest.fixture
 def _times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches take what SECONDS says."""
+    """Micro-batches take the times of SECONDS."""
     forward, passed = TorchBackend.forward, [0.0]
 
     def timed(self: TorchBackend, batch: MicroBatch) -> Any:
@@ -82,7 +82,7 @@ def test_costs_are_fitted_by_layout() -> None:
         Sample("tree", tokens, pairs, 2.0 + 0.01 * tokens + 1e-4 * pairs)
         for tokens, pairs in ((100, 5000), (200, 9000), (400, 80000))
     ] + [Sample("padded", tokens, tokens * 10, 0.5 + 0.01 * tokens) for tokens in (150, 300)]
-    costs = Costs([*samples, Sample("tree", 100, 5000, 300.0)])  # something else ran meanwhile
+    costs = Costs([*samples, Sample("tree", 100, 5000, 300.0)])  # another process ran at that time
     batches = {
         layout: pack([encode_sequence([1] * 9, [False] + [True] * 8)], 99, layout)
         for layout in LAYOUTS

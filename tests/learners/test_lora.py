@@ -1,4 +1,4 @@
-"""Adapters: the frozen weights and the adapter are never changed by what is published."""
+"""Adapters: publishing never changes the frozen weights and the adapter."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_accepted_layers_are_merged_like_peft_merges_them(family: str, targets: 
 
 
 def plain(model: torch.nn.Module) -> list[Entry]:
-    """Entries of the weights as they are now, without what the adapters still hold."""
+    """Entries of the current weights, without those of the adapters."""
     for module in model.modules():
         if hasattr(module, "lora_A"):
             torch.nn.init.zeros_(module.lora_B["default"].weight)

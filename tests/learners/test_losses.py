@@ -59,7 +59,7 @@ TARGETS = {
 @pytest.mark.parametrize("kind", TARGETS)
 def test_the_expected_gradient_of_each_kl_kind(kind: str, seed: int) -> None:
     """Through the objective of an algorithm: each word with its probability as weight, which makes
-    the sum an expectation over what the policy samples."""
+    the sum an expectation over the samples of the policy."""
     logits, reference = distributions(seed)
     logprobs = logits.log_softmax(0)
     known, zeros = logprobs.detach(), torch.zeros_like(reference)

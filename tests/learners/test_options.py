@@ -1,4 +1,4 @@
-"""Options that are asked for where they cannot be had, and how they reach a rank."""
+"""Options that are requested where they are unavailable, and their way to a rank."""
 
 from __future__ import annotations
 

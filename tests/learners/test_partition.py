@@ -1,4 +1,4 @@
-"""Trees and parts of trees on several ranks do what whole trees do on one."""
+"""Trees and parts of trees on several ranks equal whole trees on one."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
 
 
 def test_loads_equal_the_computations_of_ranks() -> None:
-    """Up to what packing saves where pieces of a tree share a micro-batch."""
+    """Up to the savings of packing if pieces of a tree share a micro-batch."""
     trees = encode_all(ARPO(group_size=16), [grow_large(Random(i), i) for i in range(8)])
     for num_ranks in (1, 4, 8):
         shares, loads = partition(trees, num_ranks, 1500)
@@ -261,7 +261,7 @@ def _update(
     def update(rank: int) -> dict[str, float]:
         trainer = ranks[rank]
         metrics = trainer.update([parts[rank] for parts in shares], 1.0)
-        trainer.moved = False  # as if it was published
+        trainer.moved = False  # as if published
         return metrics
 
     return meeting.run(update)[0]

@@ -37,7 +37,7 @@ class Answering:
 
 
 def reports_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged while two ranks answer commands after these seconds."""
+    """The log messages while two ranks answer commands after these seconds."""
     links: list[Any] = [Answering(0), Answering(1)]
 
     async def main() -> None:

@@ -1,7 +1,7 @@
 """Two real ranks at every ZeRO stage equal one process of plain torch.
 
-Each case below is one where DeepSpeed 0.19 is silently wrong, crashes or hangs when its calls are
-used as they come: ranks have different numbers of micro-batches, or none.
+In each case below DeepSpeed 0.19 is silently wrong, crashes or hangs when its calls are used
+directly: ranks have different numbers of micro-batches, or none.
 """
 
 from __future__ import annotations

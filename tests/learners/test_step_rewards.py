@@ -105,7 +105,8 @@ def episode(rng: Random, chances: list[float]) -> TrajectoryTree:
 
 
 def test_rewards_to_go_have_the_gradient_of_the_return_with_less_variance() -> None:
-    """Of the chances of both actions, over 2,000 groups; the true one is known."""
+    """With respect to the probabilities of both actions, over 2,000 groups; the true gradient is
+    known."""
     rng, chances = Random(0), [0.5, 0.4]
     found: dict[str, list[np.ndarray]] = {"return": [], "to_go": []}
     for _ in range(2000):

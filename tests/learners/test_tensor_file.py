@@ -1,4 +1,4 @@
-"""Files of tensors are what the safetensors library reads, and are written one by one."""
+"""Files of tensors have the format of safetensors, and are written tensor by tensor."""
 
 from __future__ import annotations
 

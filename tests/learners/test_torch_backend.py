@@ -1,4 +1,4 @@
-"""What runs where nothing may be compiled, and where weights lie in main memory."""
+"""The learner without compilation, and with weights in main memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_weights_are_mapped_in_their_common_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_weights_are_loaded_one_by_one_on_request(copy: bool) -> None:
-    """In the dtype of the file until then; what is mapped from it stays as it is with `copy`."""
+    """In the dtype of the file until then; with `copy` the mapped tensors stay unchanged."""
     policy = Policy(tiny_model().bfloat16())
     before = [param.data for param in policy.parameters()]
     rotary = policy.model.model.rotary_emb.inv_freq

@@ -134,7 +134,8 @@ def test_log_probs_of_an_engine_are_used_only_as_far_as_agreement_is_known(
 
 
 def test_without_a_cap_there_is_no_importance_weight() -> None:
-    """PPO against the learner's own log-probs, whatever the engine's were: only they differ."""
+    """PPO against the learner's own log-probs, for any log-probs of the engine: only these
+    differ."""
     updates = []
     for shift in (0.0, 0.7):
         trees = [

@@ -1,8 +1,8 @@
 """Training on packed trees equals training on the flat trajectories, to rounding.
 
-Transformers computes its norms in float32 whatever the model's type; here they are kept in
-float64, so that nothing but the order of sums differs. Flat: every trajectory by itself through
-the untouched model, with its own advantage.
+Transformers computes its norms in float32 for any dtype of the model; here they are kept in
+float64, so that only the order of sums differs. Flat: every trajectory alone through the unmodified
+model, with its own advantage.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What plans and credits of turns are worth, on a toy whose true gradient is known.
+"""The signal of plans and credits of turns, on a toy whose true gradient is known.
 
-Five turns of three actions; the right one has the probability 0.55. `mend`: a state that is seen,
-good or bad; action 0 keeps the good one, action 1 mends the bad one, and the end must be good.
-`fatal`: every action must be 0, and nothing shows whether it was. The signal a call is the squared
-part of the mean gradient along the true one, over the variance of the gradient along it, over the
-turns that were sampled; a flat group of eight with GRPO's credit has 1.
+Five turns of three actions; the right one has the probability 0.55. `mend`: an observed state, good
+or bad; action 0 keeps the good one, action 1 repairs the bad one, and the end must be good.
+`fatal`: every action must be 0, and the state does not show whether it was. The signal per call is
+the squared part of the mean gradient along the true one, over the variance of the gradient along
+it, over the turns that were sampled; a flat group of eight with GRPO's credit has 1.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_forks_at_any_depth_have_more_signal_per_call_if_mistakes_are_reversible
 
 
 def test_forks_at_the_most_informative_turns_have_more_signal_than_uniform_ones() -> None:
-    """While leading an environment back costs nothing."""
+    """While replaying an environment costs nothing."""
     assert worth(False, "spread", 1.0) > worth(False, "uniform", 1.0)
     assert worth(True, "spread", 1.0) > worth(True, "uniform", 1.0)
 

@@ -207,7 +207,7 @@ def test_tree_grpo_adds_the_comparison_within_a_root(tree: TrajectoryTree) -> No
 
 
 def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
-    """Four roots; two of them come to the state [5], where one goes right and one wrong."""
+    """Four roots; two of them reach the state [5], where one acts right and one wrong."""
     nodes = [Node(0, None, observation_ids=[7])]
     for branch, (seen, reward) in enumerate([([5], 1.0), ([5], 0.0), ([6], 1.0), ([8], 0.0)]):
         first = Node(len(nodes), 0, str(branch), action_ids=[1], observation_ids=seen)

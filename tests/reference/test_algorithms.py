@@ -1,4 +1,4 @@
-"""Where the update differs from the released code by default, and what compat brings back."""
+"""Differences of the update from the released code by default, and the effect of compat."""
 
 from __future__ import annotations
 

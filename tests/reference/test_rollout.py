@@ -64,7 +64,7 @@ def traces() -> list[dict]:
 
 
 class Observed(ReferenceLoop):
-    """A loop that also asks the event-driven plan at each fork point."""
+    """A loop that also queries the event-driven plan at each fork point."""
 
     def _fork(self, survivors):
         for one in survivors:
@@ -107,7 +107,7 @@ def test_difference_sum_against_mean_over_the_window() -> None:
 
 
 def test_difference_truncated_entropy_against_that_of_the_engine() -> None:
-    """Two of four equally likely symbols: half of the entropy is left out."""
+    """Two of four equally likely symbols: half of the entropy is missing."""
     assert truncated_entropy([math.log(0.25)] * 2) == pytest.approx(math.log(4) / 2)
 
 

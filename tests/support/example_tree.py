@@ -1,5 +1,5 @@
-"""A kept tree with all that an export has to tell: two roots, a fork of a fork, a failure, a call
-whose tool raised, and a secret that a tool has said."""
+"""A kept tree with everything that an export contains: two roots, a fork of a fork, a failure, a
+call whose tool raised, and a secret in a tool's result."""
 
 from __future__ import annotations
 

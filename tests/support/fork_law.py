@@ -3,8 +3,8 @@
     python tests/support/fork_law.py URL '[{"content": ".."}, ..]' ['{"seed": 1}']
 
 The actions are one episode, the last of which ends it; they should change the state of the
-environment. Needs aiohttp and nothing of this project: it is meant to be copied. An AssertionError
-says which part of the law does not hold.
+environment. Needs only aiohttp, nothing of this project: it is meant to be copied. An
+AssertionError names the part of the law that does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Peer:
         self.ws, self.id = ws, id
 
     async def request(self, kind: str, data: Any = None) -> Any:
-        """The data of the answer, without what names the session."""
+        """The data of the answer, without the names of the session."""
         await self.ws.send_json({"type": kind, "data": data or {}})
         answer = await self.ws.receive_json(timeout=TIMEOUT_S)
         assert answer["type"] != "error", f"{kind}: {answer['data']}"
@@ -44,7 +44,7 @@ class Peer:
 
 
 async def check_fork_law(url: str, actions: Sequence[Any], reset: Any = None) -> None:
-    """Raises AssertionError with what does not hold."""
+    """Raises AssertionError with the part that does not hold."""
     async with aiohttp.ClientSession() as http:
         api = await (await http.get(f"{url}/openapi.json")).json()
         declared = api["info"].get("x-openenv-capabilities", ())
@@ -61,7 +61,7 @@ async def check_fork_law(url: str, actions: Sequence[Any], reset: Any = None) ->
 async def _check_at(
     http: aiohttp.ClientSession, url: str, actions: Any, expected: Any, place: int, reset: Any
 ) -> None:
-    """Forks act first, one after the other, then their parent, then forks of whom it has ended."""
+    """Forks act first, one after the other, then their parent, then forks of its ended episode."""
     where = f"after {place} actions"
     async with opened(http, url) as parent:
         await parent.request("reset", reset)
@@ -88,7 +88,7 @@ async def _check_at(
 
 
 async def _check_refusals(http: aiohttp.ClientSession, url: str, actions: Any, reset: Any) -> None:
-    """What cannot be forked is refused by an error, and leaves nothing."""
+    """Sessions that cannot be forked are refused with an error, and no session remains."""
     unknown = await rpc(http, url, "openenv/session/fork", session_id="nobody", count=1)
     assert "error" in unknown, "an unknown session is forked"
     async with opened(http, url) as one:

@@ -14,12 +14,12 @@ from agentenv.envs.grading.keys import JudgeConfig
 
 
 class Cut:
-    """A reply that never comes: the connection is closed."""
+    """A reply that never arrives: the connection is closed."""
 
 
 class JudgeServer:
-    """Answers each request with the next reply, the last one for ever: the message's text, a
-    status, a whole body, nothing in time (None), or whatever a model that reads the messages says.
+    """Answers each request with the next reply, and repeats the last one: the message's text, a
+    status, a whole body, nothing in time (None), or the result of a function of the messages.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.support.killing PLAN ARGUMENT ...        the arguments of launchers/train.py
 
-What the product calls at a point is replaced by what kills, by SIGKILL, before it, after it or in
-the middle of it; the product knows nothing of it. Points are named by what happens there:
+The product's call at a point is replaced by one that kills by SIGKILL before it, after it or in the
+middle of it; the product does not know of it. Points are named by the event there:
 
     frame Grown         a write of the journal that has such a frame in it
     sync NAME           os.fsync and os.fdatasync of a file or folder, digits as 0; of the files
@@ -13,7 +13,7 @@ the middle of it; the product knows nothing of it. Points are named by what happ
     command Update      of the learner, from the side of the controller or of the rank
     publish             new weights, from the learner's command to the engine's answer
     load                the engine takes them
-    turn                a request to an engine server, "within" behind its first tokens
+    turn                a request to an engine server, "within" after its first tokens
     update              of an engine server's weights; "within" while the server is paused
     cell, fork, spawn   what the sandbox does for a session
 
@@ -56,12 +56,11 @@ Role = str  # controller, rank
 
 
 class Plan(Struct, frozen=True):
-    """`role` is the process that comes to the point; `victim` the one that is killed there: itself,
+    """`role` is the process that reaches the point; `victim` the one that is killed there: itself,
     "tree" for the controller and all below it, "other" for the engine server or the zygote that the
-    point is about, or what has this word in its command line. Without a point nothing is killed.
-    `seen`: a file for the names of all points, a line each; `killed`: one that is there when it has
-    come to the point. `servers` has the processes of engine
-    servers, by their URL."""
+    point is about, or the process with this word in its command line. Without a point no process is
+    killed. `seen`: a file for the names of all points, a line each; `killed`: one that exists when
+    it has reached the point. `servers` has the processes of engine servers, by their URL."""
 
     point: str = ""
     side: str = "before"  # after, within
@@ -79,7 +78,7 @@ class Plan(Struct, frozen=True):
 
 
 class Killer:
-    """Counts how often each point is come to, and kills at that of the plan."""
+    """Counts how often each point is reached, and kills at that of the plan."""
 
     def __init__(self, plan: Plan, role: Role) -> None:
         self.plan, self.role = plan, role
@@ -105,7 +104,7 @@ class Killer:
             self.kill()
 
     def wants_within(self, point: str) -> bool:
-        """Whether the write that comes now is to be cut."""
+        """Whether the next write is to be cut."""
         plan = self.plan
         if (self.role, point, "within") != (plan.role, plan.point, plan.side):
             return False
@@ -134,7 +133,7 @@ class Killer:
 
 
 def name_of(path: Any) -> str:
-    """The last part of a path, or of what a descriptor has open, digits as 0."""
+    """The last part of a path, or of the file of a descriptor, digits as 0."""
     if isinstance(path, int):
         path = os.readlink(f"/proc/self/fd/{path}")
     name = re.sub(r"\d+", "0", Path(os.fsdecode(path)).name)
@@ -142,7 +141,7 @@ def name_of(path: Any) -> str:
 
 
 def install(killer: Killer) -> None:
-    """Put the points into what the product calls."""
+    """Patch the points into the product."""
 
     def around(owner: Any, name: str, label: Callable[..., str]) -> None:
         inner = getattr(owner, name)
@@ -196,7 +195,7 @@ def install(killer: Killer) -> None:
 
 
 def install_servers(killer: Killer) -> None:
-    """Points of engine servers over HTTP, as far as their processes are known."""
+    """Points of engine servers over HTTP whose processes are known."""
     server = VLLMServer
     sample, replace, reload = server._sample, server._replace, server._reload
 
@@ -230,7 +229,7 @@ def install_servers(killer: Killer) -> None:
 
 
 def install_sandbox(killer: Killer) -> None:
-    """Points of what a zygote, or a session that is a fork of the zygote, is asked for."""
+    """Points of the requests to a zygote, or to a session, which is a fork of the zygote."""
 
     def around(
         owner: Any, name: str, point: str, zygote_of: Callable[[Any], ZygoteProcess]
@@ -284,8 +283,8 @@ def command_name(command: Any) -> str:
 
 
 class SpareRank:
-    """The learner's rank: a fork that waits until it is told its environment, as far as the
-    controller knows a process."""
+    """The learner's rank: a fork that waits for its environment, with the interface of a process
+    that the controller uses."""
 
     def __init__(self, killer: Killer) -> None:
         inner, self._settings_fd = os.pipe()

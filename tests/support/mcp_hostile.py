@@ -1,5 +1,5 @@
-"""A server of the Model Context Protocol, on its standard streams, that answers the call of its
-one tool with the bytes that it is told to say, hexadecimal."""
+"""A server of the Model Context Protocol, on its standard streams, that answers the call of its one
+tool with the bytes of its argument, hexadecimal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Echo(MCPEnvironment):
 
         @mcp.tool
         def echo(message: str) -> str:
-            """Says it again."""
+            """Repeats the text."""
             return message
 
         @mcp.tool

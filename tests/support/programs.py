@@ -1,4 +1,4 @@
-"""Programs that ask the endpoint, coroutines in place of processes, and the environment that turns
+"""Programs that call the endpoint, coroutines instead of processes, and the environment that turns
 their calls into steps: the smallest one that agentenv/endpoint describes."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 
 class Client:
-    """A client of chat completions, with what a program gets of its variables."""
+    """A client of chat completions, with the variables of a program."""
 
     def __init__(self, variables: dict[str, str], task: Task) -> None:
         self.task = task

@@ -1,5 +1,5 @@
-"""What the shipped configurations need in small: a model that has had a cold start, and data in
-the published schemas."""
+"""The inputs of the shipped configurations, scaled down: a model that has had a cold start, and
+data in the published schemas."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def published(row: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def dialogues(reserved: set[str]) -> Iterator[dict[str, Any]]:
-    """ShareGPT rows as LLaMA-Factory reads them; results stand within the answer."""
+    """ShareGPT rows as LLaMA-Factory reads them; results are within the answer."""
     rng = Random("published dialogues")
     for number in range(NUM_DIALOGUES):
         demo = demonstration(rng, KINDS[number % 2], reserved, HABITS[number // 2 % 2])

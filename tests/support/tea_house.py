@@ -23,7 +23,8 @@ FACT = "{}\u4f4d\u4e8e\u4e34\u6c5f\u5e02\uff0c\u7531{}\u4e8e{}\u5e74\u521b\u7acb
 
 
 def write_world(folder: Path) -> tuple[Path, Path]:
-    """Corpus, and questions encrypted as the benchmark is published: who founded it, how old."""
+    """Corpus, and questions encrypted as the benchmark is published: its founder, and the founder's
+    age."""
     corpus, questions = folder / "corpus.jsonl", folder / "DeepSearch.csv"
     with corpus.open("w", encoding="utf-8") as file:
         for number, (house, (founder, year)) in enumerate(HOUSES.items()):
@@ -51,8 +52,8 @@ def _rows() -> Iterator[dict[str, str]]:
 
 
 def turn(prompt: str, rng: Random) -> str:
-    """Searches, computes where it is asked how old, and answers with a sentence round the box.
-    It plays only if it was told how in Chinese."""
+    """Searches, computes an age if the question requires it, and answers with a sentence around the
+    box. It plays only if its instructions are in Chinese."""
     if "\u641c\u7d22\u5f15\u64ce" not in prompt:  # a search engine
         return "<think>?</think><answer>\\boxed{?}</answer>"
     question_text, *results = prompt.split("<result>\n")

@@ -1,8 +1,8 @@
 """A whole run without a model, for the virtual clock: the real `Training` with its queue, feeder,
-actor, journal, saver and evaluator, on an engine, envs and a learner that do as `Faults` say.
+actor, journal, saver and evaluator, on an engine, envs and a learner that follow `Faults`.
 
-The learner's weights are the list of the trees that they were trained on, and the policy version:
-a checkpoint holds them, so that a test reads there what was trained in the line that survives.
+The learner's weights are the list of the trees that they were trained on, and the policy version: a
+checkpoint holds them, so that a test reads there the training of the surviving line.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def toy_config(folder: Path, *overrides: str) -> TrainConfig:
 
 
 class Faults:
-    """What goes wrong next, by the name of the call: "generate", "reset", "step", "grade", "fork",
+    """The next faults, by the name of the call: "generate", "reset", "step", "grade", "fork",
     "finish", "close". Each entry is met once, by the next such call."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class ToyEnv:
 
 
 class ToyLearner:
-    """Its weights are what it was trained on. It refuses tokens that are older than the bound."""
+    """Its weights are its trained trees. It refuses tokens that are older than the bound."""
 
     def __init__(self, max_staleness: int, update_s: float = 20.0) -> None:
         self.trained: list[int] = []
@@ -226,7 +226,7 @@ class ToyLearner:
 
 
 class ToyWorld:
-    """What the processes of one run meet, one after the other."""
+    """The faults of the processes of one run, in order."""
 
     def __init__(self) -> None:
         self.faults = Faults()
@@ -242,7 +242,7 @@ class ToyWorld:
         stack: AsyncExitStack,
         report: Callable[[str], None],
     ) -> Parts:
-        """In place of `build_parts`."""
+        """Replaces `build_parts`."""
         learner: Any = ToyLearner(config.queue.max_staleness)
         engine = ToyEngine(self.faults)
         if checkpoint is not None:

@@ -16,7 +16,7 @@ PICTURES = (
 
 
 def drawing() -> dict[str, Any]:
-    """What draws them, by its name."""
+    """The function that draws them, by its name."""
     return {name: resolve_name(name) for name in PICTURES}
 
 
@@ -30,7 +30,7 @@ def leave_out() -> pytest.MonkeyPatch:
 
 @contextmanager
 def undone(drawing: dict[str, Any]) -> Iterator[None]:
-    """Pictures are drawn again meanwhile."""
+    """Pictures are drawn within this context."""
     with pytest.MonkeyPatch.context() as patch:
         for name, draw in drawing.items():
             patch.setattr(name, draw)

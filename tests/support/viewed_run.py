@@ -1,5 +1,5 @@
-"""A small run to look at, written by the parts that write real ones: trees with forks, failures and
-filters, metrics, evaluations. What the policy and the tools have written in it is hostile."""
+"""A small run for the viewer, written by the parts that write real ones: trees with forks, failures
+and filters, metrics, evaluations. Texts of the policy and the tools in it are hostile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connecting to SGLang: servers that lack what a run needs, or could do better."""
+"""Connecting to SGLang: servers without a required feature, or with a better setting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_server_without_a_required_feature_is_refused(
 async def test_a_server_with_log_probs_before_temperature_is_refused(
     processes: dict[str, SGLangProcess],
 ) -> None:
-    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, whatever it is."""
+    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, at any temperature."""
     unscaled = changed("sampling_params", "temperature", to=1.0)
     async with proxy([processes["untied"].url], requests={"/generate": unscaled}) as before:
         await refused(before.url, "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")

@@ -54,7 +54,7 @@ async def test_concurrent_requests(server: SGLangServer, untied: World) -> None:
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
     server: SGLangServer, untied: World
 ) -> None:
-    """At any temperature, and also beside greedy requests in one batch."""
+    """At any temperature, and also with greedy requests in the same batch."""
     model = untied.models[0]
     scaled = Reply(server, PROMPT, 12, temperature=0.6)
     plain = Reply(server, PROMPT, 12)
@@ -108,15 +108,15 @@ async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> No
     sampling = SamplingParams(max_tokens=400, temperature=0.0)
     with pytest.raises(KeyError):
         await server.generate(Request("test-callback", PROMPT, sampling), fail)
-    async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end by itself
+    async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end normally
         while await ServerSubject(server).num_running():  # noqa: ASYNC110 (only it knows)
             await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("slow")
 async def test_an_abort_affects_only_its_request(server: SGLangServer) -> None:
-    """Also among requests whose ids begin alike, and where an id comes again: SGLang itself aborts
-    by beginnings, and aborts what has its rid 2 s after a stream has ended."""
+    """Also among requests whose ids share a prefix, and where an id is reused: SGLang itself aborts
+    by prefix, and aborts requests with the same rid 2 s after a stream has ended."""
 
     def start(name: str, max_tokens: int) -> asyncio.Task[Completion]:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -153,7 +153,7 @@ async def test_parameters_that_the_server_would_clamp_or_change_are_refused(
 
 
 async def test_the_longest_turn_is_sampled_to_its_end(server: SGLangServer) -> None:
-    """Prompt and turn together as long as the client allows: nothing is clamped in silence."""
+    """Prompt and turn together as long as the client allows: nothing is clamped silently."""
     info = await server.connect(0)
     completion = await generate(server, prompt(seed=2, size=500), info.max_model_len - 500)
     assert len(completion.token_ids) == info.max_model_len - 500 > 1

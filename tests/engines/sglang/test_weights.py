@@ -46,13 +46,13 @@ async def test_prefixes_never_cross_versions(server: SGLangServer, untied: World
 async def test_update_in_the_middle_of_a_request_gives_two_spans(
     server: SGLangServer, untied: World
 ) -> None:
-    """And no prefix of the old weights is used, neither by it nor by a new request."""
+    """Neither this request nor a new one uses a prefix of the old weights."""
     running = Reply(server, PROMPT, 200)
     await running.started(4)
     await server.load_weights(untied.paths[1], 1)
     assert not running.task.done()
     first = await generate(server, PROMPT, 4)
-    check_sampled(untied.models, PROMPT, first)  # it may share what was computed again
+    check_sampled(untied.models, PROMPT, first)  # it may share the recomputed prefix
     second = await generate(server, PROMPT, 4)
     assert second.num_cached_tokens == len(PROMPT) - 1
     assert not running.task.done()
@@ -64,7 +64,8 @@ async def test_update_in_the_middle_of_a_request_gives_two_spans(
 
 @pytest.mark.usefixtures("slow")
 async def test_concurrent_requests_around_an_update(server: SGLangServer, untied: World) -> None:
-    """Those that run, those that wait in the server and those that come meanwhile."""
+    """Running requests, requests queued in the server and requests that arrive during the
+    update."""
     prompts = [[*PROMPT, 100 + index] for index in range(16)]
     before = [Reply(server, ids, 12, temperature=1.0) for ids in prompts[:8]]
     await before[0].started(2)
@@ -105,7 +106,7 @@ def spoil(source: Path, target: Path, kind: str) -> None:
 async def test_a_bad_directory_is_refused_and_the_old_weights_stay_in_service(
     server: SGLangServer, untied: World, tmp_path: Path, kind: str
 ) -> None:
-    """By itself SGLang would keep old layers in silence, or die of a shape."""
+    """SGLang alone would silently keep old layers, or crash on a shape."""
     spoil(untied.paths[1], tmp_path / "bad", kind)
     running = Reply(server, PROMPT, 30)
     await running.started(2)

@@ -1,6 +1,6 @@
-"""The agent of everybody: asks, calls its one tool, asks again.
+"""The usual agent: calls the model, calls its one tool, calls the model again.
 
-python agent.py QUESTION TOOL ARGUMENT ...      known.json has what the tool knows
+python agent.py QUESTION TOOL ARGUMENT ... known.json has the data of the tool
 """
 
 import json
