@@ -98,12 +98,12 @@ class Steps:
 
         monkeypatch.setattr(Scheduler, "step", when_allowed)
 
-    def let(self, number: int) -> None:
+    def permit(self, number: int) -> None:
         """Permit more steps. The first may be a waiting one: current commands run after it."""
         self._allowed.release(number)
 
-    def let_all(self) -> None:
-        self.let(1_000_000)
+    def permit_all(self) -> None:
+        self.permit(1_000_000)
 
 
 def prompt(seed: int, size: int) -> list[int]:

@@ -58,7 +58,7 @@ async def test_cancel_frees_the_slot(
         hog = asyncio.create_task(
             engine.generate(prompt(0, 5), long, session="s", on_tokens=lambda _: started.set())
         )
-        steps.let(1)
+        steps.permit(1)
         await started.wait()
         waiting = asyncio.create_task(engine.generate(prompt(1, 5), long, session="s"))
         short = asyncio.create_task(
@@ -68,7 +68,7 @@ async def test_cancel_frees_the_slot(
         waiting.cancel()
         hog.cancel()
         await asyncio.wait([waiting, hog])
-        steps.let_all()
+        steps.permit_all()
         assert len((await short).token_ids) == 3
         assert hog.cancelled()
         stats = engine.stats()
@@ -149,10 +149,10 @@ async def test_close_fails_pending_calls(
         for i in range(3)
     ]
     await asyncio.sleep(0)
-    steps.let(5)
+    steps.permit(5)
     closing = asyncio.gather(engine.close(), engine.close())
     await asyncio.sleep(0)
-    steps.let_all()
+    steps.permit_all()
     await closing
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, EngineError)

@@ -36,17 +36,17 @@ async def test_prefix_is_computed_once(
                 stream_interval=10,
             )
         )
-        steps.let(10)
+        steps.permit(10)
         branch = ids + (await seen).token_ids
         fork_call = asyncio.create_task(
             engine.generate(branch, SamplingParams(max_tokens=20), session="s")
         )
         await asyncio.sleep(0)
-        steps.let(1 + 20)
+        steps.permit(1 + 20)
         fork = await fork_call
         assert not parent_call.done()
         assert fork.num_cached_tokens >= len(branch) - 2
-        steps.let_all()
+        steps.permit_all()
         parent = await parent_call
         # The next turn continues from all tokens computed by the last one.
         turn = ids + parent.token_ids + prompt(4, 6)

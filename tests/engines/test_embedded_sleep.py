@@ -57,7 +57,7 @@ async def begin(
             enough.set()
 
     pending = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
-    steps.let(10)
+    steps.permit(10)
     await enough.wait()
     return pending, got
 
@@ -66,7 +66,7 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
     """Sleep while turns run."""
     falling = asyncio.create_task(engine.sleep())
     await asyncio.sleep(0)
-    steps.let_all()
+    steps.permit_all()
     await falling
 
 

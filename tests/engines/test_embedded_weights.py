@@ -38,25 +38,25 @@ async def test_weights_change_while_requests_run(
                 stream_interval=20,
             )
         )
-        steps.let(20)
+        steps.permit(20)
         await first
         assert engine.policy_version == 0
         loading = asyncio.create_task(engine.load_weights(tmp_path / "bare", 7))
         await asyncio.sleep(0)
-        steps.let(1)
+        steps.permit(1)
         await loading
         assert engine.policy_version == 7
         pending = asyncio.create_task(
             engine.generate(ids, SamplingParams(max_tokens=30), session="s")
         )
         await asyncio.sleep(0)
-        steps.let(1 + 30)
+        steps.permit(1 + 30)
         fresh = await pending
         assert not running.done()
         assert fresh.num_cached_tokens == 0
         assert fresh.version_spans == [VersionSpan(7, 0, 30)]
         check(new, ids, fresh)
-        steps.let_all()
+        steps.permit_all()
         done = await running
         middle = done.version_spans[0].end
         assert middle in (20, 21)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.server_process import ServerProcess
-from tests.support.small_server import alive, gone, processes, script
+from tests.support.small_server import alive, assert_ended, processes, script
 from tests.support.warehouse import ROOT
 
 HOLDER = """
@@ -74,4 +74,4 @@ def test_no_process_survives_a_killed_pytest(tmp_path: Path) -> None:
         pids = processes(tmp_path / "log")
         assert len(alive(pids)) == 2
         holder.kill()
-    gone(pids)
+    assert_ended(pids)

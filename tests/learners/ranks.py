@@ -107,7 +107,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return float(torch.stack(parts).max())
 
 
-def assert_gone(pids: list[int]) -> None:
+def assert_ended(pids: list[int]) -> None:
     """Within a time that only a process which does not end takes."""
     deadline = time.monotonic() + 30.0
     while any(map(_runs, pids)):

@@ -110,7 +110,7 @@ def check(path: Path) -> int:
     return int(step)
 
 
-def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
+def kill_at_random(folder: Path, stage: int | None, step: int) -> None:
     """Start all ranks, and kill them after some checkpoints and a part of a further one."""
     (folder / "meeting").unlink(missing_ok=True)
     receiver, sender = os.pipe()
@@ -144,7 +144,7 @@ def main(folder: Path, kills: int, stage: int | None = None) -> None:
     for number in range(10 * kills):
         if number >= kills and half:  # few kills may all fall between two saves
             break
-        kill_some_time(folder, stage, last + 1)
+        kill_at_random(folder, stage, last + 1)
         half += any(checkpoints.folder.glob("*.partial"))
         found = [check(path) for path in checkpoints.finished()]
         assert max(found) > last, (found, last)

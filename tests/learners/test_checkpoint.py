@@ -104,7 +104,7 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
     kills *= repeats
     command = ("-m", "tests.learners.saving_forever", str(tmp_path), str(kills), *stage)
     with Command(*command, log=tmp_path / "log") as saving:
-        output = saving.said()
+        output = saving.read_log()
     assert saving.returncode == 0, output
     steps, half = map(int, output.splitlines()[-1].split())
     assert steps >= kills

@@ -30,7 +30,7 @@ from agentenv.pipelines.run.terminal import is_shown
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     OF_THE_RANKS,
-    assert_gone,
+    assert_ended,
     largest_difference,
     plain_torch,
     weights_in,
@@ -243,7 +243,7 @@ async def test_a_rank_ends_with_its_controller(model_dir: Path, tmp_path: Path) 
         sys.executable, "-c", script, model_dir, tmp_path / "log", stdout=asyncio.subprocess.PIPE
     )
     output, _ = await controller.communicate()
-    await asyncio.to_thread(assert_gone, [int(output)])
+    await asyncio.to_thread(assert_ended, [int(output)])
 
 
 async def test_invalid_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:

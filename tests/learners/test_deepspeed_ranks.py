@@ -24,7 +24,7 @@ from agentenv.learners.worker import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link, held_ports
 from tests.learners.ranks import (
     ALGORITHM,
-    assert_gone,
+    assert_ended,
     encoded,
     two_ranks,
     uneven_trees,
@@ -48,7 +48,7 @@ async def test_a_killed_rank_ends_all_ranks_and_is_named(
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(LearnerError, match=r"rank 1 was killed by SIGKILL.*learner-1\.log"):
         await asyncio.wait_for(waiting, 60.0)
-    assert_gone(pids)
+    assert_ended(pids)
     with pytest.raises(LearnerError, match="is closed"):
         await learner.score([encode_sequence([1, 2], [False, True])])
     await learner.close()
@@ -72,7 +72,7 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
         await learner.ranks.call([wire.Update(part, 1.0)] * 2, 5.0)
     reported = [one for one in caplog.messages if "no answer from the learner for" in one]
     assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in reported)
-    assert_gone(pids)
+    assert_ended(pids)
     assert "gather" in (tmp_path / "learner.log").read_text(), "where rank 0 was waiting"
     await learner.close()
 
@@ -144,7 +144,7 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
             modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
         ) as process:
             await update()
-            output = await asyncio.to_thread(process.said)
+            output = await asyncio.to_thread(process.read_log)
             assert process.returncode == 0, output
 
 
@@ -167,7 +167,7 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     tasks.append(stack.enter_context(task))
             await update()
             for task in tasks:
-                output = await asyncio.to_thread(task.said)
+                output = await asyncio.to_thread(task.read_log)
                 assert task.returncode == 0, output
 
 

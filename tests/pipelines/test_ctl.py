@@ -58,7 +58,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
     with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
         deadline = time.monotonic() + START_S
         while not has_begun(run):
-            assert process.poll() is None, process.said()
+            assert process.poll() is None, process.read_log()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield run, process

@@ -17,7 +17,7 @@ class Item(NamedTuple):
     question: str
     group: Any
     gold: str
-    said: str
+    answer: str
     judged: str
 
 
@@ -62,7 +62,7 @@ def turn(prompt: str, rng: Random) -> str:
     """Answers known questions at once, and plays the world of the tea houses otherwise."""
     for question, item in BY_QUESTION.items():
         if question in prompt:
-            return f"<think>I know.</think><answer>\\boxed{{{item.said}}}</answer>"
+            return f"<think>I know.</think><answer>\\boxed{{{item.answer}}}</answer>"
     return tea_house.turn(prompt, rng)
 
 

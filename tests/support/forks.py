@@ -27,7 +27,7 @@ MODULES = (
     "agentenv.pipelines.workers.env_worker",
     "agentenv.pipelines.workers.rollout_worker",
     "agentenv.pipelines.evaluation.report",
-    "tests.support.undrawn:leave_out",
+    "tests.support.pictures:disable",
 )
 
 
@@ -105,7 +105,7 @@ class Command(Forked):
                 )
             )
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         """Everything, when it has ended."""
         self.wait()
         return self.log.read_text()

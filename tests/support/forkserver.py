@@ -267,14 +267,14 @@ def main(listening: str, *modules: str) -> NoReturn:
         if pid == 0:
             for fd in (*reports.values(), control.fileno(), listener.fileno()):
                 os.close(fd)
-            mind(json.loads(request), *fds)
+            run_minder(json.loads(request), *fds)
         reports[pid] = fds[0]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         for fd in fds[1:]:
             os.close(fd)
 
 
-def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoReturn:
+def run_minder(request: dict[str, Any], report: int, output: int, stdin: int) -> NoReturn:
     """In the minder or guard: start the process, wait for it, report how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -54,5 +54,5 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     assert condition()
 
 
-def gone(pids: list[int]) -> None:
+def assert_ended(pids: list[int]) -> None:
     until(lambda: alive(pids) == [])

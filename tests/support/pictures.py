@@ -20,7 +20,7 @@ def drawing() -> dict[str, Any]:
     return {name: resolve_name(name) for name in PICTURES}
 
 
-def leave_out() -> pytest.MonkeyPatch:
+def disable() -> pytest.MonkeyPatch:
     """In this process, until that is undone."""
     patch = pytest.MonkeyPatch()
     for name in PICTURES:
@@ -29,7 +29,7 @@ def leave_out() -> pytest.MonkeyPatch:
 
 
 @contextmanager
-def undone(drawing: dict[str, Any]) -> Iterator[None]:
+def enabled(drawing: dict[str, Any]) -> Iterator[None]:
     """Pictures are drawn within this context."""
     with pytest.MonkeyPatch.context() as patch:
         for name, draw in drawing.items():
