@@ -73,7 +73,7 @@ def clients(urls: list[str]) -> list[VLLMServer]:
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_takes_three_updates_one_of_them_mid_request(
+async def test_vllm_receives_three_updates_one_of_them_during_a_request(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Tied embeddings; two servers in one group with the learner."""
@@ -83,7 +83,7 @@ async def test_vllm_takes_three_updates_one_of_them_mid_request(
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
+async def test_vllm_receives_merged_adapters_from_ranks_with_sharded_weights(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with bench(clients(vllm[:1]), tied.paths[1], tmp_path, TWO_RANKS) as b:
@@ -124,7 +124,7 @@ async def test_a_late_server_gets_a_directory_then_broadcasts(
 
 
 @pytest.mark.engine_sglang
-async def test_sglang_takes_updates_and_survives_a_failed_one(
+async def test_sglang_receives_updates_and_survives_a_failed_one(
     sglang: str, tied: World, tmp_path: Path
 ) -> None:
     """Requests that run during an update are recomputed under the new weights."""

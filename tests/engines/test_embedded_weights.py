@@ -124,7 +124,7 @@ async def test_bad_update_keeps_the_old_weights(tiny: tuple[Path, Any], tmp_path
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "torn", "shape", "dtype"])
-async def test_a_load_that_fails_half_way_keeps_the_old_weights_whole(
+async def test_a_partially_failed_load_keeps_all_old_weights(
     tiny: tuple[Path, Any], tmp_path: Path, fault: str
 ) -> None:
     """The first shards are good and of other weights, the last one is not: no tensor changes."""

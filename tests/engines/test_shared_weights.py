@@ -157,7 +157,7 @@ async def test_a_server_wakes_up_with_new_weights_while_the_learner_sleeps(
             await s.b.learner.wake()
 
 
-async def test_ranks_that_hold_a_part_each_share_merged_adapters(
+async def test_ranks_with_sharded_weights_share_merged_adapters(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path, TWO_RANKS) as s:

@@ -59,7 +59,9 @@ def url(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         process.kill()
 
 
-async def test_vllm_takes_packed_updates_over_nccl(url: str, world: World, tmp_path: Path) -> None:
+async def test_vllm_receives_packed_updates_over_nccl(
+    url: str, world: World, tmp_path: Path
+) -> None:
     """Greedy tokens and log-probs are those of transformers after each; after a trainer disappears
     during a transfer, the server loads a directory, then takes broadcasts again."""
     config = LearnerConfig(backend="torch", optimizer="muon_adamw", learning_rate=0.02)

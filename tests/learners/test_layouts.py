@@ -109,7 +109,7 @@ def test_each_layout_is_tried_and_then_the_fastest_is_kept(model_dir: Path) -> N
 
 
 @pytest.mark.usefixtures("_times")
-def test_layouts_do_not_change_what_is_learned(model_dir: Path) -> None:
+def test_layouts_do_not_change_the_trained_weights(model_dir: Path) -> None:
     found = []
     for config in (measured(), two_ranks(num_ranks=1, backend="torch", layout="tree")):
         trainer = plain_torch(model_dir, config, torch.float32)

@@ -75,7 +75,7 @@ def test_one_rank_gets_the_trees_unchanged() -> None:
     assert load_of_it == pytest.approx(sum(map(cost, trees)))
 
 
-def test_a_part_by_hand() -> None:
+def test_the_part_of_a_rank_by_hand() -> None:
     """A prompt of 2; a turn of 2 with leaves of 1 and 2 below it; a leaf of 3."""
     action = np.array([False, False, *[True] * 8])
     tree = from_arrays(range(10), action, [0, 2, 4, 5, 7], [-1, 0, 1, 1, 0], weight=[3, 2, 1, 1, 1])

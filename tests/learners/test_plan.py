@@ -43,7 +43,7 @@ def arpo(**keys: object) -> ARPOPlan:
     return ARPOPlan(ARPO(group_size=8, **keys), V)
 
 
-def test_independent_starts_its_group_and_nothing_else() -> None:
+def test_independent_starts_only_its_group() -> None:
     tree, node = make_tree(0.5)
     plan = Independent(6)
     assert plan.on_start(tree) == 6

@@ -152,7 +152,7 @@ async def test_parameters_that_the_server_would_clamp_or_change_are_refused(
         await generate(server, prompt_ids, **{"max_tokens": 4} | fields)
 
 
-async def test_the_longest_turn_is_sampled_to_its_end(server: SGLangServer) -> None:
+async def test_the_longest_turn_is_sampled_completely(server: SGLangServer) -> None:
     """Prompt and turn together as long as the client allows: nothing is clamped silently."""
     info = await server.connect(0)
     completion = await generate(server, prompt(seed=2, size=500), info.max_model_len - 500)
