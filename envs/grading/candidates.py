@@ -196,7 +196,7 @@ class Gold(Mentions):
         if self.kind == "math":
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
-        beside = [amount for amount in amounts if amount is not None]
+        nearby = [amount for amount in amounts if amount is not None]
         found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
@@ -215,7 +215,7 @@ class Gold(Mentions):
                 continue
             if self.kind == "list" and self._is_beside_a_list(part, parts):
                 found.append(part.text)
-            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
+            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, nearby):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
         if is_sum and not any(part.starts for part in parts):

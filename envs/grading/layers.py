@@ -23,7 +23,7 @@ from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import OPENING, Same, amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
+from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
@@ -256,7 +256,7 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     same = _same(ordered)
     if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
-    return says(found, wanted, lambda text: same(clean(text), wanted) is True), layer
+    return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
 def _with_notes(found: str, wanted: str, same: Same) -> bool:
