@@ -275,7 +275,7 @@ class Answer(NamedTuple):
     seconds: float
 
 
-async def ask(
+async def run_questions(
     questions: Iterable[Question],
     on_answer: Callable[[Answer], Awaitable[None] | None],
     on_retry: Callable[[Answer], None] = lambda answer: None,

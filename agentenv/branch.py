@@ -59,7 +59,7 @@ class Branch:
         self.num_replayed = 0  # replayed calls that brought its env here, until its first turn
         self.num_given = 0  # given turns, after which its tree begins
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
-        self.was_asked = False  # the plan has decided whether to fork in this turn
+        self.was_planned = False  # the plan has decided whether to fork in this turn
         self.next_turn: NextTurn | None = None
         self.turns: list[Node] = []
         self.tips: dict[int, Prefix] = {}

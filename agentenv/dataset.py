@@ -434,11 +434,11 @@ class PromptFitter:
         messages, tools = prompt
         shared = repr((messages[:-1], messages[-1].role, tools))
         size = len(messages[-1].content.encode(errors="replace"))
-        beside = self._rendered.get(shared)
-        if beside is not None and beside + size <= self.limits.max_prompt_tokens:
+        shortest = self._rendered.get(shared)
+        if shortest is not None and shortest + size <= self.limits.max_prompt_tokens:
             return 0
         length = len(self.renderer.prompt(messages, tools))
-        self._rendered[shared] = min(length, beside or length)
+        self._rendered[shared] = min(length, shortest or length)
         return length
 
     async def _cut(self, task: Task) -> Task:

@@ -176,7 +176,7 @@ class Began(Struct, array_like=True, frozen=True, tag=1):
     mark: Mark | None = None
 
 
-class Asked(Struct, array_like=True, frozen=True):
+class ForkDecision(Struct, array_like=True, frozen=True):
     """A node at which the plan decided on forks, and their number."""
 
     node: int
@@ -189,7 +189,7 @@ class Grown(Struct, array_like=True, frozen=True, tag=2):
     tree: int
     opened: list[OpenBranch]
     turns: list[Turned]
-    asked: list[Asked]
+    decided: list[ForkDecision]
     counts: Counts
     unused: list[int] = []  # earlier versions wrote it
     mark: Mark | None = None
@@ -386,10 +386,10 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
                 live.pop(node.branch, None)
             elif node.branch in live:
                 live[node.branch] = OpenBranch(node.branch, node.index, turn.seconds)
-        for asked in frame.asked if isinstance(frame, Grown) else ():
-            if asked.node not in turns:
+        for decided in frame.decided if isinstance(frame, Grown) else ():
+            if decided.node not in turns:
                 return None
-            turns[asked.node].node.num_forks = asked.num_forks
+            turns[decided.node].node.num_forks = decided.num_forks
     last = frames[-1]
     if isinstance(last, Finished):
         is_whole = len(turns) == last.num_nodes

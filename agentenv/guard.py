@@ -53,14 +53,14 @@ def main(argv: list[str]) -> int:
     if not is_alone:
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    is_asked = False
+    is_requested = False
 
-    def ask(*_: object) -> None:
-        nonlocal is_asked
-        is_asked = True
+    def request_stop(*_: object) -> None:
+        nonlocal is_requested
+        is_requested = True
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     if os.getppid() != parent and not is_alone:  # the parent died before the first prctl
         return 1
     # torch's compile cache survives restarts, although the temporary folder does not
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
     handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin]
     shared: set[Path] = set()
     look = 0.0
-    while server.poll() is None and not is_asked:
+    while server.poll() is None and not is_requested:
         if time.monotonic() > look:  # before it can be killed
             shared |= _listed(_shared_memory() - shared, own)
             look = time.monotonic() + LOOK_EVERY_S
         ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
-        is_asked = is_asked or sys.stdin in ended
+        is_requested = is_requested or sys.stdin in ended
     shared |= _shared_memory()
     if server.returncode is None:
         with contextlib.suppress(ProcessLookupError):

@@ -75,13 +75,13 @@ def status_error(
     """The tool's error for a status other than 2xx. `text` is the body, which the policy reads in a
     ToolError; `what` names the request in other errors, without secrets.
     """
-    said = _reason(text)[:MAX_REASON_CHARS]
-    full = f"{what and f'{what}: '}HTTP {_named(status)}{said and ': '}{said}"
+    reason = _reason(text)[:MAX_REASON_CHARS]
+    full = f"{what and f'{what}: '}HTTP {_named(status)}{reason and ': '}{reason}"
     if remedy := _REMEDIES.get(status):
         return ConfigError(f"{full}; {remedy}")
     if status in BUSY or status >= 500:
         return InfraError(full, retry_after_s(headers or {}) or 0.0)
-    return ToolError(said or f"HTTP {_named(status)}", {"status": status})
+    return ToolError(reason or f"HTTP {_named(status)}", {"status": status})
 
 
 def meaning(error: BaseException) -> AgentEnvError | None:
@@ -95,8 +95,8 @@ def meaning(error: BaseException) -> AgentEnvError | None:
         headers = getattr(error, "headers", None) or getattr(response, "headers", None)
         if status in _REMEDIES:
             return ToolError(f"HTTP {_named(status)}", {"status": status})
-        asked = getattr(error, "request_info", None) or response
-        url = getattr(asked, "real_url", None) or getattr(asked, "url", "")
+        request = getattr(error, "request_info", None) or response
+        url = getattr(request, "real_url", None) or getattr(request, "url", "")
         return status_error(status, headers=headers, what=public_url(str(url)))
     if _CONNECTION.isdisjoint(one.__name__ for one in type(error).__mro__):
         return None
@@ -139,8 +139,8 @@ def _reason(text: str) -> str:
     except ForeignError:
         return text.strip()
     held = found if isinstance(found, dict) else {}
-    said = [held[key] for key in ("error", "message", "detail") if isinstance(held.get(key), str)]
-    return said[0] if said else text.strip()
+    texts = [held[key] for key in ("error", "message", "detail") if isinstance(held.get(key), str)]
+    return texts[0] if texts else text.strip()
 
 
 def _named(status: int) -> str:
@@ -193,7 +193,7 @@ class JsonSocket:
             raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
         self._problem = ""
 
-    async def ask(self, message: Any, kind: type[T]) -> T:
+    async def request(self, message: Any, kind: type[T]) -> T:
         """The answer. Raises EnvError if none arrives in time, and for all later requests."""
         import aiohttp
 

@@ -31,10 +31,10 @@ from agentenv.frames import (
     NUM_FIRST,
     OF_TREES,
     SUFFIX,
-    Asked,
     Began,
     Counts,
     Finished,
+    ForkDecision,
     Frame,
     Grown,
     Head,
@@ -417,7 +417,7 @@ class TreeRecord:
         self._tree: TrajectoryTree
         self._opened: list[OpenBranch] = []
         self._turns: list[Turned] = []
-        self._asked: list[Asked] = []
+        self._decided: list[ForkDecision] = []
         self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
@@ -426,7 +426,7 @@ class TreeRecord:
         journal = self._journal
         self._loop = asyncio.get_running_loop()
         self._tree = tree
-        self._opened, self._turns, self._asked = [], [], []
+        self._opened, self._turns, self._decided = [], [], []
         self._known = set()
         journal.append(
             Began(
@@ -453,7 +453,7 @@ class TreeRecord:
         for node in tree.nodes:
             self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
             if node.num_forks is not None:
-                self.asked(node)
+                self.decided(node)
 
     def opened(self, name: str, cursor: Node, seconds: float) -> None:
         """A branch begins after a node."""
@@ -467,10 +467,10 @@ class TreeRecord:
         self._known.add(node.index)
         self._soon()
 
-    def asked(self, node: Node) -> None:
+    def decided(self, node: Node) -> None:
         """The plan decided on forks at a complete node."""
         assert node.num_forks is not None
-        self._asked.append(Asked(node.index, node.num_forks))
+        self._decided.append(ForkDecision(node.index, node.num_forks))
         self._soon()
 
     async def finished(self) -> None:
@@ -496,12 +496,12 @@ class TreeRecord:
                 tree=self._index,
                 opened=self._opened,
                 turns=self._turns,
-                asked=self._asked,
+                decided=self._decided,
                 counts=self._counts(),
                 mark=self._mark(),
             )
         )
-        self._opened, self._turns, self._asked = [], [], []
+        self._opened, self._turns, self._decided = [], [], []
 
     def _counts(self) -> Counts:
         tree = self._tree

@@ -35,7 +35,7 @@ WAY_OUT = "use renderer.name = 'tags'"
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
 _PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
-_SAID = "qSaidq"
+_TEXT = "qSaidq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
 _QUESTION = {"role": "user", "content": "qQuestionq"}
 _SAMPLE_TOOL = {
@@ -201,9 +201,9 @@ class NativeRenderer(TextCodec):
     def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
         """The template's text of a turn with `text` (thoughts included) and these calls, up to its
         end token. Raises ConfigError if the template rejects them."""
-        written = self._sampled(calls, self._form.as_text, said=_SAID if text else "")
-        before, said, after = written.partition(_SAID)
-        if not said:
+        written = self._sampled(calls, self._form.as_text, text_mark=_TEXT if text else "")
+        before, text_mark, after = written.partition(_TEXT)
+        if not text_mark:
             before, after = "", written
             if self.style == "llama":  # its calls cannot have other text
                 text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
@@ -276,13 +276,13 @@ class NativeRenderer(TextCodec):
             )
         return calls != _SAMPLE_CALLS
 
-    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, said: str = "") -> str:
+    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
         """The text that the policy would sample for a turn with these calls."""
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
             for n, call in enumerate(calls)
         ]
-        return self._split_turn({**_calling(calls, as_text), "content": said}, results)[0]
+        return self._split_turn({**_calling(calls, as_text), "content": text_mark}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
         """A turn as the policy would sample it, and the template's text from its end token to the

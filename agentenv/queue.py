@@ -162,7 +162,7 @@ class ReplayQueue:
         """
         now = asyncio.get_running_loop().time
         if self._pace is not None:
-            self._pace.learner_asks(now())
+            self._pace.learner_requests(now())
             self._changed.set()
         taken: list[Waiting] = []
         try:
@@ -233,9 +233,9 @@ class Grown(Struct, frozen=True):
     ended_s: float
     due_s: float
 
-    def needed_s(self, asked_s: float) -> float:
+    def needed_s(self, requested_s: float) -> float:
         """The lead with which the tree would have ended exactly at the learner's request."""
-        return self.ended_s - self.began_s + max(0.0, self.due_s - max(asked_s, self.began_s))
+        return self.ended_s - self.began_s + max(0.0, self.due_s - max(requested_s, self.began_s))
 
 
 class Pace:
@@ -270,7 +270,7 @@ class Pace:
         self._since_s = 0.0  # start of the learner's current state, waiting or busy
         self._waits = True
 
-    def learner_asks(self, now_s: float) -> None:
+    def learner_requests(self, now_s: float) -> None:
         """The learner is ready for a batch."""
         if not self._waits:
             self._updates_s.append(now_s - self._since_s)
@@ -278,13 +278,13 @@ class Pace:
 
     def learner_takes(self, now_s: float, trees: Sequence[Grown]) -> None:
         """The learner has received its batch; `trees` are its measured trees."""
-        asked_s = self._since_s
-        late = [tree.needed_s(asked_s) for tree in trees if tree.ended_s > asked_s]
-        first = [tree.needed_s(asked_s) for tree in trees if tree.due_s <= tree.began_s]
+        requested_s = self._since_s
+        late = [tree.needed_s(requested_s) for tree in trees if tree.ended_s > requested_s]
+        first = [tree.needed_s(requested_s) for tree in trees if tree.due_s <= tree.began_s]
         if late or first:
             self._lead_s = max(self._lead_s, *late, *first)
         elif trees:
-            needed_s = max(tree.needed_s(asked_s) for tree in trees)
+            needed_s = max(tree.needed_s(requested_s) for tree in trees)
             self._lead_s -= NARROW * max(0.0, self._lead_s - needed_s)
         if self._updates_s:
             most_s = (self.max_staleness + 1) * median(self._updates_s)
@@ -297,8 +297,8 @@ class Pace:
         if not self._updates_s:
             return now_s
         update_s = median(self._updates_s)
-        asks_s = now_s if self._waits else max(now_s, self._since_s + update_s)
-        return asks_s + steps_ahead * update_s
+        request_s = now_s if self._waits else max(now_s, self._since_s + update_s)
+        return request_s + steps_ahead * update_s
 
     def early_s(self, now_s: float, steps_ahead: int) -> float:
         """The seconds by which the start of such a tree should be delayed; 0: start now."""

@@ -57,7 +57,7 @@ class Recovery:
         self, branch: Branch, generate: Callable[[Branch], Awaitable[Completion]]
     ) -> Completion:
         """The next turn; retries `generate`, with the same seed, if the engine fails."""
-        branch.was_asked, branch.holding, attempt = False, [], 0
+        branch.was_planned, branch.holding, attempt = False, [], 0
         while True:
             if self._actor.is_paused:
                 await self._actor.until_resumed()
@@ -187,8 +187,8 @@ class Recovery:
         if path and branch.env.fork_mode == "none":
             raise OutageError("its env, which cannot be copied, was lost with its process")
         await self.replay(branch, is_equal=messages == rollout.prompt_messages)
-        may_ask = bool(path) and branch.cursor.num_forks is None
-        branch.may_fork = may_ask and rollout.has_room_to_fork(branch)
+        may_plan = bool(path) and branch.cursor.num_forks is None
+        branch.may_fork = may_plan and rollout.has_room_to_fork(branch)
 
     async def open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
         """Give a sibling its copy of the branch's env; sets `held` after success or failure."""

@@ -475,13 +475,13 @@ class TagRenderer(TextCodec):
             ids += self._frame[0]
             ids += self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[1]
-        said = messages[len(results) :]
-        if said:
+        users = messages[len(results) :]
+        if users:
             if results or (turn_ids and not self.is_ended(turn_ids)):
                 ids.append(self.end_id)
-            first, *frames = self._frames_of_users(len(said))
+            first, *frames = self._frames_of_users(len(users))
             ids.extend(first)
-            for message, frame in zip(said, frames, strict=True):
+            for message, frame in zip(users, frames, strict=True):
                 ids += self.encode_foreign(message.content, tools, max_tokens)
                 ids.extend(frame)
         return ids
@@ -498,8 +498,8 @@ class TagRenderer(TextCodec):
         config = self.prompt_config
         if not config.apply_chat_template:
             return ["\n\n"] * number + ["\n"]
-        said = [f"qZ{place}userZq" for place in range(number)]
-        turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in said)]
+        marks = [f"qZ{place}userZq" for place in range(number)]
+        turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in marks)]
         chat = [{"role": role, "content": content} for role, content in turns]
         end = self.decode([self.end_id])
         try:
@@ -509,7 +509,7 @@ class TagRenderer(TextCodec):
         except template_errors() as error:
             raise ConfigError(f"{NO_USER} answer: it rejects {number} of them: {error}") from error
         rest = str(text).rpartition("qTurnq")[2]
-        texts = re.split("|".join(said), rest)
+        texts = re.split("|".join(marks), rest)
         if len(texts) != number + 1 or not texts[0].startswith(end):
             raise ConfigError(f"{NO_USER} answer that ends with {end!r}; it writes {rest[:40]!r}")
         return [texts[0].removeprefix(end), *texts[1:]]

@@ -308,14 +308,14 @@ class Rollout:
 
         `origin` is the state of the branch before the turn; the branch itself may have advanced.
         """
-        branch.was_asked = True
+        branch.was_planned = True
         try:
             rng = Random(self.key(origin, "fork"))
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
             wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
             origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
             if self._record is not None:
-                self._record.asked(origin.cursor)
+                self._record.decided(origin.cursor)
             for number in range(1, num_forks + 1):
                 name = f"{origin.name}.{origin.num_turns}+{number}"
                 sibling = origin.sibling(name, self.clock)
@@ -410,8 +410,8 @@ class Rollout:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
                 return None
-            if num_said := sum(message.role == "user" for message in messages):
-                node.info["user_messages"] = num_said
+            if num_users := sum(message.role == "user" for message in messages):
+                node.info["user_messages"] = num_users
             room = limits.max_tool_result_tokens
             if branch.next_turn is not None and branch.next_turn.prompt:
                 left = branch.proceed(self.tree, renderer, room)
@@ -450,12 +450,12 @@ class Rollout:
         """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
         the first `fork_window` tokens are known, or at the end of a shorter turn."""
         actor, limits, window = self.actor, self.limits, self.plan.fork_window
-        asks = branch.may_fork and window > 0 and not branch.was_asked
-        origin = branch.sibling(branch.name, self.clock) if asks else branch
+        plans_fork = branch.may_fork and window > 0 and not branch.was_planned
+        origin = branch.sibling(branch.name, self.clock) if plans_fork else branch
         # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
         full = self.tree.num_started >= self.plan.group_size
         is_first = branch.num_turns == branch.num_given
-        reads = window > 0 and (asks or is_first or not full)
+        reads = window > 0 and (plans_fork or is_first or not full)
         sampling = self.hooks.sampling(branch)
         sampling = replace(
             sampling,
@@ -465,15 +465,15 @@ class Rollout:
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
             seed=self.actor.seed_of(self.key(branch, "turn")),
         )
-        if (asked := branch.next_turn) is not None:
+        if (next_turn := branch.next_turn) is not None:
             room = limits.max_prompt_tokens + limits.max_response_tokens - len(branch.prefix_ids)
-            most = min(sampling.max_tokens, asked.max_tokens or sampling.max_tokens, room)
-            sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *asked.stop))
+            most = min(sampling.max_tokens, next_turn.max_tokens or sampling.max_tokens, room)
+            sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *next_turn.stop))
         first: list[float] = []
 
         def on_tokens(chunk: Chunk) -> None:
             first.extend(chunk.entropies)
-            if asks and not branch.was_asked and len(first) >= window:
+            if plans_fork and not branch.was_planned and len(first) >= window:
                 self._fork(branch, origin, first[:window])
 
         completion = await actor.engine.generate(
@@ -484,7 +484,7 @@ class Rollout:
             stream_interval=max(1, window),
             order=(int(is_first), self.tree.index),
         )
-        if asks and not branch.was_asked:
+        if plans_fork and not branch.was_planned:
             self._fork(branch, origin, completion.entropies[:window])
         return completion
 
@@ -539,7 +539,7 @@ class Rollout:
         for _ in range(0 if self._is_over else number):
             node.num_forks = (node.num_forks or 0) + 1
             if self._record is not None:
-                self._record.asked(node)
+                self._record.decided(node)
             num_turns = len(self.tree.path(node)) - 1 + len(self._recovery.given.turns)
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))

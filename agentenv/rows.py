@@ -206,20 +206,20 @@ class RowReader:
     def _task(self, raw: RawRow) -> Task:
         """The task of a row. Raises DataError that names the column."""
         row, columns = raw.row, self.config.columns
-        asked = _find(row, columns.question, "question", QUESTIONS)
+        source = _find(row, columns.question, "question", QUESTIONS)
         gold = _find(row, columns.answer, "answer", ANSWERS)
         system = _find(row, columns.system_prompt, SYSTEM_KEY, (SYSTEM_KEY,))
         name = _find(row, columns.id, "id", ("id",))
         kind = _find(row, columns.kind, "kind", KINDS)
         env = _find(row, columns.env_id, "env_id", ("env_id",))
-        question, chat_system = self._question(asked, raw)
+        question, chat_system = self._question(source, raw)
         answers, solution = self._answers(gold, raw)
-        used = [part.column for part in (asked, system, name, kind, env)]
+        used = [part.column for part in (source, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
         metadata = _rest(row, [*used, gold.column] if is_plain else used)
         if not is_plain:
             metadata.setdefault(GOLD_KEY, gold.value)
-        if asked.column != "prompt" and isinstance(row.get("prompt"), list):
+        if source.column != "prompt" and isinstance(row.get("prompt"), list):
             chat_system = _system_of(row["prompt"])
         if solution:
             metadata.setdefault(SOLUTION_KEY, solution)
@@ -234,16 +234,16 @@ class RowReader:
             metadata=metadata,
         )
 
-    def _question(self, asked: Found, raw: RawRow) -> tuple[str, str]:
+    def _question(self, source: Found, raw: RawRow) -> tuple[str, str]:
         """The question, and the system prompt of a chat prompt, else ""."""
-        value, system = asked.value, ""
+        value, system = source.value, ""
         if isinstance(value, str) and _in_table(raw) and value.lstrip().startswith("[{"):
             found = literal(value)
             value = found if isinstance(found, list) and "role" in found[0] else value
         if isinstance(value, list):
-            value, system = _chat(value, asked.column)
+            value, system = _chat(value, source.column)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(self._expected("question", "a non-empty string", asked, raw.row))
+            raise DataError(self._expected("question", "a non-empty string", source, raw.row))
         return self._repaired(value), system
 
     def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:

@@ -50,7 +50,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     name = tool["name"]
     opened = f"<{name}>"
     body = text[: text.rfind(f"</{name}>")]
-    start = body.find(opened, _said_from(body, opened))
+    start = body.find(opened, _text_start(body, opened))
     if start < 0:
         return ()
     written = body[start + len(opened) :].strip()
@@ -65,7 +65,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     return (_object_call(name, written, tool),)
 
 
-def _said_from(body: str, opened: str) -> int:
+def _text_start(body: str, opened: str) -> int:
     """The end of the thoughts before a call; a call within an unclosed thought is valid."""
     place = 0
     while True:

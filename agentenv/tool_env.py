@@ -291,10 +291,10 @@ class ToolEnv:
         return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
-        asked = partial(graded, self.grader, self.task, written, self._num_ok)
+        grading = partial(graded, self.grader, self.task, written, self._num_ok)
         who = f"the grader {type(self.grader).__name__}"
         try:
-            grade = await self._through_outage(who, asked, self.num_retries, self.outage_s)
+            grade = await self._through_outage(who, grading, self.num_retries, self.outage_s)
         except OutageError as error:
             raise GraderOutageError(str(error)) from error
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}

@@ -181,7 +181,7 @@ class WorkerPool:
     ) -> dict[str, Any]:
         """The answer of a worker; {"stopped": reason} if it exceeded a limit, {} if it died. Only a
         worker that returned a result is reused."""
-        job = asyncio.ensure_future(worker.ask({"payload": payload}))
+        job = asyncio.ensure_future(worker.request({"payload": payload}))
         healthy = False
         try:
             bound_s = await _over_a_bound(job, worker.used, limit_s, self.max_asleep_s)
@@ -327,7 +327,7 @@ def _used(pid: int) -> Used:
     return Used(int(cpu_ns) * 1e-9, int(delay_ns) * 1e-9, state == "R")
 
 
-class _Said(TypedDict, total=False):
+class _Reply(TypedDict, total=False):
     """A frame of a worker."""
 
     pid: int
@@ -345,7 +345,7 @@ class _Worker:
         self.pid = 0
         self.handle = -1
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message; {} if the worker is gone."""
         self._link.send(packed(message))
         self._link.flush()
@@ -354,7 +354,7 @@ class _Worker:
     async def receive(self) -> dict[str, Any]:
         """One frame; {} if the worker is gone or sends an invalid frame."""
         with contextlib.suppress(EOFError, ForeignError):
-            return cast(dict[str, Any], decode(await self._link.receive(), _Said, packed=True))
+            return cast(dict[str, Any], decode(await self._link.receive(), _Reply, packed=True))
         return {}
 
     def used(self) -> Used:

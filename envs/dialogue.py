@@ -122,11 +122,11 @@ class ModelUser:
         body = self.body(task, dialogue)
         key = hashlib.sha256(msgspec.json.encode(body)).digest()
         if key not in self._known:
-            self._known[key] = await self._ask(body)
+            self._known[key] = await self._request(body)
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-        said = self._known[key]
-        return None if self.config.leaves in said else said
+        reply = self._known[key]
+        return None if self.config.leaves in reply else reply
 
     def body(self, task: Task, dialogue: Sequence[Message]) -> dict[str, Any]:
         """The request, with the roles swapped: for the model, the policy is the user."""
@@ -138,7 +138,7 @@ class ModelUser:
         body["messages"] += [{"role": OTHER[one.role], "content": one.content} for one in dialogue]
         return body
 
-    async def _ask(self, body: dict[str, Any]) -> str:
+    async def _request(self, body: dict[str, Any]) -> str:
         from agentenv.engines.remote.client import MalformedReplyError, RefusedError
         from agentenv.engines.remote.endpoint import read_reply
 
@@ -195,7 +195,7 @@ class DialogueEnv(ToolEnv):
     ) -> None:
         super().__init__(task, tools, grader, **settings)
         self.user = make_user(user)
-        self._asked = _Asked(self.user, task)
+        self._asked = _UserTool(self.user, task)
         self._dialogue: tuple[Message, ...] = ()
 
     def is_answer(self, action: Message) -> bool:
@@ -216,10 +216,10 @@ class DialogueEnv(ToolEnv):
         self._open_states("step")
         if action.tool_calls or self.is_answer(action):
             return await super().step(action)
-        said = Message("assistant", after_thoughts(action.content).strip())
-        dialogue = (*self._dialogue, said)
-        asked = partial(call_in_time, self.tool_timeout_s, self._asked, {}, dialogue)
-        found = await self._through_outage("the user", asked, self.num_retries, self.outage_s)
+        message = Message("assistant", after_thoughts(action.content).strip())
+        dialogue = (*self._dialogue, message)
+        call = partial(call_in_time, self.tool_timeout_s, self._asked, {}, dialogue)
+        found = await self._through_outage("the user", call, self.num_retries, self.outage_s)
         if found.info:
             return await super().step(action)
         reply = Message("user", await printable_text(found.text))
@@ -228,7 +228,7 @@ class DialogueEnv(ToolEnv):
         return [reply], 0.0, False, False, {}
 
 
-class _Asked(StatelessTool):
+class _UserTool(StatelessTool):
     """A user as an internal tool; its state is the dialogue."""
 
     name = "user"

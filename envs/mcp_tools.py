@@ -235,7 +235,7 @@ class Connection:
                     if self._url is None or self._is_older or ready.done():
                         raise
                     refusal = self._refusal
-                    if not await self._speaks_older():
+                    if not await self._serves_older():
                         self._refusal = refusal
                         raise
                     self._is_older = True
@@ -256,15 +256,15 @@ class Connection:
             await asyncio.get_running_loop().create_future()
 
     def _unusable(self, error: Exception, log: str) -> ConfigError:
-        said = log[-MAX_LOG_CHARS:].strip()
+        problem = log[-MAX_LOG_CHARS:].strip()
         hint = f" (HTTP {self._refusal})" if self._refusal else ""
         if self._refusal in ("401", "403"):
             hint += "; MCPTools takes headers, such as { Authorization = 'Bearer ${MY_TOKEN}' }"
         elif self._url is not None:
             hint += "; expected a server of streamable HTTP, or of HTTP with server-sent events"
-        said = f"; it wrote: {said}" if said else ""
+        problem = f"; it wrote: {problem}" if problem else ""
         return ConfigError(
-            self._safe(f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{said}")
+            self._safe(f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{problem}")
         )
 
     def _failure(self, problem: str) -> str:
@@ -276,7 +276,7 @@ class Connection:
             text = text.replace(secret, "[redacted]")
         return text
 
-    async def _speaks_older(self) -> bool:
+    async def _serves_older(self) -> bool:
         """Whether the address serves the transport from before March 2025: a stream of events whose
         first one names the endpoint of messages."""
         try:
@@ -400,7 +400,7 @@ def text_of(result: Any) -> str:
     """
     shown = [_block_text(block) for block in result.content]
     structured = result.structured_content
-    is_new = structured is not None and not _is_said(structured, result.content)
+    is_new = structured is not None and not _is_shown(structured, result.content)
     if is_new and (structured or not shown):
         shown.append(json.dumps(structured, ensure_ascii=False, separators=(",", ":")))
     return "\n".join(shown)
@@ -445,19 +445,19 @@ def _size(base64: str) -> str:
     return f"{len(base64.rstrip('=')) * 3 // 4} bytes"
 
 
-def _is_said(structured: Any, blocks: Sequence[Any]) -> bool:
+def _is_shown(structured: Any, blocks: Sequence[Any]) -> bool:
     """Whether the blocks contain the structured content: servers repeat it as JSON or plain text,
     as a whole or as the only value of an object ("result", "content")."""
     texts = [block.text for block in blocks if block.type == "text"]
     values = [_value(text) for text in texts]
-    said = [*texts, "\n".join(texts), *values, texts, values]
-    said.append(
+    forms = [*texts, "\n".join(texts), *values, texts, values]
+    forms.append(
         [block.model_dump(mode="json", by_alias=True, exclude_none=True) for block in blocks]
     )
     wholes = [structured]
     if isinstance(structured, dict) and len(structured) == 1:
         wholes += structured.values()
-    known = set(map(_json, said)) if blocks else set()
+    known = set(map(_json, forms)) if blocks else set()
     return any(_json(whole) in known for whole in wholes)
 
 

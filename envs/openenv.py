@@ -108,15 +108,17 @@ class OpenEnv(ToolEnv):
 
     async def step(self, action: Message) -> StepResult:
         """See ToolEnv.step; the server determines rewards and end."""
-        session, says = self._session("step"), self.server.says
+        session, text_key = self._session("step"), self.server.text_key
         if ended := session.has_ended:
             raise EnvError(f"task {self.task.id}: step after the end of the episode")
         if self.server.takes_turns:
             return session.turned(await session.take(_turn(action)))
         taken: StepResult = ([], 0.0, False, False, {})
-        if says and not action.tool_calls:
+        if text_key and not action.tool_calls:
             try:
-                text = _shown(await session.take({says: after_thoughts(action.content).strip()}))
+                text = _shown(
+                    await session.take({text_key: after_thoughts(action.content).strip()})
+                )
             except ToolError as error:
                 text = str(error)
             taken[0].append(Message("user", text))
@@ -195,7 +197,7 @@ class Server:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.headers, _ = expanded("OpenEnv", "headers", headers)
         self.takes_turns = self.can_fork = False
-        self.says = ""  # the field of an action that consists of a single text
+        self.text_key = ""  # the field of an action that consists of a single text
         self.tools: list[StatelessTool] = []
         self.num_open, self.most, self.freed = 0, 1 << 30, asyncio.Event()  # sessions
         self._lock, self.num_replays, self.num_refused = asyncio.Lock(), 0, 0
@@ -222,13 +224,13 @@ class Server:
         """The tools. Requests version, action and tools once. Raises ConfigError."""
         async with self._lock:
             if not self.tools:
-                await self._ask()
+                await self._describe()
         return self.tools
 
-    async def _ask(self) -> None:
+    async def _describe(self) -> None:
         try:
-            api, schema = await self.asked("/openapi.json"), await self.asked("/schema")
-            listed = await self.asked("/mcp", _rpc("tools/list"))
+            api, schema = await self.request("/openapi.json"), await self.request("/schema")
+            listed = await self.request("/mcp", _rpc("tools/list"))
             version, action = str(api["info"]["version"]), schema["action"]
             tools = listed.get("result", {}).get("tools", ())
         except (DataError, TypeError, KeyError, AttributeError) as error:
@@ -241,13 +243,15 @@ class Server:
         self.takes_turns = {"content", "tool_calls"} <= fields.keys()
         if fields and "tool_name" not in fields:
             keys, about = action.get("required", []), action.get("description", "One action.")
-            self.says = keys[0] if [fields[key].get("type") for key in keys] == ["string"] else ""
+            self.text_key = (
+                keys[0] if [fields[key].get("type") for key in keys] == ["string"] else ""
+            )
             schema = {"type": "object", "properties": fields, "required": keys}
             tools = [{"name": STEP, "description": about, "inputSchema": schema}]
         self.http = ClientSession(connector=TCPConnector(limit=0), headers=self.headers)
         self.tools = [SessionTool(self), *map(OpenEnvTool, tools)]
 
-    async def asked(self, path: str, body: Json | None = None) -> Any:
+    async def request(self, path: str, body: Json | None = None) -> Any:
         """The answer to an HTTP request. Raises DataError."""
         return await in_thread(fetch, self.url + path, self.headers, body)
 
@@ -308,8 +312,8 @@ class Session:
         try:
             if not self.server.can_fork:
                 return await other.replay(self.record)
-            asked = _rpc("openenv/session/fork", session_id=self._id)
-            made = await self.server.asked("/mcp", asked)
+            request = _rpc("openenv/session/fork", session_id=self._id)
+            made = await self.server.request("/mcp", request)
             if "error" in made:
                 raise InfraError(str(made["error"]))
             return await other._connect(made["result"]["session_ids"][0])
@@ -346,7 +350,7 @@ class Session:
         lost session, and InfraError if no session is available."""
         if self._socket is None or (self.has_ended and "limit" not in data):
             raise ToolError("The episode has ended.")
-        reply = await self._socket.ask({"type": kind, "data": data}, _Reply)
+        reply = await self._socket.request({"type": kind, "data": data}, _Reply)
         found, where = reply.data, f"{self.server.url}: {kind}"
         self.record.append((kind, data, found))
         self.has_ended = found.done
@@ -387,8 +391,8 @@ def _shown(observation: Json) -> str:
     if "tool_name" in observation:
         return text_of_json(observation.get("result"))
     fields = {key: value for key, value in observation.items() if key != "metadata"}
-    said = {key: value for key, value in fields.items() if value not in (None, "", [], {})}
-    return text_of_json(said or observation.get("metadata") or "")
+    shown = {key: value for key, value in fields.items() if value not in (None, "", [], {})}
+    return text_of_json(shown or observation.get("metadata") or "")
 
 
 def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
@@ -401,27 +405,27 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Js
         raise DataError(f"openenv:{url}: source has no {unknown}; known: {', '.join(known)}")
     headers, _ = expanded("source", "headers", options.get("headers"))
 
-    def ask(path: str, body: Json | None = None) -> Any:
+    def get(path: str, body: Json | None = None) -> Any:
         return fetch(url + path, headers, body)
 
-    name = (ask("/list_environments") or ["openenv"])[0]
-    splits = [one["name"] for one in ask(f"/{name}/splits") or ()]
+    name = (get("/list_environments") or ["openenv"])[0]
+    splits = [one["name"] for one in get(f"/{name}/splits") or ()]
     split = options.get("split", "test" if held_out else "train")
     if splits and split not in splits:
         raise DataError(f"openenv:{url}: no split {split!r}; source.split must be one of {splits}")
-    about = (ask("/metadata") or {}).get("description")
+    about = (get("/metadata") or {}).get("description")
     first = options.get("seed", HELD_OUT_SEED if held_out else 0)
     number = options.get("size", SIZE)
     if splits:
-        count = ask(f"/{name}/num_tasks", {"split": split})["num_tasks"]
+        count = get(f"/{name}/num_tasks", {"split": split})["num_tasks"]
         number = min(count, options.get("size", count))
     for start in range(0, number, PAGE):
         page = {"split": split, "start": start, "stop": min(number, start + PAGE)}
-        found = ask(f"/{name}/task_range", page)["tasks"] if splits else [{}] * PAGE
+        found = get(f"/{name}/task_range", page)["tasks"] if splits else [{}] * PAGE
         for index, given in enumerate(found[: number - start], start):
             task = given if isinstance(given, dict) else {"question": given}
             chosen = {"split": split, "index": index} if splits else {"seed": first + index}
             id = task.get("id", "-".join(map(str, chosen.values())))
-            said = options.get("question") or task.get("question") or task.get("prompt") or about
-            row = {"id": str(id), "question": str(said), "kind": task.get("kind", name)}
+            text = options.get("question") or task.get("question") or task.get("prompt") or about
+            row = {"id": str(id), "question": str(text), "kind": task.get("kind", name)}
             yield {**row, "answer": "one that the server rewards", KEY: chosen}

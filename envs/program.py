@@ -218,11 +218,11 @@ class Replays:
         self.num_exact += not cause
         self.causes.update([cause] if cause else [])
         if self.num_tried == NUM_MEASURED or (was_allowed and not self.allowed):
-            said = "" if self.allowed else "; forks are off from now on"
+            note = "" if self.allowed else "; forks are off from now on"
             causes = ", ".join(f"{number} {name}" for name, number in self.causes.most_common())
             logger.warning(
                 "replays of the program: %d of %d exact%s%s",
-                *(self.num_exact, self.num_tried, causes and f" (else: {causes})", said),
+                *(self.num_exact, self.num_tried, causes and f" (else: {causes})", note),
                 extra=SHOWN,
             )
 
@@ -435,29 +435,29 @@ class ProgramEnv:
         variables = {**own, **self._session.variables, **reward}
         self._program = await Program.start(spec, variables, port)
 
-    async def _next(self, asked: Callable[[], Any]) -> ProgramCall | Ended:
+    async def _next(self, next_call: Callable[[], Any]) -> ProgramCall | Ended:
         """The program's next call, or its end, possibly by a limit."""
         assert self._program is not None
         assert self._session is not None
         limits, loop = self.config.limits, asyncio.get_running_loop()
-        asking, ending = map(asyncio.ensure_future, (asked(), self._program.wait()))
+        pending, ending = map(asyncio.ensure_future, (next_call(), self._program.wait()))
         begin = loop.time()
         left_s = min(limits.idle_s, limits.wall_s - self._worked_s)
         try:
             await asyncio.wait(
-                {asking, ending}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED
+                {pending, ending}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED
             )
             self._worked_s += loop.time() - begin
             if ending.done():
                 return ending.result()  # type: ignore[no-any-return]
-            if not asking.done():
+            if not pending.done():
                 return Ended(limit="wall" if self._worked_s >= limits.wall_s else "idle")
-            call = asking.result()
+            call = pending.result()
             if self._session.counts["calls"] > limits.max_calls:
                 return Ended(limit="calls")
             return call  # type: ignore[no-any-return]
         finally:
-            for one in (asking, ending):
+            for one in (pending, ending):
                 one.cancel()
                 if one.done() and not one.cancelled():
                     one.exception()
@@ -538,8 +538,8 @@ def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
 
 def _described(ended: Ended) -> str:
     """Its outcome, with the end of its output."""
-    said = ended.output.strip()[-MAX_SHOWN:]
-    return f"{ended.text}; its output: {said or 'none'}"
+    output = ended.output.strip()[-MAX_SHOWN:]
+    return f"{ended.text}; its output: {output or 'none'}"
 
 
 def _posted(posted: Json | None) -> Grade:

@@ -159,7 +159,7 @@ def facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
     ]
 
 
-def ask(rng: Random, kind: str, facts: list[Fact]) -> WorldQuestion:
+def make_question(rng: Random, kind: str, facts: list[Fact]) -> WorldQuestion:
     """A question of this kind about the company and the founder of `facts`."""
     founder, price, birthplace, home, birthyear = facts
     company, count = founder.entity, _factor(rng)
@@ -196,7 +196,7 @@ def make_world(seed: int) -> World:
     pairs = iter(zip(companies, people, strict=True))
     facts: list[Fact] = []
     questions: dict[str, tuple[WorldQuestion, ...]] = {}
-    asked: set[str] = set()
+    seen: set[str] = set()
     for name, size in COMPANIES_IN.items():
         about = [facts_about(rng, *next(pairs)) for _ in range(size)]
         facts += [fact for group in about for fact in group]
@@ -204,9 +204,9 @@ def make_world(seed: int) -> World:
         for kind in KINDS:
             end = len(rows) + QUESTIONS_IN[name]
             while len(rows) < end:
-                question = ask(rng, kind, rng.choice(about))
-                if question.question not in asked:
-                    asked.add(question.question)
+                question = make_question(rng, kind, rng.choice(about))
+                if question.question not in seen:
+                    seen.add(question.question)
                     rows.append(question)
         rng.shuffle(rows)
         questions[name] = tuple(rows)
@@ -304,7 +304,7 @@ def demonstration(
     habit = habit or rng.choices(list(HABITS), list(HABITS.values()))[0]
     while True:
         facts = facts_about(rng, rng.choice(COMPANIES), rng.choice(PEOPLE))
-        question = ask(rng, kind, facts)
+        question = make_question(rng, kind, facts)
         if question.question not in reserved and not any(f.text in reserved for f in facts):
             return Demonstration(question, habit, tuple(_behave(question, habit)))
 

@@ -151,9 +151,9 @@ def write_dialogues(folder: Path, seed: int) -> None:
         ("pairs", _pairs, True),
     ):
         held = list(rows(Random(f"{name} held out {seed}"), HELD_OUT, reserved))
-        asked = {row["conversations"][0]["value"] for row in held}
+        held_out = {row["conversations"][0]["value"] for row in held}
         count = PAIRS if ranking else DIALOGUES
-        learned = list(rows(Random(f"{name} {seed}"), count, reserved | asked))
+        learned = list(rows(Random(f"{name} {seed}"), count, reserved | held_out))
         for suffix, part in (("", learned), ("-heldout", held)):
             file = f"{name}{suffix}.jsonl"
             text = "".join(json.dumps(row) + "\n" for row in part)

@@ -166,8 +166,8 @@ def _split(rows: Any, held_out: bool) -> Iterator[Json]:
 
 def _question(row: Json) -> str:
     """The readable text of a row."""
-    asked = row.get("prompt") or row.get("question") or ""
-    text = asked if isinstance(asked, str) else asked[-1].get("content") or ""
+    prompt = row.get("prompt") or row.get("question") or ""
+    text = prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""
     return text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
 
 
@@ -198,7 +198,7 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
         try:
             body = json.dumps(await env.run(row, url, f"AGENTENV_{key}"), allow_nan=False)
         except Exception as error:
-            body = json.dumps({"reward": 0.0, "error": _said(error)})
+            body = json.dumps({"reward": 0.0, "error": _described(error)})
         del os.environ[f"AGENTENV_{key}"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         with suppress(OSError):  # the receiver may be gone
@@ -212,7 +212,7 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
             task.add_done_callback(running.discard)
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """The error, and the location of its cause."""
     cause = error.__cause__ or error.__context__ or error
     place = " ".join("".join(traceback.format_tb(cause.__traceback__)[-1:]).split())
@@ -225,15 +225,15 @@ def main() -> None:
     lines, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of packages
     logging.getLogger().setLevel(logging.WARNING)
-    asked = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     try:
-        env = _opened(**asked)
-        for row in islice(env.rows(asked.get("held_out")), asked.get("size", 0)):
+        env = _opened(**settings)
+        for row in islice(env.rows(settings.get("held_out")), settings.get("size", 0)):
             print(json.dumps([_question(row), row]), file=out)
     except Exception as error:
-        print(json.dumps({"problem": _said(error)}), file=out)
+        print(json.dumps({"problem": _described(error)}), file=out)
         raise
-    if "size" not in asked:
+    if "size" not in settings:
         asyncio.run(_serve(env, lines))
 
 
@@ -275,8 +275,8 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[J
     taken = {"size": SIZE, "args": {}, "python": sys.executable, "folder": "."}
     if unknown := sorted({*options} - {*taken}):
         raise DataError(f"verifiers:{name}: source has the keys {', '.join(taken)}, not {unknown}")
-    asked = {**taken, **options, "name": name, "held_out": held_out}
-    command = [asked["python"], __file__, json.dumps(asked)]
+    settings = {**taken, **options, "name": name, "held_out": held_out}
+    command = [settings["python"], __file__, json.dumps(settings)]
     try:
         done = subprocess.run(command, capture_output=True, input=b"", timeout=ROWS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -286,16 +286,16 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[J
         problem = found[-1]["problem"] if found else done.stderr.decode(errors="replace")
         problem = problem[-SHOWN_CHARS:] or "it has no rows"
         helps = [hint for pattern, hint in HINTS.items() if re.search(pattern, problem)]
-        keys = {**asked, "install": install_hint("verifiers")}
-        said = [problem, *(hint.format(**keys) for hint in helps[:1])]
-        raise DataError(f"verifiers:{name}: {'; '.join(said)}")
+        keys = {**settings, "install": install_hint("verifiers")}
+        parts = [problem, *(hint.format(**keys) for hint in helps[:1])]
+        raise DataError(f"verifiers:{name}: {'; '.join(parts)}")
     for number, (question, row) in enumerate(found):
         yield {
             "id": f"{name}-{'held-out-' if held_out else ''}{number}",
             "question": question or name,
             "answer": str(row.get("answer") or "") or "one that the rewards accept",
             "kind": name,
-            KEY: {**{key: asked[key] for key in MADE}, "row": json.dumps(row)},
+            KEY: {**{key: settings[key] for key in MADE}, "row": json.dumps(row)},
         }
 
 
@@ -313,10 +313,10 @@ class VerifiersEnv(ProgramEnv):
         own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing counts as random
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]
-        asked = {name: made[name] for name in MADE}
-        key = json.dumps(asked, sort_keys=True)
+        settings = {name: made[name] for name in MADE}
+        key = json.dumps(settings, sort_keys=True)
         self._replays = shared(("replays", key), lambda: Replays(1.0))
-        self._server: Server = shared(("verifiers", key), lambda: Server(asked))
+        self._server: Server = shared(("verifiers", key), lambda: Server(settings))
 
     @property
     def fork_mode(self) -> ForkMode:
@@ -396,8 +396,8 @@ class Rollout(NamedTuple):
 class Server:
     """The process of one environment, for all of its episodes here."""
 
-    def __init__(self, asked: Json) -> None:
-        line = [asked["python"], __file__, json.dumps(asked)]
+    def __init__(self, settings: Json) -> None:
+        line = [settings["python"], __file__, json.dumps(settings)]
         self._command = guarded(line, GRACE_S, stdin=True)
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
@@ -409,8 +409,8 @@ class Server:
                 streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
                 self._process = await start_process(*self._command, **streams)
         url = session.variables["OPENAI_BASE_URL"]
-        asked = json.dumps({"key": session.key, "url": url, "row": json.loads(row)})
-        cast(asyncio.StreamWriter, self._process.stdin).write(f"{asked}\n".encode())
+        line = json.dumps({"key": session.key, "url": url, "row": json.loads(row)})
+        cast(asyncio.StreamWriter, self._process.stdin).write(f"{line}\n".encode())
         return Rollout(self._process, session)
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.pipelines.run import control as ask
+from agentenv.pipelines.run import control
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
 from agentenv.pipelines.run.rundir import Holder
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", type=_folder, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
     )
-    parser.set_defaults(request=lambda _: ask.AskStatus(), json=False, text=False)
+    parser.set_defaults(request=lambda _: control.GetStatus(), json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
     def add(name: str, request: MakeRequest, *parents: Parser) -> argparse.ArgumentParser:
@@ -79,15 +79,15 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(request=request)
         return command
 
-    add("status", lambda _: ask.AskStatus())
-    why = add("why", lambda given: ask.AskWhy(given.tree, given.text), texts)
+    add("status", lambda _: control.GetStatus())
+    why = add("why", lambda given: control.GetWhy(given.tree, given.text), texts)
     why.add_argument("tree", type=int, nargs="?", metavar="TREE")
-    cancel = add("cancel", lambda given: ask.Cancel(given.trees))
+    cancel = add("cancel", lambda given: control.Cancel(given.trees))
     cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
-    add("pause", lambda _: ask.Pause())
-    add("resume", lambda _: ask.Resume())
-    add("checkpoint", lambda _: ask.Checkpoint())
-    evaluate = add("evaluate", lambda given: ask.Evaluate(given.sets))
+    add("pause", lambda _: control.Pause())
+    add("resume", lambda _: control.Resume())
+    add("checkpoint", lambda _: control.Checkpoint())
+    evaluate = add("evaluate", lambda given: control.Evaluate(given.sets))
     evaluate.add_argument("sets", nargs="*", metavar="SET")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     return parser
@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if not arguments.json:
         view.wait_for(f"waiting for the process that trains in {run}")
     try:
-        reply = ask.ask(run, request)
+        reply = control.send(run, request)
     except UnreachableError as error:
         why = _why(run, error)
         num_steps = _finished(run)
@@ -116,7 +116,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
             return EXIT_FAILED
         view.end()
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
-        if not isinstance(request, ask.AskStatus):
+        if not isinstance(request, control.GetStatus):
             view.fail(f"{text}; view it with `agentenv view {run}`")
             return EXIT_FAILED
         if arguments.json:
@@ -184,16 +184,16 @@ def _why(run: Path, error: UnreachableError) -> str:
 def show(reply: Reply, view: View) -> None:
     """Print the reply on the terminal."""
     match reply:
-        case ask.Status():
+        case control.Status():
             _show_status(reply, view)
-        case ask.Waits():
+        case control.Waits():
             _show_waits(reply, view)
-        case ask.Why():
+        case control.Why():
             _show_why(reply, view)
-        case ask.Done():
+        case control.Done():
             for line in reply.lines:
                 view.log(line)
-        case ask.Refused():
+        case control.Refused():
             view.fail(reply.why)
 
 
@@ -201,16 +201,16 @@ def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
     """Commands to suggest next, each with its use."""
     page = {f"agentenv view {run}": "its curves and trees"}
     match reply:
-        case ask.Status():
+        case control.Status():
             if reply.is_paused:
                 return {f"agentenv ctl {run} resume": "end the pause"}
             return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
-        case ask.Waits():
+        case control.Waits():
             trees = [one.tree for one in reply.waits]
             return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
-        case ask.Done() if isinstance(request, ask.Pause):
+        case control.Done() if isinstance(request, control.Pause):
             return {f"agentenv ctl {run} resume": "end the pause"}
-        case ask.Done() if isinstance(request, ask.SLOW):
+        case control.Done() if isinstance(request, control.SLOW):
             return page
     return {}
 
@@ -219,7 +219,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def _show_status(one: ask.Status, view: View) -> None:
+def _show_status(one: control.Status, view: View) -> None:
     paused = ", paused" if one.is_paused else ""
     view.log(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
     total = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
@@ -243,7 +243,7 @@ def _figures(figures: dict[str, int] | dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in figures.items())
 
 
-def _show_waits(reply: ask.Waits, view: View) -> None:
+def _show_waits(reply: control.Waits, view: View) -> None:
     rows = []
     for one in reply.waits:
         first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")
@@ -268,7 +268,7 @@ def _show_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
             view.log(f"{what}: {advice}")
 
 
-def _show_why(reply: ask.Why, view: View) -> None:
+def _show_why(reply: control.Why, view: View) -> None:
     one = reply.row
     worker = f", in {one.worker}" if one.worker else ""
     view.log(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")

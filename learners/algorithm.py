@@ -200,11 +200,11 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             raise ConfigError("algorithm: overlong_buffer must be at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
         if self.has_turn_advantages and is_by_leaf:
-            asked = "step_rewards" if self.step_rewards == "to_go" else "name"
+            key = "step_rewards" if self.step_rewards == "to_go" else "name"
             raise ConfigError(
-                f"algorithm.{asked}: each turn has its own advantage; aggregation other than "
+                f"algorithm.{key}: each turn has its own advantage; aggregation other than "
                 "token-mean, kl_reward, sequence_mask, gspo and reinforce_pp need one per "
-                f"trajectory: remove them, or change {asked}"
+                f"trajectory: remove them, or change {key}"
             )
         if self.reference_every and not self.needs_reference:
             raise ConfigError(

@@ -55,16 +55,16 @@ class Layouts:
         self.device, self.max_tokens = device, config.replica_tokens
         self.offered = offered(config, policy, device)
         self.trials: dict[str, Trial] = {}
-        asked = config.layout
-        self.is_counted = asked == "auto" and device.type != "cuda" and "segments" in self.offered
-        if asked == "auto":
-            asked = "tree"
-        self.is_measured = asked == "measured" and len(self.offered) > 1
+        layout = config.layout
+        self.is_counted = layout == "auto" and device.type != "cuda" and "segments" in self.offered
+        if layout == "auto":
+            layout = "tree"
+        self.is_measured = layout == "measured" and len(self.offered) > 1
         self.is_decided = False  # the update that runs comes after the trials
-        self.now: Layout = "tree" if asked == "measured" else asked
+        self.now: Layout = "tree" if layout == "measured" else layout
         if self.now not in self.offered:
             raise ConfigError(
-                f"learner.layout = {asked}: supported here: {' or '.join(self.offered)}; segments "
+                f"learner.layout = {layout}: supported here: {' or '.join(self.offered)}; segments "
                 "on a GPU need learner.dtype = bfloat16 and torch 2.11 or newer"
             )
         self._samples: list[Sample] | None = None  # of an update whose times count

@@ -62,11 +62,11 @@ class HelperModel:
         """Find the model. Raises ConfigError for an unreachable server."""
         await self._model.endpoint.start()
 
-    async def ask(self, system: str, user: str) -> ModelReply:
+    async def complete(self, system: str, user: str) -> ModelReply:
         """The model's reply. Raises InfraError without a reply within the deadline and retries."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                return await self._model.ask(system, user)
+                return await self._model.complete(system, user)
         except TimeoutError:
             raise InfraError(f"no reply within {self.config.timeout_s:g} s") from None
         except EngineError as error:
@@ -158,12 +158,12 @@ class DebuggedTool:
         code = arguments[key]
         fenced = self.model.fenced
         try:
-            said = await self.model.ask(
+            reply = await self.model.complete(
                 _DEBUGGER_SYSTEM,
                 f"The cell:\n{fenced(code)}\n\nIts error:\n{fenced(record['error'])}",
             )
-            record["num_tokens"] = said.num_tokens
-            record["code"] = new = corrected_code(said.text) if said.whole else ""
+            record["num_tokens"] = reply.num_tokens
+            record["code"] = new = corrected_code(reply.text) if reply.whole else ""
             if not new or new.strip() == code.strip():
                 record["problem"] = "the reply is not one block of changed code"
                 return None

@@ -322,7 +322,7 @@ class AssistHooks(RolloutHooks):
         model, question = self.assist.refiner, self._tree.task.question
         request = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
         try:
-            reply = await model.ask(_REFINER_SYSTEM, request)
+            reply = await model.complete(_REFINER_SYSTEM, request)
         except InfraError as error:
             logger.warning("task %s: no refined chain: %s", self._tree.task.id, error)
             return ""

@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine, Turns
-from agentenv.cluster.messages import Quit, read_answer, read_asked
+from agentenv.cluster.messages import Quit, read_answer, read_request
 from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
@@ -57,7 +57,7 @@ def linked_one() -> tuple[Actor, Any]:
 
     async def receive_from_controller() -> None:
         while True:
-            engine.handle(read_asked(await theirs.receive()))  # type: ignore[arg-type]
+            engine.handle(read_request(await theirs.receive()))  # type: ignore[arg-type]
 
     receivers = [
         asyncio.create_task(one) for one in (receive_from_worker(), receive_from_controller())

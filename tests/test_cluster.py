@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine
-from agentenv.cluster.messages import read_asked
+from agentenv.cluster.messages import read_request
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
@@ -427,7 +427,7 @@ def test_the_wait_of_a_linked_turn_does_not_count_as_work() -> None:
         async def receive() -> None:
             with suppress(EOFError):
                 while True:
-                    engine.handle(read_asked(await theirs.receive()))  # type: ignore[arg-type]
+                    engine.handle(read_request(await theirs.receive()))  # type: ignore[arg-type]
 
         receiving = asyncio.create_task(receive())
         with working(clock), pytest.raises(EngineDeadError):

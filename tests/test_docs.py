@@ -142,11 +142,11 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trees of a run, of which one has forks and a failure."""
     from agentenv.archive import Archive, StepHeader
     from agentenv.frames import ArchiveConfig
-    from tests.support.told_tree import told_tree
+    from tests.support.example_tree import example_tree
 
     folder = tmp_path_factory.mktemp("docs") / "run"
     header = StepHeader(1, 2, 1, "settings", 256, 1)
-    kept = told_tree(lambda text: list(text.encode()))
+    kept = example_tree(lambda text: list(text.encode()))
     Archive(folder / "trees", ArchiveConfig()).write(header, [kept])
     return folder
 

@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 from typing import Any
 
-from agentenv.actor import Answer, Question, ask, evaluate
+from agentenv.actor import Answer, Question, evaluate, run_questions
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
@@ -65,7 +65,7 @@ def test_a_failure_is_retried_with_the_same_seeds() -> None:
     rng = Random(1)
     actor.make_env = faulty
     questions = [Question(actor, task, number) for task in TASKS for number in range(2)]
-    run_virtual(ask(questions, answers.append, concurrency=12))
+    run_virtual(run_questions(questions, answers.append, concurrency=12))
     assert len(answers) == 12
     assert sum(answer.num_retries for answer in answers) > 0
     for answer in answers:
@@ -73,7 +73,7 @@ def test_a_failure_is_retried_with_the_same_seeds() -> None:
         assert own.token_ids == calm[answer.question.task.id][answer.question.sample]
     answers.clear()
     actor.make_env = lambda task: CountingEnv(task, faults={"reset": 1.0})
-    run_virtual(ask(questions, answers.append, concurrency=12))
+    run_virtual(run_questions(questions, answers.append, concurrency=12))
     assert sum(len(answer.tree.failures()) for answer in answers) == 12
     assert actor.envs.count == 0
 
@@ -92,5 +92,5 @@ def test_the_number_of_tasks_in_flight_is_bounded_by_concurrency() -> None:
     assert max(seen) == 4  # two trees of two
     seen.clear()
     questions = [Question(actor, task, 0) for task in TASKS]
-    run_virtual(ask(questions, lambda answer: None, concurrency=5))
+    run_virtual(run_questions(questions, lambda answer: None, concurrency=5))
     assert max(seen) == 5

@@ -326,7 +326,7 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
 
     channel = Channel(ours)
     process: Any = SimpleNamespace(
-        zygote=SimpleNamespace(alive=lambda: True), ask=channel.ask, kill=channel.close
+        zygote=SimpleNamespace(alive=lambda: True), request=channel.request, kill=channel.close
     )
     sandbox = Sandbox()
     session = sandbox.session(1)

@@ -140,7 +140,7 @@ def test_trees_start_immediately_until_both_durations_are_known() -> None:
     assert pace.early_s(0.0, 3) == 0.0
     pace.learner_takes(2.0, [Grown(1.0, 2.0, 1.0)])
     assert pace.early_s(2.0, 3) == 0.0
-    pace.learner_asks(12.0)
+    pace.learner_requests(12.0)
     assert pace.early_s(12.0, 0) == 0.0
     assert pace.early_s(12.0, 1) > 8.0
 
@@ -153,10 +153,10 @@ def test_only_a_wait_widens_the_lead() -> None:
 
     def step(tree_s: float, wait_s: float) -> None:
         nonlocal now_s
-        pace.learner_asks(asked_s := now_s + 10.0)
-        now_s = asked_s + wait_s
-        ended_s = now_s if wait_s else asked_s - 1.0
-        pace.learner_takes(now_s, [Grown(ended_s - tree_s, ended_s, asked_s)])
+        pace.learner_requests(requested_s := now_s + 10.0)
+        now_s = requested_s + wait_s
+        ended_s = now_s if wait_s else requested_s - 1.0
+        pace.learner_takes(now_s, [Grown(ended_s - tree_s, ended_s, requested_s)])
 
     pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
     step(5.0, 0.0)
@@ -174,7 +174,7 @@ def test_the_duration_of_an_update_with_an_evaluation_is_ignored() -> None:
     pace = Pace(BOUND)
     for since_s, until_s in ((0.0, 10.0), (10.0, 20.0), (20.0, 110.0)):
         pace.learner_takes(since_s, [Grown(since_s - 1.0, since_s, since_s)])
-        pace.learner_asks(until_s)
+        pace.learner_requests(until_s)
     assert pace.early_s(110.0, 1) < 10.0
 
 

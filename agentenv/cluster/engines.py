@@ -78,7 +78,7 @@ class LinkedEngine:
         self.policy_version = 0
         self._link = link
         self._pending: dict[int, _Pending] = {}
-        self._num_asked = 0
+        self._num_requests = 0
 
     async def generate(
         self,
@@ -91,7 +91,7 @@ class LinkedEngine:
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """See Engine.generate."""
-        number = self._num_asked = self._num_asked + 1
+        number = self._num_requests = self._num_requests + 1
         ids = prompt_ids.joined() if isinstance(prompt_ids, Prefix) else packed_ids(prompt_ids)
         listens = on_tokens is not None
         pending = self._pending[number] = _Pending(on_tokens)

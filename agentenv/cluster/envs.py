@@ -191,7 +191,7 @@ class EnvWorkers(WorkerGroup[_Process]):
         """A new number for an environment or a call."""
         return next(self._numbers)
 
-    async def ask(self, process: _Process, call: Call, task_id: str) -> Gave:
+    async def request(self, process: _Process, call: Call, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
         lost."""
         if process.why_gone:
@@ -297,7 +297,7 @@ class WorkerEnv:
                 self._number = self._workers.number()
                 self._process.num_envs += 1
             try:
-                gave = await self._ask("reset", task=self._task, seed=seed, options=options)
+                gave = await self._request("reset", task=self._task, seed=seed, options=options)
                 break
             except CrashError:
                 raise
@@ -309,19 +309,19 @@ class WorkerEnv:
         return gave.messages, gave.info
 
     async def step(self, action: Message) -> StepResult:
-        gave = await self._ask("step", action=action)
+        gave = await self._request("step", action=action)
         self._mode = gave.fork_mode
         return gave.messages, gave.reward, gave.terminated, gave.truncated, gave.info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        gave = await self._ask("finish", reason=reason, action=action)
+        gave = await self._request("finish", reason=reason, action=action)
         return gave.reward, gave.info
 
     async def fork(self) -> Self:
         other = type(self)(self._workers, self._task)
         other._number = self._workers.number()
         try:
-            gave = await self._ask("fork", copy=other._number)
+            gave = await self._request("fork", copy=other._number)
         except BaseException:  # the copy may exist already
             if self._process is not None:
                 unwanted = Call(self._workers.number(), other._number, "close")
@@ -338,7 +338,7 @@ class WorkerEnv:
             return
         if self._closing is None:
             self._process.num_envs -= 1
-            self._closing = asyncio.ensure_future(self._ask("close"))
+            self._closing = asyncio.ensure_future(self._request("close"))
             self._closing.add_done_callback(retrieve_exception)
         try:
             await asyncio.shield(self._closing)
@@ -346,13 +346,13 @@ class WorkerEnv:
             if not self._process.why_gone:
                 raise
 
-    async def _ask(self, method: Method, **arguments: Any) -> Gave:
+    async def _request(self, method: Method, **arguments: Any) -> Gave:
         is_over = self._closing is not None and method != "close"
         if self._process is None or is_over:
             what = _name(method)
             raise EnvError(f"task {self._task.id}: {what} before its reset or after its close")
         call = Call(self._workers.number(), self._number, method, **arguments)
-        return await self._workers.ask(self._process, call, self._task.id)
+        return await self._workers.request(self._process, call, self._task.id)
 
 
 LAST_S = 10.0  # for environments to close after the end of the link

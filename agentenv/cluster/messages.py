@@ -17,8 +17,8 @@
                                   <-----  Quit     cancel a slot or turn
     Steer                         ----->           pause or resume all rollouts
     CancelTree(number, reason)    ----->           a user cancels that tree
-    Look(number)                  ----->           request the current waits of its branches
-                                  <-----  Looked
+    GetWaits(number)              ----->           request the current waits of its branches
+                                  <-----  CurrentWaits
     Over                          ----->           the run has ended
                                   <-----  Ended    a rollout has ended, or failed
                                   <-----  Alive    every BEAT_S seconds, with statistics
@@ -136,8 +136,8 @@ class CancelTree(Struct, array_like=True, frozen=True, tag=13):
     reason: str
 
 
-class Look(Struct, array_like=True, frozen=True, tag=14):
-    """Request Looked; no reply if the tree is not growing."""
+class GetWaits(Struct, array_like=True, frozen=True, tag=14):
+    """Request CurrentWaits; no reply if the tree is not growing."""
 
     number: int
 
@@ -149,7 +149,7 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
 
 OfTurn = Tokens | TurnPause | Turn | Refused
 OfPlace = Granted | ServerPause | Abort | Refused
-Asked = Grow | Drop | Steer | CancelTree | Look | Over | OfTurn | OfPlace
+WorkerRequest = Grow | Drop | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 
 class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
@@ -244,7 +244,7 @@ class Leaving(Struct, array_like=True, frozen=True, tag=10):
     within_s: float
 
 
-class Looked(Struct, array_like=True, frozen=True, tag=11):
+class CurrentWaits(Struct, array_like=True, frozen=True, tag=11):
     """The current waits of the live branches of a tree."""
 
     number: int
@@ -268,10 +268,10 @@ Answer = (
     | FirstToken
     | Release
     | Leaving
-    | Looked
+    | CurrentWaits
     | Ended
 )
 
 pack = packed
-read_asked = msgspec.msgpack.Decoder(Asked).decode
+read_request = msgspec.msgpack.Decoder(WorkerRequest).decode
 read_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -325,7 +325,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self.report(f"{worker.name}: {message.text}")
             case messages.Ended():
                 self._count(worker, message)
-            case messages.Looked():
+            case messages.CurrentWaits():
                 growing = worker.trees.get(message.number)
                 reply = None if growing is None else growing.reply
                 if reply is not None and not reply.done():
@@ -445,7 +445,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             return None
         if growing.reply is None or growing.reply.done():
             growing.reply = asyncio.get_running_loop().create_future()
-            growing.worker.link.send(pack(messages.Look(growing.number)))
+            growing.worker.link.send(pack(messages.GetWaits(growing.number)))
         done, _ = await asyncio.wait({growing.reply}, timeout=LOOK_S)
         return growing.reply.result() if done else None
 

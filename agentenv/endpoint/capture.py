@@ -234,7 +234,7 @@ class Session:
     async def count(self, request: Request) -> int:
         raise ApiError("no_route", "tokens are not counted for a branch")
 
-    async def asked(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def wait_for_answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
@@ -352,17 +352,17 @@ class Session:
         """The call as an observation."""
         request = call.request
         given = request.messages
-        asked = NextTurn(stop=request.stop, max_tokens=request.max_tokens)
+        next_turn = NextTurn(stop=request.stop, max_tokens=request.max_tokens)
         self._opened = None
         base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
-            return ProgramCall(messages, request.tools, asked, request.body)
+            return ProgramCall(messages, request.tools, next_turn, request.body)
         if base is not None and base == len(self._turns) - 1:
             start = len(self._turns[base].context)
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
-            return ProgramCall(messages, request.tools, asked, request.body)
+            return ProgramCall(messages, request.tools, next_turn, request.body)
         kind, cause, discards = self._explained(call, base)
         self._opened = kind
         self.counts[f"context/{kind or 'resumed'}"] += 1
@@ -372,7 +372,7 @@ class Session:
         self._discarded.update(new)
         self.counts["discarded"] += len(new)
         turn = replace(
-            asked,
+            next_turn,
             prompt=tuple(self._references(given)),
             kind=kind,
             cause=cause,
@@ -484,17 +484,18 @@ def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
     """Whether messages of others than the policy quote the text of a turn."""
-    said = turn.context[-1].text.strip()
-    if len(said) < MIN_QUOTED:
+    quoted = turn.context[-1].text.strip()
+    if len(quoted) < MIN_QUOTED:
         return False
-    return any(said in one.text for one in given if one.role != "assistant")
+    return any(quoted in one.text for one in given if one.role != "assistant")
 
 
 class _Handler:
     """The server's handler for a session."""
 
     def __init__(self, session: Session) -> None:
-        self.new_id, self.count, self.answer = session.new_id, session.count, session.asked
+        self.new_id, self.count = session.new_id, session.count
+        self.answer = session.wait_for_answer
         self.rewarded, self.resumed = session.rewarded, session.resumed
 
 

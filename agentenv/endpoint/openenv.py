@@ -189,10 +189,10 @@ class EnvServer(Listener):
         return guard
 
     async def _list(self, http: web.Request) -> web.Response:
-        asked, what = _read(await _body(http) or "{}", dict), http.match_info["what"]
-        tasks = self._tasks(asked.get("split"))
-        span = slice(asked.get("start"), asked.get("stop"))
-        places = [asked.get("index")] if what == "task" else range(len(tasks))[span]
+        request, what = _read(await _body(http) or "{}", dict), http.match_info["what"]
+        tasks = self._tasks(request.get("split"))
+        span = slice(request.get("start"), request.get("stop"))
+        places = [request.get("index")] if what == "task" else range(len(tasks))[span]
         found = [_named(_at(tasks, index), index) for index in places]
         one = {"task": found[0]} if what == "task" else {"tasks": found}
         return json_response({"num_tasks": len(tasks)} if what == "num_tasks" else one)
@@ -207,11 +207,11 @@ class EnvServer(Listener):
         body, session = await _body(http), Session()
         if http.path == "/mcp":
             return json_response(await self._rpc(body, None))
-        asked = _read(body or "{}", dict)
+        request = _read(body or "{}", dict)
         try:
-            found = await self._reset(session, asked if http.path == "/reset" else {})
+            found = await self._reset(session, request if http.path == "/reset" else {})
             if http.path == "/step":
-                found = await self._step(session, asked.get("action"))
+                found = await self._step(session, request.get("action"))
             return json_response(found)
         finally:
             await uncancelled(self._sessions.end(session))
@@ -226,9 +226,9 @@ class EnvServer(Listener):
                 await ws.prepare(http)
                 attached.append(self._attached(http.query.get("session_id")))
                 while (got := await ws.receive(self._sessions.idle_s)).type is WSMsgType.TEXT:
-                    if (said := await answer(got.data, attached[0])) is None:
+                    if (reply := await answer(got.data, attached[0])) is None:
                         break
-                    await _send(ws, said)
+                    await _send(ws, reply)
         except Refused as error:
             await _send(ws, self._refusal(error))
         finally:
@@ -245,33 +245,33 @@ class EnvServer(Listener):
     async def _answer(self, text: str, session: Session) -> Json | None:
         """The reply to a message; None if it ends the session."""
         try:
-            asked = _read(text, _Request)
-            if asked.type == "close":
+            request = _read(text, _Request)
+            if request.type == "close":
                 return None
-            if asked.type == "state":
+            if request.type == "state":
                 task_id = session.task.id if session.task else None
                 return {"type": "state", "data": State(session.id, session.num_steps, task_id)}
-            if asked.type == "mcp":
-                return {"type": "mcp", "data": await self._rpc(asked.data, session)}
-            if asked.type not in ("reset", "step"):
-                raise Refused("unknown", f"Unknown message type: {asked.type}")
+            if request.type == "mcp":
+                return {"type": "mcp", "data": await self._rpc(request.data, session)}
+            if request.type not in ("reset", "step"):
+                raise Refused("unknown", f"Unknown message type: {request.type}")
             async with session.lock:
-                take = self._reset if asked.type == "reset" else self._step
-                return {"type": "observation", "data": await take(session, asked.data)}
+                take = self._reset if request.type == "reset" else self._step
+                return {"type": "observation", "data": await take(session, request.data)}
         except Refused as error:
             return self._refusal(error)
 
     def _refusal(self, error: Refused) -> Json:
         counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.most}
-        said = {"message": str(error), "code": CODES[error.code][0]}
-        return {"type": "error", "data": said | (counts if error.code == "full" else {})}
+        reply = {"message": str(error), "code": CODES[error.code][0]}
+        return {"type": "error", "data": reply | (counts if error.code == "full" else {})}
 
     async def _rpc(self, given: str | Json, session: Session | None) -> Json:
         answer: Json = {"jsonrpc": "2.0", "id": None}
         try:
-            asked = _read(given, _Request)
-            answer["id"] = asked.id
-            return answer | {"result": await self._result(asked.method, asked.params, session)}
+            request = _read(given, _Request)
+            answer["id"] = request.id
+            return answer | {"result": await self._result(request.method, request.params, session)}
         except Refused as error:
             return answer | {"error": {"code": CODES[error.code][1], "message": str(error)}}
 
@@ -298,33 +298,33 @@ class EnvServer(Listener):
         return dict(found["observation"]["result"])
 
     async def _reset(self, session: Session, chosen: Json) -> Json:
-        asked = _read(chosen, _Reset)
-        tasks = self._tasks(asked.split or next(iter(self._splits)))
-        draw = SystemRandom() if asked.seed is None else Random(asked.seed)
-        index = draw.randrange(len(tasks)) if asked.index is None else asked.index
-        messages, info = await self._sessions.begin(session, _at(tasks, index), asked.seed)
+        request = _read(chosen, _Reset)
+        tasks = self._tasks(request.split or next(iter(self._splits)))
+        draw = SystemRandom() if request.seed is None else Random(request.seed)
+        index = draw.randrange(len(tasks)) if request.index is None else request.index
+        messages, info = await self._sessions.begin(session, _at(tasks, index), request.seed)
         self._tools = self._tools or list(info.get("tools", ()))
         return _observed({"messages": messages}, session_id=session.id)
 
     async def _step(self, session: Session, given: Any) -> Json:
-        asked = _read(given, Action)
-        if asked.type == "list_tools":
+        request = _read(given, Action)
+        if request.type == "list_tools":
             return _observed({"tools": [_listed(one, "input_schema") for one in self._tools]})
-        calls = (ToolCall(asked.tool_name, asked.arguments),)
-        calls = calls if asked.type == "call_tool" else tuple(asked.tool_calls)
-        turn = Message("assistant", asked.content, calls)
-        if asked.limit is not None:
+        calls = (ToolCall(request.tool_name, request.arguments),)
+        calls = calls if request.type == "call_tool" else tuple(request.tool_calls)
+        turn = Message("assistant", request.content, calls)
+        if request.limit is not None:
             last = turn if turn.content or calls else None
-            reward, info = await self._sessions.finish(session, asked.limit, last)
+            reward, info = await self._sessions.finish(session, request.limit, last)
             return _observed({"messages": []}, reward, True, info=info, truncated=True)
         taken = await self._sessions.step(session, turn)
         messages, reward, _, truncated, info = taken
         observation: Json = {"messages": messages}
-        if asked.type == "call_tool":
+        if request.type == "call_tool":
             text = "\n".join(one.content for one in messages)
             failed = any(not one["ok"] for one in info.get("tool_calls", ()))
             result = {"content": [{"type": "text", "text": text}], "data": text, "is_error": failed}
-            observation = {"tool_name": asked.tool_name, "result": result, "error": None}
+            observation = {"tool_name": request.tool_name, "result": result, "error": None}
         return _observed(observation, reward, session.has_ended, info=info, truncated=truncated)
 
 

@@ -99,7 +99,7 @@ class PolicyHandler:
         sampling = self._sampling(request, prompt)
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [
+                pending = [
                     group.create_task(self._turn(request, prompt, sampling, index, delta))
                     for index in range(request.n)
                 ]
@@ -107,7 +107,7 @@ class PolicyHandler:
             error = errors.exceptions[0]
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
-        return [one.result() for one in asked]
+        return [one.result() for one in pending]
 
     def _prompt(self, request: Request) -> Prompt:
         """The prompt's tokens, which extend those of the longest cached conversation."""
@@ -143,8 +143,8 @@ class PolicyHandler:
                 f"{self.max_model_len}"
             )
             raise ApiError("too_long", what, "messages")
-        asked = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        given = {key: value for key in asked if (value := getattr(request, key)) is not None}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        given = {key: value for key in names if (value := getattr(request, key)) is not None}
         if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
             given["temperature"] = MIN_TEMPERATURE
         if given.get("top_k") == 0:

@@ -216,18 +216,18 @@ class ApiServer(Listener):
         answering.add_done_callback(lambda _: queue.put_nowait(None))
         writers = [dialect.writer(request, i, id, self._created) for i in range(request.n)]
         response: web.StreamResponse | None = None
-        said = [["", ""] for _ in writers]
+        written = [["", ""] for _ in writers]
         try:
             while (item := await queue.get()) is not None:
                 if response is None:
                     response = await _begin(http, writers)
                 index, kind, text = item
-                said[index][kind == "text"] += text
+                written[index][kind == "text"] += text
                 await _send(response, _written(writers[index], kind, text))
             answers = await answering
             if response is None:
                 response = await _begin(http, writers)
-            for writer, found, (thoughts, text) in zip(writers, answers, said, strict=True):
+            for writer, found, (thoughts, text) in zip(writers, answers, written, strict=True):
                 rest = found.message.thoughts[len(thoughts) :], found.message.text[len(text) :]
                 for kind, more in zip(("thoughts", "text"), rest, strict=True):
                     await _send(response, _written(writer, kind, more) if more else ())
@@ -269,8 +269,8 @@ DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
 
 def _writes_compact(http: web.Request) -> bool:
     """Whether the client writes JSON without blanks. In Anthropic's API arguments are no text."""
-    said = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
-    return _COMPACT.search(" ".join(said)) is not None
+    client = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
+    return _COMPACT.search(" ".join(client)) is not None
 
 
 async def _body(http: web.Request) -> Json:

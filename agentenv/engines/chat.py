@@ -145,7 +145,7 @@ class ChatRenderer:
             )
             for one in messages
         )
-        text = _results(kept) + "".join(f"\n\nuser: {said}\n\n" for said in _texts_of_user(kept))
+        text = _results(kept) + "".join(f"\n\nuser: {one}\n\n" for one in _texts_of_user(kept))
         return self.pieces.add(Piece(text=text, messages=kept), estimated_tokens(text))
 
     def _check_answered(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> None:
@@ -317,9 +317,9 @@ class ChatEngine(EndpointEngine):
         text = ""  # of the policy's turns and results since the last user message
         for piece in rest:
             text += _shown_results(piece)
-            if said := _texts_of_user(piece.messages):
+            if texts := _texts_of_user(piece.messages):
                 chat.append({"role": "assistant", "content": text})
-                chat += ({"role": "user", "content": one} for one in said)
+                chat += ({"role": "user", "content": one} for one in texts)
                 text = ""
         return [*chat, {"role": "assistant", "content": text, **more}] if text else chat
 

@@ -108,12 +108,12 @@ class ScriptedEngine:
         turn = self._turn(prompt_ids, sampling, rng)
         self._running += 1
         try:
-            await self._speak(turn, on_tokens, stream_interval)
+            await self._emit(turn, on_tokens, stream_interval)
         finally:
             self._running -= 1
         return turn
 
-    async def _speak(
+    async def _emit(
         self, turn: Completion, on_tokens: Callable[[Chunk], None] | None, stream_interval: int
     ) -> None:
         """Wait for the duration of the turn, report its tokens, and label them."""

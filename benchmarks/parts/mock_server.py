@@ -84,7 +84,7 @@ class MockServer:
         self._silent = False
         self._runner: web.AppRunner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.asked: set[str] = set()  # routes
+        self.routes_seen: set[str] = set()  # routes
         self._routes: dict[str, Callable[[web.Request, Any], Any]] = {
             "GET /openapi.json": self._openapi,
             "GET /version": lambda request, body: {"version": "0.32.0"},
@@ -117,7 +117,7 @@ class MockServer:
         text = await request.read()
         body = json.loads(text) if text else None
         place = f"{request.method} {request.path}"
-        self.asked.add(place)
+        self.routes_seen.add(place)
         if place == "POST /inference/v1/generate":
             return await self._generate(request, body)
         answer = self._routes[place](request, body) if place in self._routes else None

@@ -475,11 +475,11 @@ class MeasuredTraining(Training):
 
         watching = asyncio.create_task(watch_memory())
         num_turns, before, below = 0, time.process_time(), _children_cpu_s()
-        asked = self.parts.engine.stats()["requests"]
+        num_before = self.parts.engine.stats()["requests"]
         await super()._run_rl()
         own, others = time.process_time() - before, _children_cpu_s() - below
         if self.workers is not None:
-            num_turns = int(self.parts.engine.stats()["requests"] - asked)
+            num_turns = int(self.parts.engine.stats()["requests"] - num_before)
         watching.cancel()
         self.figures = Figures(
             round(own / num_turns * 1e6, 1),

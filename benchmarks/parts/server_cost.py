@@ -85,7 +85,7 @@ async def _run(
 ) -> Figures:
     served = Served(kind, folder / "model", "server", max_model_len=1024, trained=True)
     forms = [form for form, (_, _, plugin) in FORMS.items() if kind == "vllm" or not plugin]
-    ask = vllm_request if kind == "vllm" else sglang_request
+    request_of = vllm_request if kind == "vllm" else sglang_request
     # the engine in a process of its own, as on a GPU
     config = LaunchConfig(
         python=python, max_num_seqs=NUM_AT_ONCE, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -97,9 +97,9 @@ async def _run(
         parts = _processes(factory.processes[0].pid)
         http = HttpClient(url)
         stack.push_async_callback(http.close)
-        await _load(http, 16, 32, "both", ask, parts)  # warm
+        await _load(http, 16, 32, "both", request_of, parts)  # warm
         for number, length, form in product(range(rounds), lengths, forms):
-            cost = await _load(http, length, NUM_TOKENS // length, form, ask, parts)
+            cost = await _load(http, length, NUM_TOKENS // length, form, request_of, parts)
             found.setdefault((form, length), []).append(cost)
             report(
                 f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us per token"
@@ -148,7 +148,7 @@ async def _load(
     loop, free, rng = asyncio.get_running_loop(), asyncio.Semaphore(NUM_AT_ONCE), Random(length)
     entropies, stops, plugin = FORMS[form]
 
-    async def ask(index: int) -> None:
+    async def request(index: int) -> None:
         prompt = [rng.randrange(300, VOCABULARY) for _ in range(PROMPT)]
         sampling = SamplingParams(max_tokens=length, seed=index, stop=stops)
         name = f"{form}-{rng.random()}"
@@ -161,7 +161,7 @@ async def _load(
 
     servers, engine = parts
     began_s, before = loop.time(), [_cpu_s(*servers), _cpu_s(engine)]
-    await asyncio.gather(*map(ask, range(number)))
+    await asyncio.gather(*map(request, range(number)))
     api_s, engine_s = _cpu_s(*servers) - before[0], _cpu_s(engine) - before[1]
     tokens = length * number
     return Cost(api_s / tokens * 1e6, engine_s / tokens * 1e6, tokens / (loop.time() - began_s))

@@ -201,8 +201,8 @@ def check(
         ("--only", names, peers),
         ("--sizes", sizes, SIZES),
     )
-    for option, asked, known in expected:
-        for one in asked:
+    for option, given, known in expected:
+        for one in given:
             if one not in known:
                 raise ConfigError(
                     f"{option} {one}: unknown; expected: {', '.join(map(str, known))}"

@@ -88,7 +88,7 @@ class Gold(Mentions):
             return False
         if is_hedged(text) or _HAN_HEDGE.search(text):
             return False
-        if self.kind == "number" and any(_tells_a_number(part) for part in parts):
+        if self.kind == "number" and any(_gives_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
@@ -192,7 +192,7 @@ class Gold(Mentions):
         unexplained = self.unexplained(text, parts)
         if unexplained:
             return Rivals(tuple(unexplained))
-        if self.kind == "truth" and self._says_both(text):
+        if self.kind == "truth" and self._gives_both(text):
             return Rivals((text,))
         announced = text if self._leaves_between(text) else self._announced(text)
         if announced:
@@ -202,7 +202,7 @@ class Gold(Mentions):
         if self.kind == "math":
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
-        beside = [amount for amount in amounts if amount is not None]
+        nearby = [amount for amount in amounts if amount is not None]
         found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
@@ -221,7 +221,7 @@ class Gold(Mentions):
                 continue
             if self.kind == "list" and self._is_beside_a_list(part, parts):
                 found.append(part.text)
-            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
+            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, nearby):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
         if is_sum and not any(part.starts for part in parts):
@@ -252,10 +252,10 @@ class Gold(Mentions):
         bare = clean(text)
         return self.kind == "number" and bool(NUMBERS.fullmatch(bare)) and quantity(bare) is None
 
-    def _says_both(self, text: str) -> bool:
+    def _gives_both(self, text: str) -> bool:
         """Whether clauses end in yes and in no, or in true and in false."""
-        said = {truth(word) for word in _TRUTHS.findall(text)}
-        return len(said) > 1
+        truths = {truth(word) for word in _TRUTHS.findall(text)}
+        return len(truths) > 1
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
@@ -348,7 +348,7 @@ def _differs(part: Part, after: Part | None) -> bool:
     return value is not None and amount is not None and amount.value not in (value, 100 * value)
 
 
-def _tells_a_number(part: Part) -> bool:
+def _gives_a_number(part: Part) -> bool:
     """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
     return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 

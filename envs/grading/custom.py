@@ -161,7 +161,7 @@ def verl_arguments(
     the reward managers of Search-R1 and TinyZero pass, whose functions search it for the turn.
     """
     row = task.metadata
-    said = "\n".join(message.content for message in written if message.role == "assistant")
+    response = "\n".join(message.content for message in written if message.role == "assistant")
     extra = row.get("extra_info")
     if isinstance(extra, str):
         found = literal(extra)  # of a table without types
@@ -170,7 +170,7 @@ def verl_arguments(
         extra = {"question": task.question, **(extra or {})}
     return {
         "data_source": str(row.get("data_source", task.kind)),
-        "solution_str": said if solution_str == "response" else _prompt(task) + said,
+        "solution_str": response if solution_str == "response" else _prompt(task) + response,
         "ground_truth": ground_truth(task),
         "extra_info": extra,
     }

@@ -215,12 +215,12 @@ class MathEquivalence:
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
         """Whether the two are equal, and why. Raises GraderDownError when no process can be had."""
 
-        async def ask() -> bytes:
-            return json.dumps(await self._ask(answer, gold, plain)).encode()
+        async def compute() -> bytes:
+            return json.dumps(await self._request(answer, gold, plain)).encode()
 
-        return await self._cache.through(json.dumps([answer, gold, plain]), ask, _read)
+        return await self._cache.through(json.dumps([answer, gold, plain]), compute, _read)
 
-    async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
+    async def _request(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
         for side, text in (("answer", answer), ("gold", gold)):
             risk = "" if plain else risk_of(text)
             if risk:

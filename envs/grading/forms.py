@@ -106,7 +106,7 @@ def _several(text: str) -> frozenset[str] | None:
 
 
 _SPECIAL_TABLES = Tables("special")
-_TRUTH = {word: says == "yes" for says in ("yes", "no") for word in _SPECIAL_TABLES[says]}
+_TRUTH = {word: value == "yes" for value in ("yes", "no") for word in _SPECIAL_TABLES[value]}
 _SPECIAL = _SPECIAL_TABLES.patterns("special")
 _NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
 _CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")

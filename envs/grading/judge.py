@@ -160,21 +160,21 @@ class Judge:
         messages = body["messages"]
         what = [PROMPT_VERSION, config.model, messages, body.get("max_tokens"), config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        return await self._cache.through(key, lambda: self._ask(body), decode_text)
+        return await self._cache.through(key, lambda: self._request(body), decode_text)
 
     def _parts(self, reply: str) -> dict[str, float]:
         right = self._read(reply)
         judged = {} if right is None else {"judge": float(right)}
         return {**judged, "judge_unparsed": float(right is None)}
 
-    async def _ask(self, body: dict[str, Any]) -> bytes:
+    async def _request(self, body: dict[str, Any]) -> bytes:
         try:
-            said = read_reply(await self._model.reply(body))
+            reply = read_reply(await self._model.reply(body))
         except (RefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:
             raise GraderDownError(f"the judge failed: {error}") from error
-        return said.raw.encode("utf-8", "replace")
+        return reply.raw.encode("utf-8", "replace")
 
 
 def asked_text(
@@ -205,10 +205,10 @@ def asked_text(
 def _verdict(reply: str) -> bool | None:
     """What a reply says, if it is one word, however it is marked: **CORRECT**, "correct" or
     CORRECT with a tick. A word that its mark denies, as CORRECT with a cross, says nothing."""
-    said = _THOUGHTS.sub("", reply).rpartition("</think>")[2]  # the template may open the thoughts
-    words = _WORDS.findall(said)
+    text = _THOUGHTS.sub("", reply).rpartition("</think>")[2]  # the template may open the thoughts
+    words = _WORDS.findall(text)
     right = _VERDICTS.get(words[0].upper()) if len(words) == 1 else None
-    return None if right is None or _DENIED[right].search(said) else right
+    return None if right is None or _DENIED[right].search(text) else right
 
 
 # The released prompt, which is not ours to ship.

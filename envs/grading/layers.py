@@ -23,7 +23,7 @@ from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import OPENING, Same, amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
+from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
@@ -64,12 +64,12 @@ class Layered:
         limit_s: float = LIMIT_S,
     ) -> None:
         self.partial_credit, self.ordered = partial_credit, ordered
-        self._asks_math, self._limit_s = math, limit_s
+        self._uses_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
         """Load what knows the units, and math-verify, if it is used."""
         await in_thread(_load)
-        if self._asks_math:
+        if self._uses_math:
             await shared_math(self._limit_s).start()
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
@@ -93,12 +93,12 @@ class Layered:
         layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
             why, layer = "the answer lists several", ONE_ANSWER
-        for gold, found in unsure if self._asks_math else ():
+        for gold, found in unsure if self._uses_math else ():
             right, why = await self._equal(found, gold)
             layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
-        if unsure and not self._asks_math:
+        if unsure and not self._uses_math:
             layer, why = "string", "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
@@ -259,7 +259,7 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     same = _same(ordered)
     if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
-    return says(found, wanted, lambda text: same(clean(text), wanted) is True), layer
+    return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
 def _with_notes(found: str, wanted: str, same: Same) -> bool:

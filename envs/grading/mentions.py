@@ -88,8 +88,8 @@ class Mentions(Rivalry):
     def unexplained(self, text: str, parts: Sequence[Part]) -> list[str]:
         """The mentions in a text of these parts, which names the gold, that nothing explains."""
         if self.kind == "truth":
-            said = {truth(word) for word in _TRUTH.findall(text)}
-            return [text] if said - {None, truth(self.text)} else []
+            truths = {truth(word) for word in _TRUTH.findall(text)}
+            return [text] if truths - {None, truth(self.text)} else []
         is_name = self.kind == "words" and self.is_named
         if not is_name and self.kind not in ("number", "date", "time"):
             return []

@@ -115,9 +115,9 @@ def make_grader(
 ) -> Grader:
     """The grader of these keys, `kind`, `reward` and `partial_credit` where they say none. One for
     each set of keys in a process, since what runs processes or holds connections is shared."""
-    asked = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
+    parts = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
     config = shared(
-        asked,
+        parts,
         lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
     )
     if config.compat:

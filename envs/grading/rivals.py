@@ -48,7 +48,7 @@ class Rivalry(Whole):
     """A gold, and whether a part beside it is another candidate."""
 
     def is_rival(
-        self, part: Part, after: Part | None = None, beside: Sequence[Quantity] = ()
+        self, part: Part, after: Part | None = None, nearby: Sequence[Quantity] = ()
     ) -> bool:
         """Whether a part names another candidate than the gold, or than the amounts `beside` it
         that are the gold."""
@@ -63,7 +63,7 @@ class Rivalry(Whole):
             return True
         match self.kind:
             case "number":
-                return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
+                return self._other_amount(part, bare, nearby) or self._of_another_kind(part, bare)
             case "date" | "time" | "span":
                 return self._other_time(part, bare) or self._of_another_kind(part, bare)
             case "special":
@@ -149,13 +149,13 @@ class Rivalry(Whole):
 
     def _other_truth(self, part: Part) -> bool:
         text = clean(part.text).lower()
-        said = truth(text) if len(text) > 1 else None
-        if said is None:
+        claim = truth(text) if len(text) > 1 else None
+        if claim is None:
             match = re.match(
                 r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
             )
-            said = match[1] == "yes" if match is not None else None
-        return said is not None and said is not truth(self.text)
+            claim = match[1] == "yes" if match is not None else None
+        return claim is not None and claim is not truth(self.text)
 
     def _of_another_kind(self, part: Part, bare: str) -> bool:
         """A bare name or number that stands alone as if it were the answer."""
@@ -178,7 +178,7 @@ class Rivalry(Whole):
             and 1 < len(bare.split()) <= 2 * MAX_PHRASE_WORDS
         )
 
-    def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
+    def _other_amount(self, part: Part, bare: str, nearby: Sequence[Quantity]) -> bool:
         assert self.amount is not None
         if NUMBERS.fullmatch(bare) and quantity(bare) is None:
             return True
@@ -191,7 +191,7 @@ class Rivalry(Whole):
             return (is_ordinal or part.joint not in ("comma", "colon")) and not same_quantity(
                 amount, self.amount
             )
-        known = [self.amount, *beside]
+        known = [self.amount, *nearby]
         if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
         return not (part.joint == "bracket" and _is_money(amount) and _is_money(self.amount))

@@ -86,19 +86,19 @@ def is_statement(text: str) -> bool:
     )
 
 
-def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
+def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     """Whether `found` ends in, or names, what `same` accepts."""
     found = _SURE.sub("", _PREAMBLE.sub("", found))
     changed = _CHANGED.fullmatch(found)
     if changed is not None:
         right = changed["right"] or changed["other"]
-        return not _NEGATION.search(right) and (same(right) or says(right, wanted, same))
+        return not _NEGATION.search(right) and (same(right) or states(right, wanted, same))
     concluded = _CONCLUDED.fullmatch(found)
     if concluded is not None and not _NEGATION.search(concluded[1]) and same(concluded[1]):
         return True
     kept = _without_rejected(found, wanted)
     if kept != found:
-        return not _NEGATION.search(kept) and (same(kept) or says(kept, wanted, same))
+        return not _NEGATION.search(kept) and (same(kept) or states(kept, wanted, same))
     found = _APPOSITION.sub("", found)
     if same(found):
         return True

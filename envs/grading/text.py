@@ -324,10 +324,10 @@ def _is_condition(text: str, match: re.Match[str]) -> bool:
     answers have: the final answer is 13, the final answer is 14."""
     before = text[: match.start()]
     is_repeated = "answer" in match[0].lower() and match[0].strip().lower() in before.lower()
-    is_asked = text[match.end() :].rstrip(" .)]\"'").endswith("?")  # or rather Paris?
+    is_question = text[match.end() :].rstrip(" .)]\"'").endswith("?")  # or rather Paris?
     return (
         is_repeated
-        or is_asked
+        or is_question
         or re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", before, re.I) is not None
     )
 

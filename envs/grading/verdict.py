@@ -82,12 +82,12 @@ def one_of(claims: Sequence[tuple[str, str]]) -> str:
 
 def final_answer(text: str) -> str:
     """The answer that a message gives, tagged or plain; several that differ follow each other."""
-    said = text.rpartition("</think>")[2]
-    tagged = _tagged(said) or _tagged(text)
+    answer = text.rpartition("</think>")[2]
+    tagged = _tagged(answer) or _tagged(text)
     if tagged:
-        answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
-        return _with_beside(answer, text.rpartition("</answer>")[2])
-    return _boxed_or_all(said)
+        found = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
+        return _with_beside(found, text.rpartition("</answer>")[2])
+    return _boxed_or_all(answer)
 
 
 def _tagged(text: str) -> list[tuple[str, str]]:

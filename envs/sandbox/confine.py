@@ -301,7 +301,7 @@ _READING: _Numbers = {
     "restart_syscall": (219, 128), "getdents": (78, None), "getdents64": (217, 61),
     "fstatfs": (138, 44), "fadvise64": (221, 223),
 }  # fmt: skip
-_ASKING: _Numbers = {
+_QUERYING: _Numbers = {
     "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "statfs": (137, 43),
     "readlink": (89, None), "readlinkat": (267, 78),
@@ -357,7 +357,7 @@ def program(
     decides about these forks and about signals. Raises ValueError for an unsupported machine.
     """
     column, code = _column_of(machine), _beginning(machine)
-    names = _READING | _ASKING | _CHANGING | _OTHER_FILES if files else _READING
+    names = _READING | _QUERYING | _CHANGING | _OTHER_FILES if files else _READING
     for number in _column(names.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for numbers, place in _OPEN.values():
@@ -367,7 +367,7 @@ def program(
     if not files:  # the C library's fstat
         code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH, errno.ENOENT)
         # libraries can handle these errors
-        for calls, refusal in ((_ASKING, errno.ENOENT), (_CHANGING, errno.EROFS)):
+        for calls, refusal in ((_QUERYING, errno.ENOENT), (_CHANGING, errno.EROFS)):
             for number in _column(calls.values(), column):
                 code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | refusal)]
     for number in _column(_OWN_PROCESS.values(), column):
@@ -440,8 +440,8 @@ def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
     if snapshots:
         for number in _column((_OWN_PROCESS | _OTHER_SIGNALS).values(), column):
             code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ASK)]
-        asked = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
-        code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *asked]
+        forks = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
+        code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *forks]
     code += _when(clone, 0, (0,), NAMESPACES)
     # a copy has capabilities for a moment, and must not reach the packet filter
     families = SOCKET_FAMILIES[:3] if snapshots else SOCKET_FAMILIES

@@ -95,7 +95,7 @@ class ForkBroker:
         self._granted: dict[int, PendingFork] = {}  # by the parent's process
         self._waiting: deque[tuple[Call, PendingFork]] = deque()
         self._fork: PendingFork | None = None
-        self._may_ask: set[int] = set()  # processes before their first cell, with one call left
+        self._may_fork: set[int] = set()  # processes before their first cell, with one call left
         with contextlib.suppress(OSError):  # Linux 6.6: synchronous wake-up
             fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
         self._ours = _shared_memory(os.getpid())
@@ -112,7 +112,7 @@ class ForkBroker:
 
     def begins(self, pid: int) -> None:
         """A new session confines itself, and then makes one prctl to die with its parent."""
-        self._may_ask.add(pid)
+        self._may_fork.add(pid)
 
     def forget(self, number: int) -> None:
         """The host no longer waits for this child."""
@@ -126,7 +126,7 @@ class ForkBroker:
 
     def ended(self, pid: int) -> None:
         """This process has ended."""
-        self._may_ask.discard(pid)
+        self._may_fork.discard(pid)
         if self._fork is not None and self._fork.child == pid:
             self._end(self._fork)
 
@@ -169,8 +169,8 @@ class ForkBroker:
             self._answer(call, errno.EPERM)
             return
         fork = self._fork
-        if call.pid in self._may_ask:
-            self._may_ask.remove(call.pid)
+        if call.pid in self._may_fork:
+            self._may_fork.remove(call.pid)
             self._grant(call)
         elif fork is None or call.pid in self._pids.values() or not is_child(call.pid):
             self._answer(call, errno.EPERM)
@@ -236,7 +236,7 @@ class ForkBroker:
     def _grant(self, call: Call) -> None:
         """Permit a prctl. An interrupted one is repeated by its caller."""
         if not self._answer(call):
-            self._may_ask.add(call.pid)
+            self._may_fork.add(call.pid)
 
     def _answer(self, call: Call, refusal: int = 0) -> bool:
         """Answer a call; False if the caller was interrupted or has ended."""

@@ -141,7 +141,7 @@ NAMESPACES_ADVICE = (
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-_ASKED_BY_MALLOC = ("enabled", "hpage_pmd_size")
+_READ_BY_MALLOC = ("enabled", "hpage_pmd_size")
 
 
 def environment() -> dict[str, str]:
@@ -192,7 +192,7 @@ def bubblewrap(python: Interpreter) -> list[str]:
     command = [*namespaces(python), "--as-pid-1", "--dir", "/sandbox"]
     for name in _INSIDE:
         command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
-    for name in _ASKED_BY_MALLOC:
+    for name in _READ_BY_MALLOC:
         command += ["--ro-bind-try", str(HUGE_PAGES / name), str(HUGE_PAGES / name)]
     command += ["--tmpfs", "/dev"]
     for name in _DEVICES:

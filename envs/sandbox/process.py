@@ -79,7 +79,7 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
 
-    async def ask(
+    async def request(
         self, request: dict[str, Any], wake: Callable[[], None] | None = None
     ) -> CellAnswer:
         """Send a request, and read its answer; `wake` is called when the answer has arrived, so
@@ -159,10 +159,10 @@ class SessionProcess:
         self._channel = channel
         self._pidfd = pidfd
 
-    async def ask(self, request: dict[str, Any]) -> CellAnswer:
+    async def request(self, request: dict[str, Any]) -> CellAnswer:
         """The answer to a request. Raises ChannelClosedError; then, and after a cancellation, the
         process can only be killed."""
-        answer = await self._channel.ask(request, self._resume)
+        answer = await self._channel.request(request, self._resume)
         self.stop()
         return answer
 
@@ -337,7 +337,7 @@ class ZygoteProcess:
         self._post({"fork": parent.number, "child": number}, theirs)
         process = None
         try:
-            answer = await parent.ask({"fork": ""})
+            answer = await parent.request({"fork": ""})
             if answer.forked:
                 process = SessionProcess(self, number, Channel(ours), await born)
                 process.stop()

@@ -120,13 +120,13 @@ def main() -> None:
     first.channel = channel
     branches, copies = [first], 0
     ended: dict[int, int] = {}  # states by process
-    asking = [] if snapshots is None or snapshots.listener < 0 else [snapshots.listener]
+    requests = [] if snapshots is None or snapshots.listener < 0 else [snapshots.listener]
     while branches:
-        sources: list[Any] = [woken, *asking, *(branch.control for branch in branches)]
+        sources: list[Any] = [woken, *requests, *(branch.control for branch in branches)]
         ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
         if woken in ready:
             os.read(woken, READ_BYTES)
-        if snapshots is not None and asking and asking[0] in ready:
+        if snapshots is not None and requests and requests[0] in ready:
             snapshots.answer()
         _reap(ended)
         for branch in [*branches]:

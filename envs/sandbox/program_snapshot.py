@@ -138,12 +138,12 @@ class Snapshots:
         reading, writing = os.pipe()
         gate, space = Channel(), 0
         made: list[int] = []
-        asked: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
-        asked |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
+        request: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
+        request |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
         try:
             _drain(channel.ours)
             fds = [writing, gate.theirs.fileno()]
-            socket.send_fds(channel.ours, [json.dumps(asked).encode()], fds)
+            socket.send_fds(channel.ours, [json.dumps(request).encode()], fds)
             os.kill(pid, SIGNAL)
             _expect(channel, b"forks", "busy")
             child = self._born(pid, channel)

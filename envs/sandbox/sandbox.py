@@ -197,13 +197,13 @@ class SandboxSession:
 
     async def _digest(self) -> str:
         """The digest of the variables. Raises EnvError if it is not available."""
-        answer = await self._ask({"digest": ""}, DIGEST_TIMEOUT_S)
+        answer = await self._request({"digest": ""}, DIGEST_TIMEOUT_S)
         if isinstance(answer, RunResult):
             raise EnvError(f"an interpreter session cannot be forked: {answer.output}")
         return answer.digest
 
     async def _exchange(self, code: str, timeout_s: float) -> RunResult:
-        answer = await self._ask({"code": code}, timeout_s)
+        answer = await self._request({"code": code}, timeout_s)
         if isinstance(answer, RunResult):
             return answer
         if answer.lost:
@@ -213,7 +213,7 @@ class SandboxSession:
         output = f"{output}\n{problem}".strip("\n") if problem else output
         return RunResult(output, not problem, "raised" if problem else "done", problem)
 
-    async def _ask(self, request: dict[str, Any], timeout_s: float) -> CellAnswer | RunResult:
+    async def _request(self, request: dict[str, Any], timeout_s: float) -> CellAnswer | RunResult:
         """The session's answer, or a result with the reason for its absence, after which it has no
         process."""
         assert self._live is not None
@@ -221,7 +221,7 @@ class SandboxSession:
         finished = False
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await live.ask(request)
+                answer = await live.request(request)
             finished = True
         except TimeoutError:
             return RunResult(f"TimeoutError: stopped after {timeout_s:g} s", False, "timed_out")
@@ -455,10 +455,10 @@ async def find_escape(zygote: ZygoteProcess) -> str:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for escape, probe in _PROBES.items():
-                    answer = await session.ask({"code": probe.format(**places)})
-                    said = f"{answer.output}{answer.problem}".strip()
-                    if said:
-                        return f"it could {escape}: {said[:200]}"
+                    answer = await session.request({"code": probe.format(**places)})
+                    text = f"{answer.output}{answer.problem}".strip()
+                    if text:
+                        return f"it could {escape}: {text[:200]}"
         except (ChannelClosedError, TimeoutError) as error:
             raise InfraError(f"the sandbox did not survive its self-test: {error}") from error
         finally:

@@ -61,14 +61,14 @@ class _Hook:
         return True
 
 
-def _fork(channel: socket.socket, asked: dict[str, Any], output: int, gate: int) -> None:
+def _fork(channel: socket.socket, request: dict[str, Any], output: int, gate: int) -> None:
     folder, ids, zero = os.getcwd(), (os.getuid(), os.getgid()), ctypes.c_long(0)
     channel.send(b"forks")
-    flags = ctypes.c_long(asked["flags"])
-    pid = int(_python.syscall(ctypes.c_long(asked["clone"]), flags, zero, zero, zero, zero))
+    flags = ctypes.c_long(request["flags"])
+    pid = int(_python.syscall(ctypes.c_long(request["clone"]), flags, zero, zero, zero, zero))
     if pid == 0:
         try:
-            _become(channel, asked, output, gate, folder, *ids)
+            _become(channel, request, output, gate, folder, *ids)
         except BaseException as error:  # the boundary: the child must not continue as its parent
             with suppress(OSError):
                 channel.send(f"{type(error).__name__}: {error}".encode())
@@ -83,7 +83,7 @@ def _fork(channel: socket.socket, asked: dict[str, Any], output: int, gate: int)
 
 
 def _become(
-    channel: socket.socket, asked: dict[str, Any], output: int, gate: int, folder: str, *ids: int
+    channel: socket.socket, request: dict[str, Any], output: int, gate: int, folder: str, *ids: int
 ) -> None:
     """In the copy."""
     for name, text in (
@@ -98,31 +98,31 @@ def _become(
     os.setsid()
     os.dup2(gate, channel.fileno(), inheritable=False)
     os.close(gate)
-    _tell(channel, b"born")
+    _report(channel, b"born")
     os.chdir(folder)  # the one of this name among its own files
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            _replace(int(name), os.readlink(f"/proc/self/fd/{name}"), asked, output)
+            _replace(int(name), os.readlink(f"/proc/self/fd/{name}"), request, output)
     os.close(output)
-    _tell(channel, b"ready")
+    _report(channel, b"ready")
 
 
-def _tell(channel: socket.socket, text: bytes) -> None:
+def _report(channel: socket.socket, text: bytes) -> None:
     """Raises OSError without an answer."""
     channel.send(text)
     if not select.select([channel], [], [], PATIENCE_S)[0] or not channel.recv(16):
         raise OSError("process 1 is gone")
 
 
-def _replace(fd: int, link: str, asked: dict[str, Any], output: int) -> None:
+def _replace(fd: int, link: str, request: dict[str, Any], output: int) -> None:
     """Put the copy's own file, output or connection in the place of the shared one."""
-    if link == asked["output"]:
+    if link == request["output"]:
         os.dup2(output, fd, inheritable=os.get_inheritable(fd))
-    elif link == asked["connection"]:
+    elif link == request["connection"]:
         new = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-        new.connect(("127.0.0.1", asked["port"]))
+        new.connect(("127.0.0.1", request["port"]))
         new.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-        new.send(WAITS.format(port=asked["port"]).encode())
+        new.send(WAITS.format(port=request["port"]).encode())
         os.set_blocking(new.fileno(), os.get_blocking(fd))
         os.dup2(new.fileno(), fd, inheritable=os.get_inheritable(fd))
         new.close()

@@ -290,7 +290,7 @@ def _confine(config: dict[str, Any], home: str) -> str:
     confine.drop_privileges(seen="fork_flags" in config)
     if rung == "landlock":
         confine.restrict_self_by(config["rules_fd"])
-        ask_by_opening()
+        stat_by_opening()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
         confine.install(platform.machine(), _filter(config, os.getpid()))
@@ -327,7 +327,7 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
     return missing
 
 
-def ask_by_opening() -> None:
+def stat_by_opening() -> None:
     """Let Python open files instead of querying their path, which the sandbox forbids.
 
     Links are always followed. A path that cannot be opened counts as missing, an existing one as

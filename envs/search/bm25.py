@@ -203,12 +203,12 @@ class TantivyBackend(LocalBackend[Any]):
         return index
 
     def _search(self, index: Any, query: Query) -> list[Hit]:
-        asked = dict.fromkeys(words(query.text))
-        if not asked:
+        unique = dict.fromkeys(words(query.text))
+        if not unique:
             return []
         module = self._tantivy
         term = module.Query.term_query
-        terms = [(module.Occur.Should, term(index.schema, "words", word)) for word in asked]
+        terms = [(module.Occur.Should, term(index.schema, "words", word)) for word in unique]
         searcher = index.searcher()
         found = searcher.search(module.Query.boolean_query(terms), query.max_results)
         return [_passage(searcher.doc(place)).hit(score) for score, place in found.hits]

@@ -71,7 +71,7 @@ class FaissBackend(LocalBackend["_Dense"]):
         what = 'search.backend.name = "faiss"'
         self._faiss = needed("faiss", "faiss-cpu", "faiss", what)
         self._config = config
-        self._asked: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
+        self._pending: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
         self._working: asyncio.Task[None] | None = None
         self.num_batches = 0
 
@@ -79,7 +79,7 @@ class FaissBackend(LocalBackend["_Dense"]):
         """The nearest passages, with the index's score (inner product or distance)."""
         await self.start()
         answer: asyncio.Future[list[Hit]] = asyncio.get_running_loop().create_future()
-        self._asked.append((query, answer))
+        self._pending.append((query, answer))
         if self._working is None or self._working.done():
             self._working = asyncio.ensure_future(self._work())
         return await answer
@@ -98,15 +98,15 @@ class FaissBackend(LocalBackend["_Dense"]):
         """Stop the thread, and cancel waiting calls."""
         if self._working is not None:
             self._working.cancel()
-        for _, answer in self._asked:
+        for _, answer in self._pending:
             answer.cancel()
         await super().close()
 
     async def _work(self) -> None:
         """Process batches until there are no queries."""
         dense = await self._index()
-        while self._asked:
-            batch, self._asked = self._asked[:MAX_BATCH], self._asked[MAX_BATCH:]
+        while self._pending:
+            batch, self._pending = self._pending[:MAX_BATCH], self._pending[MAX_BATCH:]
             self.num_batches += 1
             queries = [query for query, _ in batch]
             search = self._in_thread(dense.search, queries)

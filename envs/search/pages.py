@@ -208,7 +208,7 @@ class PageFetcher:
         """The normalized address, after checking that it may be opened by another service. Raises
         ToolError."""
         try:
-            target = self._checked(url, asked=url).with_fragment(None)
+            target = self._checked(url, requested=url).with_fragment(None)
             async with asyncio.timeout(self.config.timeout_s):
                 await self._resolver.resolve(target.raw_host or "", target.port or 0)
         except TimeoutError:
@@ -225,7 +225,7 @@ class PageFetcher:
 
     async def _follow(self, url: str) -> Reply:
         """One attempt, following redirects; each address is checked."""
-        target = self._checked(url, asked=url)
+        target = self._checked(url, requested=url)
         for _ in range(MAX_REDIRECTS + 1):
             headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
             async with self._client().get(
@@ -233,7 +233,7 @@ class PageFetcher:
             ) as response:
                 location = response.headers.get("Location")
                 if response.status in _REDIRECTS and location:
-                    target = self._checked(location, asked=url, base=target)
+                    target = self._checked(location, requested=url, base=target)
                     continue
                 if response.status != 200:
                     return Reply(response.status, b"")
@@ -245,11 +245,11 @@ class PageFetcher:
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
 
-    def _checked(self, address: str, *, asked: str, base: URL | None = None) -> URL:
+    def _checked(self, address: str, *, requested: str, base: URL | None = None) -> URL:
         """The address, or that of a redirect from `base`, as a URL; checks literal addresses, which
         the resolver does not see."""
         to = printable(address)[:200]
-        wrong = asked if base is None else f"{asked} redirects to {to}, which"
+        wrong = requested if base is None else f"{requested} redirects to {to}, which"
         try:
             url = URL(address) if base is None else base.join(URL(address))
             host, port = url.raw_host or "", url.port

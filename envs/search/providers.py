@@ -110,7 +110,7 @@ class HttpBackend:
         """None, since pages are fetched from their addresses."""
         return None
 
-    async def ask(self, request: HttpRequest, query: Query) -> Reply:
+    async def send(self, request: HttpRequest, query: Query) -> Reply:
         """The reply to a search request. Raises ToolError for a rejected search, and ConfigError
         for a rejected account or key, or if every search is rejected."""
         reply = await self.upstream.send(request)
@@ -168,7 +168,7 @@ class WebBackend(HttpBackend):
             if found > most:
                 raise ToolError(f"The query has {found} {what}; at most {most} are searched for.")
         request = provider.request(self._url, self._key, self._config.zone, query)
-        return provider_hits(self._config, await self.ask(request, query), query.max_results)
+        return provider_hits(self._config, await self.send(request, query), query.max_results)
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
@@ -227,8 +227,8 @@ class _BrightData(Provider):
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        asked = {"q": query.text.replace('"', ""), "mkt": query.market, "setLang": query.language}
-        search = urlencode({**asked, "brd_json": "1", "cc": query.country})
+        params = {"q": query.text.replace('"', ""), "mkt": query.market, "setLang": query.language}
+        search = urlencode({**params, "brd_json": "1", "cc": query.country})
         body = {"zone": zone, "url": f"https://www.bing.com/search?{search}", "format": "raw"}
         return HttpRequest("POST", f"{url}/request", json=body, secret_headers=_bearer(key))
 
@@ -268,8 +268,8 @@ class _Tavily(Provider):
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        asked = {"query": query.text, "max_results": query.max_results}
-        body = {**asked, "search_depth": "basic", "include_raw_content": False}
+        params = {"query": query.text, "max_results": query.max_results}
+        body = {**params, "search_depth": "basic", "include_raw_content": False}
         return HttpRequest("POST", f"{url}/search", json=body, secret_headers=_bearer(key))
 
 
@@ -403,11 +403,11 @@ class RemoteBackend(HttpBackend):
         """Search with the retriever."""
         if self._dialect == "tool_star":
             many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
-            reply = await self.ask(HttpRequest("POST", self._url, json=many), query)
+            reply = await self.send(HttpRequest("POST", self._url, json=many), query)
             return batch_hits(reply, self._url)[: query.max_results]
-        asked = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
-        body = {**asked, "topk": query.max_results, "return_scores": True}
-        reply = await self.ask(HttpRequest("POST", self._url, json=body), query)
+        fields = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
+        body = {**fields, "topk": query.max_results, "return_scores": True}
+        reply = await self.send(HttpRequest("POST", self._url, json=body), query)
         return retrieved_hits(reply, self._url)[: query.max_results]
 
 

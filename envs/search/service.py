@@ -129,12 +129,12 @@ class SearchService:
         """The passages of a page that match the query, or a model's summary of them."""
         config = self.config.pages
         text = await self._page(url)
-        asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
+        topic = query.strip()[:MAX_QUERY_CHARS] or episode.question
         room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
-        chosen = await in_thread(passages, text, asked, room)
+        chosen = await in_thread(passages, text, topic, room)
         info: Info = {"url": url, "num_chars": len(text)}
         if config.summarize:
-            chosen = await self._summary(asked, chosen, episode, info)
+            chosen = await self._summary(topic, chosen, episode, info)
         return ToolResult(chosen, info)
 
     def stats(self) -> dict[str, float]:
@@ -277,8 +277,8 @@ class OpenPageTool(_EpisodeTool):
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
         """Open a page. Raises ToolError for private addresses and unreadable pages."""
-        asked = read_arguments(self.name, arguments, _OpenPageArguments)
-        return await self.service.open_page(asked.url.strip(), asked.query, state)
+        given = read_arguments(self.name, arguments, _OpenPageArguments)
+        return await self.service.open_page(given.url.strip(), given.query, state)
 
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
@@ -347,20 +347,20 @@ class Summarizer:
         request = HttpRequest("POST", url, json=body).key
         num_tokens = 0
 
-        async def ask() -> bytes:
+        async def generate() -> bytes:
             nonlocal num_tokens
             try:
-                said = read_reply(await self._model.reply(body))
+                reply = read_reply(await self._model.reply(body))
             except EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError
                 raise kind(f"search.summarizer: {error}") from error
-            num_tokens = said.num_tokens
-            _, marked, after = said.text.rpartition(MARK)
+            num_tokens = reply.num_tokens
+            _, marked, after = reply.text.rpartition(MARK)
             return after.strip(" \n:*").encode("utf-8", "replace") if marked else b""
 
         key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
-        text = await self._cache.through(key, ask, decode_text)
+        text = await self._cache.through(key, generate, decode_text)
         return Summary(text[: self.config.max_chars], num_tokens)
 
     def stats(self) -> dict[str, float]:

@@ -50,11 +50,11 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     prices = {item: rng.randint(52, 99) for item in ITEMS}
     partners = dict(zip(ITEMS, rng.sample(ITEMS, len(ITEMS)), strict=True))
     item = rng.choice(ITEMS)
-    asked = f"What does one {item} cost?"
+    text = f"What does one {item} cost?"
     if kind == "partner":
-        asked = f"What does the partner of {item} cost?"
+        text = f"What does the partner of {item} cost?"
     priced = item if kind == "price" else partners[item]
-    row = {"question": asked, "answer": prices[priced], "kind": kind, "item": item}
+    row = {"question": text, "answer": prices[priced], "kind": kind, "item": item}
     return {**row, "prices": json.dumps(prices), "partners": json.dumps(partners)}
 
 

@@ -23,8 +23,8 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     numbers = rng.sample(range(1000, 10_000), 6)
     orders = {str(number): rng.choice(PLACES) for number in numbers}
     number = rng.choice(list(orders))
-    asked = f"Where is my order {number}?" if kind == "named" else "Where is my order?"
-    return {"question": asked, "answer": orders[number], "kind": kind,
+    text = f"Where is my order {number}?" if kind == "named" else "Where is my order?"
+    return {"question": text, "answer": orders[number], "kind": kind,
             "orders": orders, "number": number}  # fmt: skip
 
 

@@ -17,12 +17,12 @@ KINDS = ("price", "total")
 def question(rng: Random, kind: str) -> dict[str, Any]:
     """A row: a question, and its store, item and count."""
     store, item, count = rng.randint(10, 99), rng.choice(ITEMS), rng.randint(10, 98)
-    asked = {
+    text = {
         "price": f"What does one {item} cost in store {store} ?",
         "total": f"What do {count} {item} cost in store {store} ?",
     }[kind]
     answer = price_of(store, item) * (count if kind == "total" else 1)
-    row = {"question": asked, "answer": answer, "kind": kind}
+    row = {"question": text, "answer": answer, "kind": kind}
     return {**row, "store": store, "item": item, "count": count}
 
 

@@ -17,9 +17,9 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     prices = dict(zip(ITEMS, rng.choices(PRICES, k=8), strict=True))
     partners = dict(zip(ITEMS, rng.sample(ITEMS, 8), strict=True))
     item = rng.choice(ITEMS)
-    asked = f"one {item}" if kind == "price" else f"the partner of {item}"
+    goods = f"one {item}" if kind == "price" else f"the partner of {item}"
     answer = prices[item if kind == "price" else partners[item]]
-    row = {"question": f"What does {asked} cost?", "answer": answer, "kind": kind, "item": item}
+    row = {"question": f"What does {goods} cost?", "answer": answer, "kind": kind, "item": item}
     return row | {name: table(rows) for name, rows in (("prices", prices), ("partners", partners))}
 
 

@@ -24,12 +24,12 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     item = rng.choice(list(items))
     price, left = items[item]
     count = {"price": 1, "some": rng.randint(20, left), "every": left}[kind]
-    asked = {
+    text = {
         "price": f"What does one {item} cost?",
         "some": f"Order {count} {item}. What do they cost?",
         "every": f"Order every {item} that is left. What do they cost?",
     }[kind]
-    row = {"question": asked, "answer": price * count, "kind": kind}
+    row = {"question": text, "answer": price * count, "kind": kind}
     return {**row, "items": items, "item": item, "count": count}
 
 

@@ -28,10 +28,10 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     way = [rng.choice(near)]
     if kind == "far":
         way.append(rng.choice([room for room in rooms[way[0]].values() if room != start]))
-    asked = f"Fetch the gem from the {way[0]}."
+    text = f"Fetch the gem from the {way[0]}."
     if kind == "far":
-        asked = f"Fetch the gem from the {way[1]} behind the {way[0]}."
-    row = {"question": asked, "answer": "gem", "kind": kind}
+        text = f"Fetch the gem from the {way[1]} behind the {way[0]}."
+    row = {"question": text, "answer": "gem", "kind": kind}
     return {**row, "rooms": rooms, "start": start, "gem": way[-1], "way": way}
 
 

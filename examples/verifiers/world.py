@@ -37,8 +37,8 @@ def questions(rng: Random, number: int) -> list[dict[str, Any]]:
     for _ in range(number):
         parcels = {str(one): rng.choice(PLACES) for one in rng.sample(range(1000, 10_000), 6)}
         parcel = rng.choice(list(parcels))
-        asked = f"Where is my parcel {parcel}?"
-        row = {"question": asked, "answer": parcels[parcel]}
+        question = f"Where is my parcel {parcel}?"
+        row = {"question": question, "answer": parcels[parcel]}
         found.append({**row, "parcel": parcel, "parcels": parcels})
     return found
 

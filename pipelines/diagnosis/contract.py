@@ -276,7 +276,7 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     return grade.success
 
 
-def _asks_web(assembly: TrainingAssembly) -> bool:
+def _searches_web(assembly: TrainingAssembly) -> bool:
     search = assembly.config.search
     return search is not None and isinstance(search.backend, WebConfig | RemoteSearchConfig)
 
@@ -284,7 +284,7 @@ def _asks_web(assembly: TrainingAssembly) -> bool:
 async def services(assembly: TrainingAssembly) -> str:
     """The search service accepts the key, and its quota is not exhausted: one search."""
     search = assembly.config.search
-    if search is None or not _asks_web(assembly):
+    if search is None or not _searches_web(assembly):
         raise Skip("no search service is configured")
     backend = search.backend.build()
     try:

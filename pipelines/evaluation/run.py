@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Answer, Question, ask
+from agentenv.actor import Actor, Answer, Question, run_questions
 from agentenv.config import to_plain
 from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
@@ -223,7 +223,7 @@ async def run_evaluation(
         problem: AgentEnvError | OSError | None = None
         try:
             with rolling_out(), watched(actors.values, view):
-                await ask_into(store, missing, actors, make_row, progress, concurrency=many)
+                await sample_into(store, missing, actors, make_row, progress, concurrency=many)
         except* TooManyFailuresError as errors:
             problem = first_reason(errors)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
@@ -301,7 +301,7 @@ def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
     return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
 
 
-async def ask_into(
+async def sample_into(
     store: Store,
     missing: Sequence[Wanted],
     actors: Mapping[str, Actor],
@@ -344,7 +344,7 @@ async def ask_into(
         count(answer, answer.tree.failures()[0].error or "")
 
     questions = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
-    await ask(questions, keep, retry, concurrency=concurrency)
+    await run_questions(questions, keep, retry, concurrency=concurrency)
 
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:

@@ -86,8 +86,8 @@ class Alarms:
             "no tree of the step has a signal: in each all returns are equal, and no answer is "
             f"correct; read trajectories/: {advice}",
         )
-        asked = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
-        right = [one.success for tree in asked for one in tree.trajectories()]
+        sampled = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
+        right = [one.success for tree in sampled for one in tree.trajectories()]
         success = sum(right) / max(1, len(right))
         if not broken:  # neither a cold start nor easier questions fix a tool
             self._check_signal(fates[EQUAL], len(delivered), success)

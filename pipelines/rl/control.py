@@ -23,13 +23,13 @@ from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
 from agentenv.pipelines.rl.report import phase_title, report_line
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.control import (
-    AskStatus,
-    AskWhy,
     BranchRow,
     Cancel,
     Checkpoint,
     Done,
     Evaluate,
+    GetStatus,
+    GetWhy,
     Pause,
     Reply,
     Request,
@@ -101,11 +101,11 @@ class Control:
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises AgentEnvError if it cannot be fulfilled."""
         match request:
-            case AskStatus():
+            case GetStatus():
                 return self._status()
-            case AskWhy(tree=None):
+            case GetWhy(tree=None):
                 return await self._waits()
-            case AskWhy():
+            case GetWhy():
                 return await self._why(request)
             case Cancel():
                 return self._cancel_all(request.trees)
@@ -228,7 +228,7 @@ class Control:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
-    async def _why(self, request: AskWhy) -> Why:
+    async def _why(self, request: GetWhy) -> Why:
         """The waits of a tree and of each of its branches."""
         assert request.tree is not None
         index, training = request.tree, self.training

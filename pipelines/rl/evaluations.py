@@ -30,7 +30,7 @@ from agentenv.failures import Redactor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, named_causes, row_of
+from agentenv.pipelines.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
 from agentenv.pipelines.rl.parts import Parts
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
 MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
-Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
+Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
 
 
 @dataclass(eq=False)
@@ -248,9 +248,9 @@ class Evaluator:
         if not what.sets:
             return {}
         found = {}
-        async with self._evaluations.begin(what, what.phase) as ask:
+        async with self._evaluations.begin(what, what.phase) as sample:
             for name in what.sets:
-                rows = await ask(actor, name)
+                rows = await sample(actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
@@ -291,7 +291,7 @@ class Evaluations:
     view: View
 
     @asynccontextmanager
-    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
+    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Sample]:
         """Inside, the yielded function evaluates a set. RUN/eval/WHEN is complete when the context
         exits without an error. An interrupted evaluation of the same weights is resumed; that of
         other weights is removed."""
@@ -309,7 +309,7 @@ class Evaluations:
 
         try:
             await uncancelled(in_thread(open_store))
-            yield partial(self._ask, opened[0], config)
+            yield partial(self._sample, opened[0], config)
         finally:
             for store in opened:
                 store.close()
@@ -329,7 +329,7 @@ class Evaluations:
         }
         return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
 
-    async def _ask(
+    async def _sample(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
     ) -> list[EvalRow]:
         """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
@@ -353,7 +353,7 @@ class Evaluations:
         update = view.advance if shows else Pulse(view, title, len(missing)).update
         progress = Progress(update, actor.engine)
         try:
-            await ask_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
+            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
         finally:
             progress.close()
             if shows:

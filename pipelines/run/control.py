@@ -45,11 +45,11 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 # Requests.
 
 
-class AskStatus(Struct, tag="status", forbid_unknown_fields=True):
+class GetStatus(Struct, tag="status", forbid_unknown_fields=True):
     """The status of the run."""
 
 
-class AskWhy(Struct, tag="why", forbid_unknown_fields=True):
+class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
     """The waits of all rollouts, or of one tree in detail; `text` adds its question and last
     turns."""
 
@@ -81,7 +81,7 @@ class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
     sets: list[str] = []
 
 
-Request = AskStatus | AskWhy | Cancel | Pause | Resume | Checkpoint | Evaluate
+Request = GetStatus | GetWhy | Cancel | Pause | Resume | Checkpoint | Evaluate
 SLOW = (Checkpoint, Evaluate)
 
 
@@ -299,7 +299,7 @@ class UnreachableError(AgentEnvError):
     """No process answers for this run; the message has the reason."""
 
 
-def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
+def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:

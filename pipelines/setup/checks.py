@@ -37,9 +37,9 @@ Has = Literal["model", "rows", "env", "sft", "machine"]  # inputs that a dry run
 # Names of configuration classes: this avoids loading all of them.
 TRAIN, EVALUATE = ("TrainConfig",), ("EvaluateConfig",)
 SUPERVISED = ("SupervisedRunConfig",)
-ASKING = (*TRAIN, *EVALUATE)
+SAMPLING = (*TRAIN, *EVALUATE)
 RUNS = (*TRAIN, *SUPERVISED)
-ALL = (*ASKING, *SUPERVISED)
+ALL = (*SAMPLING, *SUPERVISED)
 
 
 class Check(NamedTuple):
@@ -185,7 +185,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("adapter", "configuration", TRAIN, start_checks.adapter, NOTHING),
     Check("helpers", "configuration", EVALUATE, start_checks.helpers, NOTHING),
-    Check("roles", "configuration", ASKING, start_checks.roles, NOTHING),
+    Check("roles", "configuration", SAMPLING, start_checks.roles, NOTHING),
     Check("disk", "files", RUNS, start_checks.disk, MACHINE),
     Check("hub", "files", ALL, start_checks.of_the_hub),
     Check("files", "files", RUNS, start_checks.files),
@@ -194,12 +194,12 @@ CHECKS: tuple[Check, ...] = (
     Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
     # there are enough GPUs for engine and learner
     Check("GPUs", "files", TRAIN, part("gpus")),
-    Check("servers", "files", ASKING, start_checks.servers, remote=True),
+    Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
-    Check("context", "model", ASKING, start_checks.context),
+    Check("context", "model", SAMPLING, start_checks.context),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
@@ -208,17 +208,17 @@ CHECKS: tuple[Check, ...] = (
     # there is space for new weights in transfer to the engine
     Check("room for weights", "model", TRAIN, start_checks.room_for_weights, MACHINE),
     # every row of the data can be read
-    Check("rows", "model", ASKING, part("tasks"), ROWS),
+    Check("rows", "model", SAMPLING, part("tasks"), ROWS),
     Check("sequence lengths", "model", SUPERVISED, start_checks.sequence_lengths, MODEL),
-    Check("environments", "parts", ASKING, start_checks.environments, ENV),
+    Check("environments", "parts", SAMPLING, start_checks.environments, ENV),
     # the environment of each set begins an episode
-    Check(EPISODES, "parts", ASKING, part("episodes"), ENV),
-    Check("callable tools", "parts", ASKING, start_checks.callable_tools, PROMPT, after=EPISODES),
+    Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
+    Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
     Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV, after=EPISODES),
-    Check("observations", "parts", ASKING, start_checks.observations, ENV, after=EPISODES),
-    Check("graders", "parts", ASKING, start_checks.graders, after=EPISODES),
+    Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
+    Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits the limits
-    Check("prompts", "parts", ASKING, part("questions"), PROMPT, after=EPISODES),
+    Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable
     Check("helpers and tools", "parts", EVALUATE, part("helpers")),
     # demonstrations can be read, and every stage of the cold start has some
@@ -242,6 +242,6 @@ CHECKS: tuple[Check, ...] = (
     Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity", after=EPISODES),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),
-    Check("engine", "started", ASKING, part("engine"), slow=True),
+    Check("engine", "started", SAMPLING, part("engine"), slow=True),
     Check("log-prob parity", "measured", TRAIN, f"{_OF}contract:parity", slow=True),
 )

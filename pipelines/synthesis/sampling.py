@@ -26,7 +26,7 @@ from agentenv.pipelines.config.evaluation import (
     Way,
     set_name,
 )
-from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
+from agentenv.pipelines.evaluation.run import Progress, row_of, sample_into, share_failures
 from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
@@ -205,7 +205,7 @@ class SynthesisSampling:
 
         many = self.plan.evaluation.concurrency
         try:
-            await ask_into(self.store, missing, actors, make_row, progress, concurrency=many)
+            await sample_into(self.store, missing, actors, make_row, progress, concurrency=many)
         finally:
             self.num_failed += progress.num_failed
             failures.report("failed attempts")

@@ -142,7 +142,7 @@ class RolloutWorker:
         return self._is_over
 
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
-        request = messages.read_asked(frame)
+        request = messages.read_request(frame)
         match request:
             case Grow():
                 self._engine.policy_version = request.policy_version
@@ -154,7 +154,7 @@ class RolloutWorker:
                     self._rollouts[request.number].cancel()
             case messages.Steer():
                 (self._actor.pause if request.holds else self._actor.resume)()
-            case messages.CancelTree() | messages.Look():
+            case messages.CancelTree() | messages.GetWaits():
                 self._of_tree(request)
             case messages.Over():
                 self._is_over = True
@@ -169,15 +169,15 @@ class RolloutWorker:
         """Request no more trees: this process ends in `within_s` seconds."""
         self._link.send(pack(messages.Leaving(within_s)))
 
-    def _of_tree(self, request: messages.CancelTree | messages.Look) -> None:
+    def _of_tree(self, request: messages.CancelTree | messages.GetWaits) -> None:
         """Handle the request as soon as the tree grows; a new tree starts at once."""
         index = self._indices.get(request.number)
         rollout = None if index is None else self._actor.growing(index)
         if rollout is None:
             if index is not None and request.number in self._rollouts:
                 asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
-        elif isinstance(request, messages.Look):
-            self._link.send(pack(messages.Looked(request.number, rollout.now())))
+        elif isinstance(request, messages.GetWaits):
+            self._link.send(pack(messages.CurrentWaits(request.number, rollout.now())))
         else:
             rollout.cancel(request.reason)
 

@@ -1,4 +1,4 @@
-"""What --json cannot write is refused before anything is measured."""
+"""A target that --json cannot write is refused before any measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import bench
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("folder", "--json folder: Is a directory; name a file that can be written"),
         ("loop", "--json loop: Too many levels of symbolic links; name a file that can be"),
@@ -21,14 +21,14 @@ from benchmarks import bench
         ("new.json", "measured"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_anything_is_measured(
+def test_an_unwritable_output_is_refused_before_any_measurement(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     file: str,
-    told: str,
+    message: str,
 ) -> None:
-    """And what can be is left as it was until there are figures."""
+    """An existing file is unchanged until there are figures."""
 
     def measure(*_: Any) -> int:
         raise ConfigError("measured")
@@ -39,6 +39,6 @@ def test_what_cannot_be_written_is_told_before_anything_is_measured(
     Path("loop").symlink_to("loop")
     Path("old.json").write_text("of another day")
     assert bench.main(["learner", "--json", file]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert Path("old.json").read_text() == "of another day"
     assert not Path("new.json").exists()

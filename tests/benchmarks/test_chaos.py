@@ -1,4 +1,4 @@
-"""A fault storm costs time and nothing else, and what counts that can count."""
+"""A fault storm costs only time, and the counts of losses are right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start_training(arguments: Sequence[str], output: int) -> Forked:
 
 
 @pytest.mark.slow
-def test_a_storm_of_seconds_loses_nothing(
+def test_a_short_storm_loses_and_duplicates_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(chaos, "start_training", start_training)
@@ -62,14 +62,14 @@ def begun(tree: int) -> list[Frame]:
     return [Began(tree, f"t{tree}", 0, 1, "s"), Finished(tree, 0, [], None)]  # type: ignore[arg-type]
 
 
-def test_a_step_that_is_done_again_is_no_duplicate() -> None:
+def test_a_repeated_step_is_not_a_duplicate() -> None:
     first = [*begun(0), *begun(1), Leased(0, [0]), Trained(0, 1, [0]), Leased(1, [1])]
     witness = seen(first, [Leased(0, [0]), Leased(1, [1])])
     assert witness.line() == [0, 1]
     assert witness.lost([0, 1]) == witness.duplicated() == []
 
 
-def test_what_is_lost_and_what_is_duplicated_is_seen() -> None:
+def test_lost_and_duplicated_groups_are_detected() -> None:
     witness = seen([*begun(0), Leased(0, [0])], [*begun(0), Leased(1, [0]), Leased(2, [2])])
     assert witness.duplicated() == [0]
     assert witness.lost([0, 1, 2]) == [1, 0]

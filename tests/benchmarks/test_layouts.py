@@ -1,4 +1,4 @@
-"""What the learner's benchmark rests on: equal work in each layout, and honest counts."""
+"""The basis of the learner's benchmark: equal work in each layout, and right counts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     shapes = tmp_path / "shapes.json"
     shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))
     monkeypatch.setattr(layouts, "SHAPES", shapes)
-    # Peak memory of a process of its own is what the command itself is for.
+    # The command itself measures the peak memory of a separate process.
     monkeypatch.setattr(layouts, "in_own_process", layouts.peak_mb)
     target = tmp_path / "figures.json"
     command = ["learner", "--json", str(target), "--shapes", "small", "--repeats", "1", "--dense"]

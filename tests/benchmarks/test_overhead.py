@@ -20,7 +20,7 @@ else:
 
 
 @pytest.mark.parametrize("stuck", ["stage", "measure"])
-def test_a_run_that_hangs_is_given_up(
+def test_a_hanging_run_raises_an_error_after_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
@@ -31,7 +31,7 @@ def test_a_run_that_hangs_is_given_up(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_figures_of_a_small_run(tmp_path: Path, num_workers: int) -> None:
+def test_a_small_run_reports_its_costs(tmp_path: Path, num_workers: int) -> None:
     options = ["1", str(num_workers), "4", overhead.ENV]
     figures = json.loads(overhead.measured(overhead.__name__, options, tmp_path))
     assert figures.keys() == set(overhead.Figures.__struct_fields__)

@@ -1,4 +1,4 @@
-"""The bench beside peers: the contract of a driver, with a peer made here, and what is told."""
+"""The bench of peers: the contract of a driver, with a peer made here, and the report."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def write_driver(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_driver_gives_figures_of_each_size(tmp_path: Path) -> None:
+def test_a_driver_reports_figures_for_each_size(tmp_path: Path) -> None:
     sizes = [{"at_once": 2, "scale": 1.0}, {"at_once": 4, "scale": 0.5}]
     task = write_task(tmp_path, sizes=sizes)
     found = contest.drive(Path(sys.executable), write_driver(tmp_path, DRIVER), task)
@@ -106,7 +106,7 @@ def test_a_driver_gives_figures_of_each_size(tmp_path: Path) -> None:
         assert one.steps_per_s > 0
 
 
-def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
+def test_processes_of_a_driver_are_counted_separately(tmp_path: Path) -> None:
     (tmp_path / "tiny_work.py").write_text(DRIVER)
     task = write_task(tmp_path, min_steps=200)
     found = contest.drive(Path(sys.executable), write_driver(tmp_path, BUSY), task)
@@ -114,19 +114,21 @@ def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "told"),
+    ("driver", "message"),
     [
         (SILENT, "0 results of the tool: the driver does not pass its peer's calls to the tool"),
         (BROKEN, "ValueError: it has moved"),
         ("async def run(work): pass\n", "the driver ended after 0 env steps of 54"),
     ],
 )
-def test_a_driver_that_does_not_do_the_work_is_told(tmp_path: Path, driver: str, told: str) -> None:
-    with pytest.raises(PeerError, match=told):
+def test_a_driver_that_does_less_work_is_reported(
+    tmp_path: Path, driver: str, message: str
+) -> None:
+    with pytest.raises(PeerError, match=message):
         contest.drive(Path(sys.executable), write_driver(tmp_path, driver), write_task(tmp_path))
 
 
-def test_figures_that_are_none_are_told() -> None:
+def test_missing_figures_of_a_driver_are_reported() -> None:
     with pytest.raises(PeerError, match=r"its driver wrote no figures: .*cpu_us"):
         contest.read_samples(b'{"100": {"floor_us": 1.0}}')
 
@@ -142,19 +144,19 @@ def test_ratios_are_of_the_same_round() -> None:
     assert contest.figures(peer, ()).times_ours is None
 
 
-def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two contestants in two rounds: one that works, and one whose environment cannot be made."""
-    asked = tmp_path / "missing.txt"
-    asked.write_text("nothing-of-this-name\n")
+    requirements = tmp_path / "missing.txt"
+    requirements.write_text("nothing-of-this-name\n")
     peers = {
         "tiny": Peer(driver=write_driver(tmp_path, DRIVER)),
-        "missing": Peer(driver=tmp_path, requirements=asked, versions=("2.0",)),
+        "missing": Peer(driver=tmp_path, requirements=requirements, versions=("2.0",)),
     }
     monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
-    said: list[str] = []
+    lines: list[str] = []
     kept: list[int] = []
     report = contest.run(
-        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append),
+        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, lines.append),
         peers=peers,
         keep=lambda report: kept.append(report.num_rounds),
     )
@@ -163,22 +165,22 @@ def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.M
     assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
     assert report.peers["missing"].sizes == {}
     assert "needs Python 2.0, which is not on the PATH" in report.peers["missing"].error
-    assert [line for line in said if line.startswith("round")] == [
+    assert [line for line in lines if line.startswith("round")] == [
         "round 1 of 2: tiny",
         "round 2 of 2: tiny",
     ]
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "message"),
     [
         (AgentEnvError("the run '3 0' failed:\n  ...\nValueError: it has moved"), "it has moved"),
         (FileNotFoundError(2, "No such file or directory", "python"), "'python'"),
         (subprocess.TimeoutExpired("python", 60.0), "timed out after 60.0 seconds"),
     ],
 )
-def test_a_contestant_that_breaks_does_not_end_the_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, told: str
+def test_a_failing_contestant_does_not_end_the_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
 ) -> None:
     def broken(*_: Any) -> Any:
         raise raised
@@ -189,11 +191,11 @@ def test_a_contestant_that_breaks_does_not_end_the_contest(
     peers = {"one": peer, "next": peer}
     report = contest.run([*peers], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
     for one in report.peers.values():
-        assert told in one.error
+        assert message in one.error
         assert "\n" not in one.error, "a row of the table"
 
 
-def test_one_whose_version_is_not_told_does_not_end_the_contest(
+def test_a_contestant_without_a_version_does_not_end_the_contest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(*_: Any) -> str:
@@ -207,7 +209,7 @@ def test_one_whose_version_is_not_told_does_not_end_the_contest(
     assert report.peers["silent"].rounds == {}
 
 
-# Environments, made by a Python whose venv is a copy of itself, and whose pip is told what to do.
+# Environments, made by a Python whose venv is a copy of itself, and whose pip is scripted.
 
 PYTHON = """#!/bin/sh
 case "$2" in
@@ -225,15 +227,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     python.parent.mkdir()
     python.write_text(PYTHON)
     python.chmod(0o755)
-    asked = tmp_path / "asked.txt"
-    asked.write_text("nothing\n")
+    requirements = tmp_path / "asked.txt"
+    requirements.write_text("nothing\n")
     (tmp_path / "calls").touch()
     monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
 
     def made(pip: str, limit_s: float = 60.0) -> Path:
         monkeypatch.setenv("PIP", pip)
-        return environments.interpreter("one", asked, ["0.1"], tmp_path / "made", limit_s)
+        return environments.interpreter("one", requirements, ["0.1"], tmp_path / "made", limit_s)
 
     return made
 
@@ -245,28 +247,28 @@ def calls_of_pip(tmp_path: Path) -> int:
 REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
 
 
-def test_what_pip_refuses_is_remembered_until_its_folder_is_removed(
+def test_a_failed_installation_is_not_repeated_until_its_folder_is_removed(
     tmp_path: Path, make: Make
 ) -> None:
-    told = []
+    messages = []
     for _ in range(2):
         with pytest.raises(PeerError) as refused:
             make(REFUSED)
-        told.append(str(refused.value))
-    assert told[0] == told[1]
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
     assert calls_of_pip(tmp_path) == 1
     found = re.fullmatch(
         r"ERROR: No matching distribution found for nothing \(tried 20[-\d]+\); "
         r"remove (\S+) to try again",
-        told[0],
+        messages[0],
     )
-    assert found is not None, told[0]
+    assert found is not None, messages[0]
     subprocess.run(["rm", "-r", found[1]], check=True, timeout=60)
     assert make("exit 0").is_file()
 
 
 @pytest.mark.parametrize(
-    ("pip", "told"),
+    ("pip", "message"),
     [
         ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; last line: Coll"),
         ("kill -9 $$", "no output"),
@@ -275,13 +277,15 @@ def test_what_pip_refuses_is_remembered_until_its_folder_is_removed(
         ("echo 'ERROR: [Errno 28] No space left on device'; exit 1", "No space left"),
     ],
 )
-def test_what_was_not_the_peers_fault_is_tried_again(make: Make, pip: str, told: str) -> None:
-    with pytest.raises(PeerError, match=told):
+def test_an_installation_that_failed_for_another_reason_is_repeated(
+    make: Make, pip: str, message: str
+) -> None:
+    with pytest.raises(PeerError, match=message):
         make(pip, limit_s=0.1)
     assert make("exit 0").is_file()
 
 
-def test_a_python_that_is_not_there_is_looked_for_again(
+def test_a_missing_python_is_searched_for_again(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -291,9 +295,7 @@ def test_a_python_that_is_not_there_is_looked_for_again(
     assert make("exit 0").is_file()
 
 
-def test_an_environment_that_was_made_is_made_again_if_its_python_is_gone(
-    tmp_path: Path, make: Make
-) -> None:
+def test_an_environment_is_rebuilt_if_its_python_is_removed(tmp_path: Path, make: Make) -> None:
     for _ in range(2):
         python = make("exit 0")
     assert calls_of_pip(tmp_path) == 1
@@ -304,7 +306,7 @@ def test_an_environment_that_was_made_is_made_again_if_its_python_is_gone(
     assert python.is_file()
 
 
-def test_a_python_that_does_not_answer_is_none(
+def test_an_unresponsive_python_counts_as_missing(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environments, "PROBE_S", 0.1)
@@ -313,7 +315,7 @@ def test_a_python_that_does_not_answer_is_none(
         make("exit 0")
 
 
-def test_two_benches_do_not_make_one_environment_at_once(tmp_path: Path, make: Make) -> None:
+def test_two_benches_do_not_build_an_environment_at_once(tmp_path: Path, make: Make) -> None:
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(make, 'sleep 0.3; touch "$(dirname $0)/done"') for _ in range(2)]
         first, second = [one.result() for one in both]
@@ -322,7 +324,7 @@ def test_two_benches_do_not_make_one_environment_at_once(tmp_path: Path, make: M
     assert calls_of_pip(tmp_path) == 1
 
 
-def test_one_that_another_bench_makes_is_not_waited_for_without_end(
+def test_the_wait_for_an_environment_of_another_bench_is_bounded(
     tmp_path: Path, make: Make
 ) -> None:
     with pytest.raises(PeerError, match="no output"):
@@ -344,23 +346,23 @@ def test_one_that_another_bench_makes_is_not_waited_for_without_end(
         ("", "no output"),
     ],
 )
-def test_the_line_that_tells_of_an_error(log: str, line: str) -> None:
+def test_the_line_of_a_log_with_the_error_is_found(log: str, line: str) -> None:
     assert environments.last_line(log).startswith(line)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--only", "gym"], f"--only gym: unknown; expected: {', '.join(PEERS)}"),
         (["--sizes", "7"], "--sizes 7: unknown; expected: 100, 1000"),
         (["--rounds", "0"], "--rounds 0: expected at least 1"),
     ],
 )
-def test_bad_options_are_told_before_anything_starts(
-    options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_bad_options_are_refused_before_anything_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert bench.main(["peers", *options, "--folder", str(tmp_path / "none")]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "none").exists()
 
 
@@ -369,7 +371,7 @@ def test_a_check_raises_a_configuration_error() -> None:
         contest.check(["x"], [100], 1, PEERS)
 
 
-def test_every_driver_and_requirement_is_there() -> None:
+def test_every_driver_and_requirement_exists() -> None:
     for name, peer in PEERS.items():
         assert peer.driver is None or peer.driver.is_file(), name
         if peer.requirements is not None:

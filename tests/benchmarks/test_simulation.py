@@ -1,4 +1,4 @@
-"""A simulation takes the times that a run has written, and what it says of that run is true."""
+"""A simulation takes the times that a run has written, and predicts that run correctly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     return config, read_trace(run.path)
 
 
-def test_a_run_is_simulated_as_it_was(trace: tuple[TrainConfig, Trace]) -> None:
+def test_a_simulation_reproduces_the_recorded_run(trace: tuple[TrainConfig, Trace]) -> None:
     config, written = trace
     model = fitted(written)
     assert model.update_s + model.token_s == pytest.approx(20, rel=0.1)
@@ -73,7 +73,7 @@ def test_a_run_is_simulated_as_it_was(trace: tuple[TrainConfig, Trace]) -> None:
     assert found == simulate(config, written, Variant(name="again"), 30)
 
 
-def test_settings_have_the_effects_that_they_must_have(trace: tuple[TrainConfig, Trace]) -> None:
+def test_settings_have_their_expected_effects(trace: tuple[TrainConfig, Trace]) -> None:
     config, written = trace
     plain = simulate(config, written, Variant(name="plain"), 12)
     fresh = simulate(config, written, Variant(name="fresh", max_staleness=0), 12)
@@ -85,7 +85,7 @@ def test_settings_have_the_effects_that_they_must_have(trace: tuple[TrainConfig,
     assert few.step_s > fresh.step_s
 
 
-def test_calls_wait_for_the_places_of_their_tool(
+def test_calls_wait_for_the_slots_of_their_tool(
     trace: tuple[TrainConfig, Trace], tmp_path: Path
 ) -> None:
     _, written = trace
@@ -98,7 +98,7 @@ def test_calls_wait_for_the_places_of_their_tool(
     assert "2 x places of search" in {one.name for one in variants(config, written)}
 
 
-def test_what_a_configuration_allows_of_a_tool_holds_for_each_worker(tmp_path: Path) -> None:
+def test_the_tool_bounds_of_a_configuration_apply_to_each_worker(tmp_path: Path) -> None:
     keys = (
         'search.backend={name="web", provider="serper", traffic={max_concurrency=8, rate_per_s=3}}',
         "python.limits.max_sessions=5",
@@ -110,7 +110,7 @@ def test_what_a_configuration_allows_of_a_tool_holds_for_each_worker(tmp_path: P
     assert found["search"] == (16, 6.0)
 
 
-def test_the_fit_finds_what_made_the_times() -> None:
+def test_the_fit_recovers_the_parameters_of_generated_times() -> None:
     rng, turns = Random(0), []
     for _ in range(200):
         size, running, share = rng.randint(10, 60), rng.uniform(1, 60), rng.random()
@@ -143,12 +143,12 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_two_runs_of_a_known_machine_tell_of_others(
+def test_a_fit_to_two_runs_predicts_other_settings(
     trace: tuple[TrainConfig, Trace], tmp_path: Path
 ) -> None:
-    """Runs are simulated on a machine whose times are known, and write theirs: what is fitted to
-    them says of settings that they did not have what that machine does. The work is the same: of
-    tools with so long a tail two runs see others."""
+    """Runs are simulated on a machine with known times, and write their times: a model fitted to
+    them predicts other settings on that machine. The work is the same, since tools with such a long
+    tail take other times in each run."""
     _, work = trace
     same = Variant(name="same")
 
@@ -157,7 +157,7 @@ def test_two_runs_of_a_known_machine_tell_of_others(
         (tmp_path / name).mkdir()
         simulate(config, work, same, 12, TRUE, timings=tmp_path / name / FILE)
         found = read_trace(tmp_path / name)
-        # what the loop computes is of this process, whose clock is not the simulated one
+        # the loop's computation is on the clock of this process, not on the simulated one
         steps = [replace(one, loop_s=TRUE.turn_s * len(one.turns)) for one in found.steps]
         return replace(found, steps=steps)
 
@@ -165,18 +165,18 @@ def test_two_runs_of_a_known_machine_tell_of_others(
     for name, keys in OTHERS.items():
         config = toy_config(tmp_path, *keys, "train.num_steps=16")
         was = simulate(config, work, same, 16, TRUE)
-        said = simulate(config, work, same, 16, model)
-        assert said.step_s == pytest.approx(was.step_s, rel=0.15), name
-        assert 1 - said.idle_share == pytest.approx(1 - was.idle_share, rel=0.15), name
-        assert said.staleness == pytest.approx(was.staleness, rel=0.15), name
+        predicted = simulate(config, work, same, 16, model)
+        assert predicted.step_s == pytest.approx(was.step_s, rel=0.15), name
+        assert 1 - predicted.idle_share == pytest.approx(1 - was.idle_share, rel=0.15), name
+        assert predicted.staleness == pytest.approx(was.staleness, rel=0.15), name
     assert model.update_s == pytest.approx(TRUE.update_s, rel=0.15)
     assert model.token_s == pytest.approx(TRUE.token_s, rel=0.15)
     assert model.turn_s == pytest.approx(TRUE.turn_s)
 
 
 def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
-    """Two optimizer steps of 2 s, a millisecond a token, which stale ones take a third longer; half
-    as long again beside turns."""
+    """Two optimizer steps of 2 s, a millisecond a token, a third more for stale ones; half as long
+    again while turns run."""
     passes = num_tokens * (1 if fresh else 4 / 3)
     return StepTimes(
         wait_s=0.0, update_s=4.0 + 1e-3 * passes * (1 + busy / 2), publish_s=0.5,
@@ -186,7 +186,7 @@ def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
     )  # fmt: skip
 
 
-def test_where_steps_are_alike_an_update_costs_what_its_tokens_cost() -> None:
+def test_an_update_costs_its_tokens_when_steps_are_alike() -> None:
     rng = Random(0)
     turn = Turn(10, 1.0, 1.0, 0, 0.0)
     steps = [
@@ -214,11 +214,11 @@ def test_turns_share_a_machine_and_wait_for_its_slots() -> None:
         return ends
 
     # 0.2 s for both prompts; 10 steps of 22 ms; 0.1 s for the third prompt, 10 steps of 22 ms; then
-    # 20 of 21 ms by itself
+    # 20 of 21 ms alone
     assert run_virtual(main()) == pytest.approx([0.42, 0.74, 1.16])
 
 
-def test_a_slot_goes_to_the_turn_that_is_first_in_order() -> None:
+def test_a_free_slot_goes_to_the_first_turn_in_order() -> None:
     async def main() -> list[int]:
         machine, ends = Machine(MODEL, slots=1), []
 
@@ -242,7 +242,7 @@ def test_a_prompt_is_computed_once_by_each_version() -> None:
     assert tree.compute([prompt, action, result], 1) == 105
 
 
-def test_an_update_takes_longer_while_turns_run_beside_it() -> None:
+def test_an_update_takes_longer_while_turns_run() -> None:
     async def main() -> tuple[float, float]:
         machine = Machine(MODEL, slots=9)
         learner = SimulatedLearner(machine.model, LearnerConfig(), [machine])
@@ -257,7 +257,7 @@ def test_an_update_takes_longer_while_turns_run_beside_it() -> None:
     assert run_virtual(main()) == pytest.approx((8.0, 12.0), rel=0.02)
 
 
-def test_a_tail_goes_beyond_the_longest_call() -> None:
+def test_a_fitted_tail_exceeds_the_longest_call() -> None:
     rng = Random(1)
     durations = Durations(rng.paretovariate(1.2) for _ in range(5000))
     drawn = sorted(durations.draw(rng) for _ in range(5000))
@@ -266,7 +266,7 @@ def test_a_tail_goes_beyond_the_longest_call() -> None:
     assert Durations([2.0]).draw(rng) == 2.0
 
 
-def test_a_run_without_its_times_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_recorded_times_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"timings\.jsonl cannot be read: .*benchmarks\.parts\.timings"
     ):

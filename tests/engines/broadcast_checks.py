@@ -1,4 +1,4 @@
-"""A real learner that broadcasts to real servers, and what must hold then."""
+"""A real learner that broadcasts to real servers, and the checks of its updates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bench:
         return kind(self.learner, self.root / "published", TIMEOUT_S)
 
     async def remember(self, ahead: int = 0) -> None:
-        """What transformers makes of the learner's weights, of its version or one `ahead`."""
+        """The transformers model of the learner's weights, of its version or one `ahead`."""
         version = self.learner.policy_version + ahead
         path = self.root / f"reference-{version}"
         await self.learner.export(path)
@@ -58,7 +58,7 @@ class Bench:
         return version
 
     async def update(self, sender: LearnerSender) -> int:
-        """Train one step and let the servers have it."""
+        """Train one step and update the servers."""
         version = await self.train(sender)
         await self.pool.receive_weights(sender, version)
         assert self.pool.policy_version == version
@@ -111,20 +111,20 @@ async def check_updates(b: Bench, num_updates: int = 3) -> None:
 
 
 async def check_spans(b: Bench, num_tokens: int, *, recomputes: bool) -> None:
-    """A request that runs meanwhile keeps its tokens and goes on under the new weights. Again with
-    more requests, if none was running when the weights came.
+    """A request that runs during an update keeps its tokens and continues under the new weights.
+    Repeated with more requests if none was running when the weights arrived.
 
-    `recomputes`: the engine computes old keys and values again, so that transformers can tell
-    the rest as well.
+    `recomputes`: the engine recomputes old keys and values, so that transformers predicts the rest
+    too.
     """
     ids = prompt(seed=next(IDS), size=20)
     for attempt in range(1, 4):
         before = b.learner.policy_version
         sender = b.sender()
         version = await b.train(sender)
-        asking = await begin_many(b, ids, num_tokens, 4 * attempt)
+        pending = await begin_many(b, ids, num_tokens, 4 * attempt)
         await b.pool.receive_weights(sender, version)
-        found = await asyncio.gather(*asking)
+        found = await asyncio.gather(*pending)
         for done in found:
             versions = [span.version for span in done.version_spans]
             assert versions in ([before, version], [before], [version])
@@ -147,12 +147,12 @@ async def begin_many(
         started.set()
 
     sampling = SamplingParams(max_tokens=num_tokens)
-    asking = [
+    pending = [
         asyncio.create_task(b.pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
         for _ in range(number)
     ]
     await started.wait()
-    return asking
+    return pending
 
 
 def cut(done: Completion, end: int) -> Completion:
@@ -167,7 +167,7 @@ def cut(done: Completion, end: int) -> Completion:
 
 
 class Absent(LearnerSender):
-    """A trainer that opens the place to meet at and never comes."""
+    """A trainer that opens the rendezvous and never joins."""
 
     async def join(self, group: Group) -> None:
         await asyncio.sleep(self.timeout_s)
@@ -175,7 +175,7 @@ class Absent(LearnerSender):
 
 
 class Misnaming(LearnerSender):
-    """Announces a tensor in the middle under a name that no engine knows."""
+    """Announces one tensor under a name that is unknown to any engine."""
 
     async def manifest(self) -> Manifest:
         (bucket,) = (await super().manifest()).buckets
@@ -185,7 +185,7 @@ class Misnaming(LearnerSender):
 
 
 class Misdescribing(LearnerSender):
-    """Announces a tensor in the middle as what no engine can receive."""
+    """Announces one tensor with a description that no engine can receive."""
 
     async def manifest(self) -> Manifest:
         (bucket,) = (await super().manifest()).buckets
@@ -195,14 +195,15 @@ class Misdescribing(LearnerSender):
 
 
 class Breaking(LearnerSender):
-    """A trainer that goes away in the middle, for its servers without a word."""
+    """A trainer that disappears during the transfer, without notifying its servers."""
 
     async def send(self) -> None:
         raise TransferError("the trainer is gone")
 
 
 async def check_failure(b: Bench, kind: type[LearnerSender], *, max_s: float) -> None:
-    """Nobody hangs; the update arrives from a directory, and the next one by broadcast again."""
+    """No process hangs; the update arrives from a directory, and the next one by broadcast
+    again."""
     async with asyncio.timeout(max_s):
         version = await b.update(b.sender(kind))
     assert (b.root / "published" / f"v{version}" / "model.safetensors").is_file()
@@ -214,7 +215,7 @@ async def check_failure(b: Bench, kind: type[LearnerSender], *, max_s: float) ->
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Looks until it does, for a minute at most."""
+    """Poll until it is true, for a minute at most."""
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  (there is no event to wait for)
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Fixtures of the tests of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine promises, as checks over an adapter; each engine's own tests call them."""
+"""The contract of engines, as checks over an adapter; the tests of each engine call them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def check_truncated(subject: Subject, world: World, version: int) -> None:
 
 
 async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:
-    """Each token is in exactly one chunk, and chunks come before the end."""
+    """Each token is in exactly one chunk, and chunks arrive before the end."""
     chunks: list[Chunk] = []
     done = await subject.generate(prompt(6, 9), SamplingParams(num_tokens), chunks.append)
     assert len(chunks) > 1
@@ -86,7 +86,7 @@ async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:
 
 
 async def check_stream_interval(server: Server) -> None:
-    """After the first token, at least as many come together as were asked for."""
+    """After the first token, each chunk has at least the requested number of tokens."""
     sizes: list[int] = []
     request = Request(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
     done = await sampled(server, request, lambda chunk: sizes.append(len(chunk.token_ids)))
@@ -151,9 +151,9 @@ async def check_prefixes(
     *,
     recomputed: bool = False,
 ) -> None:
-    """A prompt seen before is not computed again, except by weights of another version, also
-    while requests of the old version keep their part of the cache; loads later versions.
-    `recomputed`: what runs is computed again by the new weights, and found by later requests."""
+    """A prompt seen before is not computed again, except by weights of another version, also while
+    requests of the old version keep their part of the cache; loads later versions. `recomputed`:
+    running requests are recomputed by the new weights, and found by later requests."""
     shared = prompt(9, 3 * block + 5)
     short = SamplingParams(max_tokens=2, temperature=GREEDY)
     first = await subject.generate(shared, short)
@@ -181,8 +181,8 @@ async def check_prefixes(
 async def check_update_within_a_request(
     subject: Subject, world: World, *, recomputed: bool = False
 ) -> None:
-    """The request goes on, and its spans say from where on. Starts at version 0. `recomputed`: the
-    new weights also compute the keys and values of the tokens before them."""
+    """The request continues, and its spans have the position of the change. Starts at version 0.
+    `recomputed`: the new weights also compute the keys and values of the tokens before them."""
     ids = prompt(10, 16)
     for version in (1, 2, 3):
         traffic = Traffic(subject, ids, 8 * version)
@@ -237,7 +237,8 @@ async def check_concurrency(
 
 
 async def check_refusals(subject: Subject) -> None:
-    """What an engine would clamp, change or die of is refused with a reason; it goes on."""
+    """Parameters that an engine would clamp, change or fail on are refused with a reason; it serves
+    on."""
     one = SamplingParams(max_tokens=1)
     cases: list[tuple[list[int], SamplingParams, str]] = [
         ([], one, "empty"),

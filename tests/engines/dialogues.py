@@ -3,8 +3,8 @@
     python -m tests.engines.dialogues vllm|sglang    writes tests/fixtures/dialogue_NAME.json anew
 
 Each is an outcome and the exchanges that led there: what the client sent, to the letter, and what
-the server answered. A Player gives the answers to a client that asks the same, and fails whatever
-else it asks; so a client that sends or reads something else comes to another outcome.
+the server answered. A Player gives the answers to a client that sends the same requests, and fails
+any other request; so a client that sends or reads something else has another outcome.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ LINES = ("vllm:num_", "vllm:kv_cache_usage_perc", "sglang:num_retracted_requests
 
 
 class Exchange(msgspec.Struct):
-    """`target` is a path with its query, `session` the header that names one; `answer` the body,
-    as it came until the client left (`whole` is false then). `num_begun` exchanges had begun when
-    the answer did, this one too."""
+    """`target` is a path with its query, `session` the header that names one; `answer` the body, as
+    received until the client disconnected (`whole` is false then). `num_begun` exchanges had begun
+    when the answer did, this one too."""
 
     method: str
     target: str
@@ -84,7 +84,7 @@ class Dialogue(msgspec.Struct):
 
 
 async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
-    """What is said in a dialogue; all that comes of it. `models`: the first is served."""
+    """The requests of a dialogue; returns all outcomes. `models`: the first is served."""
     numbers, rids = itertools.count(), itertools.count()
     found: dict[str, Any] = {}
     with (
@@ -153,13 +153,13 @@ async def turn(
 
 
 async def leave(server: RemoteServer[Any]) -> None:
-    """Cancel a turn that has begun, and wait until the server was told."""
+    """Cancel a turn that has begun, and wait until the server was notified."""
     begun = asyncio.Event()
     request = Request("left", PROMPT, SamplingParams(400, seed=1), 1)
-    asking = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
+    pending = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
     await begun.wait()
-    asking.cancel()
-    await asyncio.wait({asking})
+    pending.cancel()
+    await asyncio.wait({pending})
     await asyncio.wait(server._tasks)
 
 
@@ -168,10 +168,10 @@ async def update_while_paused(
 ) -> Any:
     """An update while a turn is on the server and has no token yet."""
     await server._http.call("POST", **PAUSES[name])
-    asking = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
+    pending = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
     await asyncio.sleep(SHORT_S)
     await server.load_weights(source, version)
-    return await asking
+    return await pending
 
 
 async def guest_while_paused(
@@ -183,10 +183,10 @@ async def guest_while_paused(
     guest.take_over(server.handed())
     try:
         await server._http.call("POST", **PAUSES[name])
-        asking = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
+        pending = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
         await asyncio.sleep(SHORT_S)
         await server.load_weights(source, version)
-        return await asking
+        return await pending
     finally:
         await guest.close()
 
@@ -235,7 +235,7 @@ async def begin(request: web.Request, status: int, kind: str) -> web.StreamRespo
 
 
 class Recorder:
-    """Passes requests on to a real server and writes down what passes."""
+    """Forwards requests to a real server and records the exchanges."""
 
     def __init__(self, url: str, root: Path, session: aiohttp.ClientSession) -> None:
         self.exchanges: list[Exchange] = []
@@ -270,7 +270,7 @@ class Recorder:
 
 
 def shown(path: str, text: str) -> str:
-    """An answer without what no client reads."""
+    """An answer without the fields that no client reads."""
     if path == "/metrics":
         return "".join(line + "\n" for line in text.splitlines() if line.startswith(LINES))
     if path not in SHOWN:
@@ -294,12 +294,13 @@ def nothing(names: Iterable[str]) -> dict[str, Any]:
 
 
 class Player:
-    """Answers as recorded, each exchange once; what was not recorded is in `surprises`."""
+    """Answers as recorded, each exchange once; requests that were not recorded are in
+    `surprises`."""
 
     def __init__(
         self, dialogue: Dialogue, root: Path, changes: dict[str, Callable[[str], str]]
     ) -> None:
-        """`changes`: what becomes of answers, by path."""
+        """`changes`: functions of answers, by path."""
         self._changes = changes
         self.left = list(dialogue.exchanges)
         self.surprises: list[str] = []
@@ -310,8 +311,10 @@ class Player:
     async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
         known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
         session = request.headers.get(SESSION_HEADER, "")
-        asked = (request.method, request.path_qs, known, session)
-        one = next((e for e in self.left if (e.method, e.target, e.body, e.session) == asked), None)
+        request_key = (request.method, request.path_qs, known, session)
+        one = next(
+            (e for e in self.left if (e.method, e.target, e.body, e.session) == request_key), None
+        )
         if one is None:
             self.surprises.append(f"{request.method} {request.path_qs} {json.dumps(known)}")
             return web.Response(status=418, text=f"never asked so: {self.surprises[-1]}")
@@ -338,8 +341,8 @@ def read_dialogue(name: str) -> Dialogue:
 async def play(
     name: str, models: list[Path], changes: dict[str, Callable[[str], str]] | None = None
 ) -> tuple[Dialogue, Any, Player]:
-    """The recorded dialogue, what came of it this time, and what of it was left out. `changes`:
-    what becomes of the server's answers, by path."""
+    """The recorded dialogue, its outcome this time, and the exchanges that were left out.
+    `changes`: functions of the server's answers, by path."""
     dialogue = read_dialogue(name)
     player = Player(dialogue, models[0].parent, changes or {})
     async with Stage(player.answer).open() as stage:

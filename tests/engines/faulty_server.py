@@ -65,7 +65,7 @@ class ByteTokenizer:
 
 
 def recite(prompt: str, rng: Random) -> str:
-    """Prompt "TEXT|" is answered by TEXT; a part of it behind the bar is continued."""
+    """Prompt "TEXT|" is answered by TEXT; a part of it after the bar is continued."""
     text, _, done = prompt.partition("|")
     assert text.startswith(done), f"{done!r} is no beginning of {text!r}"
     return text[len(done) :]
@@ -79,8 +79,8 @@ def reciter(folder: Path) -> Callable[[], Engine]:
 
 
 class FaultyServer:
-    """`weights` is what it really holds, by directory name; a new process holds "initial". `label`
-    is what it says of them; a new process says "default"."""
+    """`weights` are the loaded ones, by directory name; a new process has "initial". `label` is the
+    reported one; a new process reports "default"."""
 
     has_free_entropies = False
 
@@ -91,13 +91,13 @@ class FaultyServer:
         self.policy_version = 0
         self.pause_wait_s = 0.0
         self.weights, self.label = "initial", "default"
-        self.num_slots = 10**6  # more requests wait, by its own account
+        self.num_slots = 10**6  # more requests wait, by its own count
         self.load_s = 0.05  # that a load takes
         self.load_faults: list[EngineError] = []  # of the next loads
         self.die_after: int | None = None  # tokens
         self.hanging = False
-        self.silent = False  # gives no token, and says that it is well
-        self.is_heard = False  # by the token for its weights, while it is silent
+        self.silent = False  # gives no token, and reports that it is healthy
+        self.answers_probes = False  # by the token for its weights, while it is silent
         self.capacity: int | None = None  # requests; more are refused
         self.num_starved = 0  # requests for which this process has no descriptor
         self.fails = False  # all requests but that for its weights
@@ -109,7 +109,7 @@ class FaultyServer:
         self.num_connected = 0
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[Request] = []
-        self.versions_asked: list[int] = []
+        self.versions_requested: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
         self.num_preemptions = self.num_refused = self.num_failed = 0
         self._given, self._num_named = "", 0  # label by this client
@@ -117,13 +117,13 @@ class FaultyServer:
         self._engine = make_engine()
         self._death = asyncio.Event()
 
-    # what happens to it
+    # its faults
 
     def kill(self) -> None:
         self._death.set()
 
     def restart(self) -> None:
-        """Another process with the weights of the start, which knows of no version."""
+        """Another process with the initial weights, without a version."""
         self._death.set()
         self._death = asyncio.Event()
         self._engine = self._make_engine()
@@ -159,8 +159,8 @@ class FaultyServer:
         if self.num_starved:
             self.num_starved -= 1
             raise NoDescriptorError("no file descriptor")
-        if request.id.startswith("weights-"):  # what it answers tells its weights
-            if self.silent and not self.is_heard:
+        if request.id.startswith("weights-"):  # its answer reveals its weights
+            if self.silent and not self.answers_probes:
                 await asyncio.Event().wait()
             if self.label != self._given:
                 raise ForeignWeightsError(f"{self.name} sampled with other weights")
@@ -171,7 +171,7 @@ class FaultyServer:
             self.num_failed += 1
             raise ServerLostError("500 CUDA error")
         self.requests.append(request)
-        self.versions_asked.append(self.policy_version)
+        self.versions_requested.append(self.policy_version)
         num_tokens = 0
         break_after = self.breaks.pop(0) if self.breaks else None
         broken = asyncio.Event()
@@ -292,7 +292,7 @@ class FaultyServer:
 
 
 def end_of(done: Completion) -> PartEnd:
-    """What a server tells at the end of a turn."""
+    """The report of a server at the end of a turn."""
     return PartEnd(
         finish_reason=done.finish_reason,
         version_spans=done.version_spans,
@@ -311,7 +311,7 @@ class Guest:
     def __init__(self, server: FaultyServer) -> None:
         self._server = server
         self.name = self.url = server.name
-        self.policy_version = -1  # nobody tells it
+        self.policy_version = -1  # it is not notified
         self.num_taken_over = 0
 
     def take_over(self, handed: bytes) -> None:
@@ -322,4 +322,4 @@ class Guest:
         return await self._server.generate(request, on_chunk)
 
     async def close(self) -> None:
-        """The server goes on."""
+        """The server keeps running."""

@@ -19,7 +19,7 @@ from agentenv.cluster.messages import (
     Quit,
     Release,
     read_answer,
-    read_asked,
+    read_request,
 )
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
@@ -49,7 +49,7 @@ def write_folder(root: Path) -> Path:
 
 
 class Bench:
-    """A started pool with its servers, and what is needed to ask it."""
+    """A started pool with its servers, and helpers to request turns."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Bench:
         self.pool, self.servers, self.folder, self.engine = pool, servers, folder, engine
         self.tokenizer = ByteTokenizer(folder)
 
-    async def ask(
+    async def generate(
         self, text: str = TEXT, session: str = "s", stop: tuple[str, ...] = ("</a>",), **rest: Any
     ) -> Completion:
         sampling = SamplingParams(rest.pop("max_tokens", 100), stop=stop, seed=1)
@@ -69,7 +69,7 @@ class Bench:
         try:
             return await self.engine.generate(prompt, sampling, session=session, **rest)
         finally:
-            await hear_all()
+            await deliver_all()
 
     def text(self, completion: Completion) -> str:
         sizes = {len(completion.token_ids), len(completion.logprobs), len(completion.entropies)}
@@ -121,8 +121,8 @@ async def bench(
         assert all(server.num_running == 0 for server in servers)
 
 
-async def hear_all() -> None:
-    """Let both ends of a link hear what was sent."""
+async def deliver_all() -> None:
+    """Deliver all sent messages to both ends of a link."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -138,7 +138,7 @@ async def leased(
     latency_s: float = 0.0,
 ) -> AsyncIterator[LeasedEngine]:
     """The engine of a rollout worker over a pool, at the other end of a link of this latency.
-    `guests` are the clients that it makes. `is_killed`: at its end the worker is gone at once."""
+    `guests` are the clients that it makes. `is_killed`: at its end the worker is lost at once."""
     ours, theirs = linked()
     for end in (ours, theirs) if latency_s else ():
         _slow_down(end, latency_s)
@@ -162,31 +162,33 @@ async def leased(
         entropies=entropies,
     )
 
-    async def hear_controller() -> None:
+    async def receive_from_controller() -> None:
         while True:
-            said = read_asked(await theirs.receive())
-            assert not isinstance(said, Grow | Drop)
-            engine.handle(said)  # type: ignore[arg-type]
+            message = read_request(await theirs.receive())
+            assert not isinstance(message, Grow | Drop)
+            engine.handle(message)  # type: ignore[arg-type]
 
-    async def hear_worker() -> None:
+    async def receive_from_worker() -> None:
         while True:
-            told = read_answer(await ours.receive())
-            if isinstance(told, Quit):
-                leases.quit(told.number)
+            message = read_answer(await ours.receive())
+            if isinstance(message, Quit):
+                leases.quit(message.number)
             else:
-                assert isinstance(told, Acquire | FirstToken | Release)
-                leases.handle(told)
+                assert isinstance(message, Acquire | FirstToken | Release)
+                leases.handle(message)
 
-    hearing = [asyncio.create_task(one) for one in (hear_controller(), hear_worker())]
+    receiving = [
+        asyncio.create_task(one) for one in (receive_from_controller(), receive_from_worker())
+    ]
     try:
         yield engine
     finally:
         if not is_killed:
-            await hear_all()
+            await deliver_all()
             assert not leases._held
-        for one in hearing:
+        for one in receiving:
             if one.done():
-                one.result()  # what it has raised
+                one.result()  # its error
             one.cancel()
         leases.close()
         assert not leases._held
@@ -194,7 +196,7 @@ async def leased(
 
 
 def _slow_down(link: Link, latency_s: float) -> None:
-    """What is sent arrives later, in its order."""
+    """Messages arrive later, in their order."""
     send, loop, last = link.send, asyncio.get_running_loop(), 0.0
 
     def send_late(frame: bytes) -> None:

@@ -1,5 +1,5 @@
 """A reverse proxy in front of real engine servers: it spreads requests over them as a router does,
-and may change what passes through, to stand for a server that was started otherwise."""
+and can change messages, to simulate a server that was started with other options."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-Change = Callable[[Any], Any]  # takes decoded JSON or text, returns what goes on in its place
+Change = Callable[[Any], Any]  # takes decoded JSON or text, returns its replacement
 
 
 class Proxy:
-    """Requests go to `urls` in turn; answers stream back as they come. `requests` and `answers`
-    change what a path gets and gives. A server does not notice that a client has gone: its answer
-    is read to the end."""
+    """Requests go to `urls` in turn; answers are streamed back. `requests` and `answers` change the
+    requests and answers of a path. A server does not notice that a client has disconnected: its
+    answer is read to the end."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ async def proxy(
 
 
 def changed(*path: str | int, to: Any) -> Change:
-    """Sets what lies at `path`, which must be there."""
+    """Sets the value at `path`, which must exist."""
 
     def change(found: Any) -> Any:
         place = found
@@ -101,7 +101,7 @@ def changed(*path: str | int, to: Any) -> Change:
 
 
 def without(*path: str) -> Change:
-    """Leaves out what lies at `path`, which must be there."""
+    """Removes the value at `path`, which must exist."""
 
     def change(found: Any) -> Any:
         place = found

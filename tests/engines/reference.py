@@ -1,4 +1,4 @@
-"""Small models and what transformers says of them: the truth that engines are held against."""
+"""Small models and their results in transformers: the reference for engines."""
 
 from __future__ import annotations
 

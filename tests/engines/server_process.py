@@ -28,7 +28,7 @@ FORKING = os.pathsep.join(
         ),
     )
 )
-GUARD_S = 10.0  # for the guard itself, beyond what it gives the server
+GUARD_S = 10.0  # for the guard itself, in addition to the grace of the server
 
 
 class ServerProcess:
@@ -67,7 +67,7 @@ class ServerProcess:
             )
 
     def wait_ready(self) -> None:
-        """Fails with the end of the log if it does not come up."""
+        """Fails with the end of the log if it does not start."""
         end = time.monotonic() + self._start_s
         while not self._answers():
             if self._guard.poll() is not None or time.monotonic() > end:

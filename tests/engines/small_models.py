@@ -84,8 +84,8 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEngine
 
 
 class Steps:
-    """From now on, embedded engines take only the steps that a test lets them take: what runs is
-    still running when the test does something to it."""
+    """From now on, embedded engines take only the steps that a test permits: requests are still
+    running when the test acts on them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._allowed = threading.Semaphore(0)
@@ -98,12 +98,12 @@ class Steps:
 
         monkeypatch.setattr(Scheduler, "step", when_allowed)
 
-    def let(self, number: int) -> None:
-        """So many more. The first may be one that waits: commands of now come after it."""
+    def permit(self, number: int) -> None:
+        """Permit more steps. The first may be a waiting one: current commands run after it."""
         self._allowed.release(number)
 
-    def let_all(self) -> None:
-        self.let(1_000_000)
+    def permit_all(self) -> None:
+        self.permit(1_000_000)
 
 
 def prompt(seed: int, size: int) -> list[int]:

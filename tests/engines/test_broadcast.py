@@ -73,7 +73,7 @@ def clients(urls: list[str]) -> list[VLLMServer]:
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_takes_three_updates_one_of_them_mid_request(
+async def test_vllm_receives_three_updates_one_of_them_during_a_request(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Tied embeddings; two servers in one group with the learner."""
@@ -83,7 +83,7 @@ async def test_vllm_takes_three_updates_one_of_them_mid_request(
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
+async def test_vllm_receives_merged_adapters_from_ranks_with_sharded_weights(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with bench(clients(vllm[:1]), tied.paths[1], tmp_path, TWO_RANKS) as b:
@@ -91,11 +91,11 @@ async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
 
 
 @pytest.mark.engine_vllm
-async def test_vllm_survives_whatever_goes_wrong_in_a_broadcast(
+async def test_vllm_survives_each_failure_of_a_broadcast(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
-    """A trainer that never comes, one that goes away, a description that is of another model, and
-    one on which the servers fail while the trainer sends: nobody hangs, no mixed weights."""
+    """A trainer that never joins, one that disappears, a description of another model, and one on
+    which the servers fail while the trainer sends: no process hangs, no weights are mixed."""
     async with bench(clients(vllm), tied.paths[1], tmp_path) as b:
         await check_failure(b, Absent, max_s=60)  # first: it needs that there is no group
         for kind in (Breaking, Misnaming, Misdescribing):
@@ -103,7 +103,7 @@ async def test_vllm_survives_whatever_goes_wrong_in_a_broadcast(
 
 
 @pytest.mark.engine_vllm
-async def test_a_server_that_comes_late_gets_a_directory_then_broadcasts(
+async def test_a_late_server_gets_a_directory_then_broadcasts(
     vllm: list[str], tied: World, tmp_path: Path
 ) -> None:
     """It has missed an update, so that the learner writes that one for it."""
@@ -118,16 +118,16 @@ async def test_a_server_that_comes_late_gets_a_directory_then_broadcasts(
         assert late.policy_version == version
         for name in (first.name, late.name):
             http = HttpClient(name)
-            told = await http.call_json("GET", "/weight_info")
+            weight_info = await http.call_json("GET", "/weight_info")
             await http.close()
-            assert told["weight_version"].startswith(f"{version}-")
+            assert weight_info["weight_version"].startswith(f"{version}-")
 
 
 @pytest.mark.engine_sglang
-async def test_sglang_takes_updates_and_survives_a_failed_one(
+async def test_sglang_receives_updates_and_survives_a_failed_one(
     sglang: str, tied: World, tmp_path: Path
 ) -> None:
-    """Requests that run meanwhile are computed again under the new weights."""
+    """Requests that run during an update are recomputed under the new weights."""
     async with bench([SGLangServer(sglang, vocab_size=VOCAB)], tied.paths[1], tmp_path) as b:
         await check_failure(b, Absent, max_s=60)
         await check_updates(b, num_updates=2)

@@ -1,5 +1,4 @@
-"""The contract of engines on the embedded engine; test_vllm.py and sglang/ hold the servers
-to it."""
+"""The contract of engines on the embedded engine; test_vllm.py and sglang/ check the servers."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ async def test_greedy_equals_transformers_before_and_after_each_update(
 
 
 @pytest.mark.slow
-async def test_tied_models_too(tmp_path: Path) -> None:
+async def test_updates_of_a_tied_model_are_exact(tmp_path: Path) -> None:
     world = World(tmp_path, tied=True)
     engine = EmbeddedEngine(EmbeddedConfig(device="cpu"), world.paths[0])
     await contract.check_updates(EngineSubject(engine), world)
@@ -48,7 +47,9 @@ async def test_log_probs_are_of_the_sampled_distribution(
     await contract.check_truncated(subject, world, 0)
 
 
-async def test_turns_end_as_they_should(subject: EngineSubject, world: World) -> None:
+async def test_turns_stream_and_end_at_end_of_sequence_and_stop_strings(
+    subject: EngineSubject, world: World
+) -> None:
     await contract.check_streaming(subject)
     await contract.check_end_of_sequence(subject, world, 0)
     await contract.check_stop_strings(subject, world, 0)
@@ -72,15 +73,15 @@ async def test_cancelled_calls_free_the_engine(subject: EngineSubject) -> None:
 
 
 @pytest.mark.slow
-async def test_many_at_once(subject: EngineSubject, world: World) -> None:
+async def test_concurrent_requests(subject: EngineSubject, world: World) -> None:
     await contract.check_concurrency(subject, world, 0, 64, 8)
 
 
-async def test_refused_requests_leave_it_alive(subject: EngineSubject) -> None:
+async def test_the_engine_serves_on_after_refused_requests(subject: EngineSubject) -> None:
     await contract.check_refusals(subject)
 
 
-async def test_directories_that_do_not_fit(
+async def test_incompatible_directories_are_refused(
     subject: EngineSubject, world: World, tmp_path: Path
 ) -> None:
     other = World(tmp_path / "other", tied=True, num_models=1).paths[0]

@@ -1,5 +1,5 @@
-"""The contract of engines on the scripted one: all of it but what takes a model, whose log-probs
-and prefix cache it has not."""
+"""The contract of engines on the scripted one, without the checks of log-probs and prefix cache,
+which need a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_streaming() -> None:
     await contract.check_streaming(EngineSubject(make_engine()))
 
 
-async def test_refused_requests_leave_it_alive() -> None:
+async def test_the_engine_serves_on_after_refused_requests() -> None:
     await contract.check_refusals(EngineSubject(make_engine()))
 
 
@@ -63,7 +63,9 @@ async def test_cancelled_calls_free_the_engine() -> None:
     ("stop", "end", "tokens"),
     [((), None, 11), (("no such text", "c<"), "c<", 4), (("abc",), "abc", 3)],
 )
-async def test_how_turns_end(stop: tuple[str, ...], end: str | None, tokens: int) -> None:
+async def test_turns_end_at_end_of_sequence_or_stop_string(
+    stop: tuple[str, ...], end: str | None, tokens: int
+) -> None:
     """With an end of sequence, or with the token that completes a stop string, named and kept."""
     engine = make_engine(script=lambda text, rng: "abc</a>defg"[:10])
     sampling = SamplingParams(max_tokens=20, stop=stop)
@@ -73,7 +75,7 @@ async def test_how_turns_end(stop: tuple[str, ...], end: str | None, tokens: int
     assert len(done.logprobs) == len(done.entropies) == tokens
 
 
-async def test_many_at_once_each_by_its_own_seed() -> None:
+async def test_concurrent_requests_are_seeded_independently() -> None:
     subject = EngineSubject(make_engine(tokens_per_s=1000.0))
     seeds = [n // 2 for n in range(64)]
     calls = (subject.generate(prompt(1, 9), SamplingParams(8, seed=seed)) for seed in seeds)
@@ -92,22 +94,22 @@ async def test_an_update_within_a_request_gives_two_version_spans(tmp_path: Path
         if len(received) == 10:
             half.set()
 
-    asking = asyncio.create_task(subject.generate(prompt(2, 9), SamplingParams(20), receive))
+    pending = asyncio.create_task(subject.generate(prompt(2, 9), SamplingParams(20), receive))
     await half.wait()
     await subject.load_weights(tmp_path, 1)
-    done = await asking
+    done = await pending
     assert done.version_spans == [VersionSpan(0, 0, 10), VersionSpan(1, 10, 20)]
     assert subject.engine.policy_version == 1
     later = await subject.generate(prompt(2, 9), SamplingParams(3))
     assert later.version_spans == [VersionSpan(1, 0, 3)]
 
 
-async def test_closing_ends_what_runs() -> None:
+async def test_closing_ends_running_requests() -> None:
     engine = make_engine(tokens_per_s=100.0)
-    asking = asyncio.create_task(EngineSubject(engine).generate([20], SamplingParams(400)))
+    pending = asyncio.create_task(EngineSubject(engine).generate([20], SamplingParams(400)))
     await asyncio.sleep(0.05)
     await engine.close()
     with pytest.raises(EngineDeadError):
-        await asking
+        await pending
     with pytest.raises(EngineError):
         await EngineSubject(engine).generate([20], SamplingParams(1))

@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def rounded(value: Any) -> Any:
-    """With floats to nine digits: sums are taken in another order elsewhere."""
+    """With floats to nine digits: other machines sum in another order."""
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -34,7 +34,7 @@ def rounded(value: Any) -> Any:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_a_client_asks_and_understands_as_it_did_with_the_real_server(
+async def test_a_client_repeats_the_dialogue_recorded_with_the_real_server(
     name: str, models: list[Path]
 ) -> None:
     dialogue, outcome, player = await play(name, models)
@@ -43,8 +43,8 @@ async def test_a_client_asks_and_understands_as_it_did_with_the_real_server(
     assert [one.target for one in player.left] == []
 
 
-def test_an_update_keeps_or_recomputes_and_says_so() -> None:
-    """Kept: a request without a token is sent again with the new salt. Recomputed: it goes on."""
+def test_an_update_keeps_or_recomputes_caches_and_reports_it() -> None:
+    """Kept: a request without a token is sent again with the new salt. Recomputed: it continues."""
     sent = {one.target for one in read_dialogue("vllm").exchanges if "/pause" in one.target}
     assert sent >= {"/pause?mode=keep&clear_cache=false", "/pause?mode=keep&clear_cache=true"}
     bodies = [
@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-async def test_a_server_that_a_run_cannot_use_is_refused(what: str, models: list[Path]) -> None:
+async def test_an_unusable_server_is_refused(what: str, models: list[Path]) -> None:
     name, path, (*keys, last), value, message = WRONG[what]
 
     def change(answer: str) -> str:
@@ -102,7 +102,7 @@ async def test_a_server_that_a_run_cannot_use_is_refused(what: str, models: list
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_outcome_is_what_the_server_streamed(name: str) -> None:
+def test_the_outcome_equals_the_streamed_tokens(name: str) -> None:
     dialogue = read_dialogue(name)
     (plain,) = (one for one in dialogue.exchanges if "plain" in json.dumps(one.body))
     lines = [line.removeprefix("data: ") for line in plain.answer.splitlines() if line]
@@ -126,8 +126,8 @@ def streamed_by_sglang(events: list[Any]) -> tuple[list[int], list[float]]:
     return [token for _, token, _ in sampled], [logprob for logprob, _, _ in sampled]
 
 
-def test_tokens_and_logprobs_that_cannot_be_are_refused() -> None:
-    """They would fail in the learner, or in the entropies, far from who sent them."""
+def test_invalid_tokens_and_logprobs_are_refused() -> None:
+    """They would fail in the learner, or in the entropies, far from their source."""
     position = {"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}
     for token, logprob, kind in ((9, -0.5, EngineError), (-1, -0.5, EngineError),
                                  (8, 1e308, ServerLostError)):  # fmt: skip
@@ -139,7 +139,7 @@ def test_tokens_and_logprobs_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("missing", ["output_top_logprobs", "output_token_logprobs"])
-def test_an_event_with_fewer_figures_than_tokens_is_lost(missing: str) -> None:
+def test_an_event_with_fewer_log_probs_than_tokens_loses_the_server(missing: str) -> None:
     meta = {
         "completion_tokens": 1,
         "output_token_logprobs": [[-0.5, 3, None]],

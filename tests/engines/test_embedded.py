@@ -95,7 +95,7 @@ async def test_streaming(tiny: tuple[Path, Any]) -> None:
         await asyncio.gather(*(call(size, n) for size in (1, 8, 10) for n in (1, 4, 20)))
 
 
-async def test_seed_fixes_the_tokens_whatever_the_batch(tiny: tuple[Path, Any]) -> None:
+async def test_a_seed_determines_the_tokens_in_any_batch(tiny: tuple[Path, Any]) -> None:
     folder, _ = tiny
     seeded = SamplingParams(max_tokens=40, seed=11, temperature=1.3)
     async with serving(folder) as engine:

@@ -1,4 +1,4 @@
-"""How calls of the embedded engine end, and the engine itself; what it refuses."""
+"""The end of calls of the embedded engine, and of the engine itself; its refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import VOCAB, Steps, check, prompt, serving
 
 
-async def test_a_chunk_that_comes_late_is_not_reported() -> None:
+async def test_a_late_chunk_is_not_reported() -> None:
     chunks: list[Chunk] = []
     call = Call(asyncio.get_running_loop().create_future(), chunks.append)
     call.report(Chunk([1], [0.0], [0.0]))
@@ -58,7 +58,7 @@ async def test_cancel_frees_the_slot(
         hog = asyncio.create_task(
             engine.generate(prompt(0, 5), long, session="s", on_tokens=lambda _: started.set())
         )
-        steps.let(1)
+        steps.permit(1)
         await started.wait()
         waiting = asyncio.create_task(engine.generate(prompt(1, 5), long, session="s"))
         short = asyncio.create_task(
@@ -68,7 +68,7 @@ async def test_cancel_frees_the_slot(
         waiting.cancel()
         hog.cancel()
         await asyncio.wait([waiting, hog])
-        steps.let_all()
+        steps.permit_all()
         assert len((await short).token_ids) == 3
         assert hog.cancelled()
         stats = engine.stats()
@@ -80,7 +80,7 @@ async def test_cancel_frees_the_slot(
         assert len((await engine.generate(prompt(3, 5), SamplingParams(2), session="s")).token_ids)
 
 
-async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
+async def test_unservable_requests_are_refused(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     ok = SamplingParams(max_tokens=5)
     bad: list[tuple[Any, SamplingParams, str]] = [
@@ -108,7 +108,7 @@ async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
         check(model, [1] * 59, done)
 
 
-async def test_dead_thread_reaches_every_caller(
+async def test_every_caller_gets_the_error_of_a_dead_thread(
     tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = tiny
@@ -149,10 +149,10 @@ async def test_close_fails_pending_calls(
         for i in range(3)
     ]
     await asyncio.sleep(0)
-    steps.let(5)
+    steps.permit(5)
     closing = asyncio.gather(engine.close(), engine.close())
     await asyncio.sleep(0)
-    steps.let_all()
+    steps.permit_all()
     await closing
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, EngineError)
@@ -172,7 +172,7 @@ def test_an_engine_outlives_an_event_loop(tiny: tuple[Path, Any]) -> None:
     asyncio.run(engine.close())
 
 
-def test_configs_that_are_not_supported(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused(tiny: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = tiny
     config = json.loads((folder / "config.json").read_text())
     for change, word in (

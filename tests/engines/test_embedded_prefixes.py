@@ -1,4 +1,4 @@
-"""The embedded engine computes a prefix once, and keeps as many as it was told."""
+"""The embedded engine computes a prefix once, and keeps the configured number of prefixes."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ async def test_prefix_is_computed_once(
                 stream_interval=10,
             )
         )
-        steps.let(10)
+        steps.permit(10)
         branch = ids + (await seen).token_ids
         fork_call = asyncio.create_task(
             engine.generate(branch, SamplingParams(max_tokens=20), session="s")
         )
         await asyncio.sleep(0)
-        steps.let(1 + 20)
+        steps.permit(1 + 20)
         fork = await fork_call
         assert not parent_call.done()
         assert fork.num_cached_tokens >= len(branch) - 2
-        steps.let_all()
+        steps.permit_all()
         parent = await parent_call
-        # The next turn goes on from all that its last one computed.
+        # The next turn continues from all tokens computed by the last one.
         turn = ids + parent.token_ids + prompt(4, 6)
         following = await engine.generate(turn, SamplingParams(max_tokens=9), session="s")
         assert following.num_cached_tokens == len(ids) + len(parent.token_ids) - 1

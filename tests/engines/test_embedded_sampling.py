@@ -17,7 +17,7 @@ from tests.engines.small_models import VOCAB, prompt, serving
 
 
 def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> list[float]:
-    """What a token is sampled from, by the definitions, in plain Python."""
+    """The distribution of a token, by the definitions, in plain Python."""
     scores = [float(x) for x in logits]
     for token in set(seen):
         penalty = params.repetition_penalty
@@ -51,7 +51,7 @@ def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> lis
         {"min_p": 1.0},
     ],
 )
-async def test_what_is_reported_is_what_was_sampled_from(
+async def test_reported_log_probs_are_of_the_sampled_distribution(
     tiny: tuple[Path, Any], settings: dict[str, Any]
 ) -> None:
     folder, model = tiny
@@ -72,7 +72,7 @@ async def test_what_is_reported_is_what_was_sampled_from(
     assert done.logprobs != plain.logprobs
 
 
-async def test_rows_with_and_without_go_together(tiny: tuple[Path, Any]) -> None:
+async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, Any]) -> None:
     """A penalty of one request does not touch its neighbors, also as the batch changes."""
     folder, _ = tiny
     ids = prompt(4, 10)
@@ -89,7 +89,7 @@ async def test_rows_with_and_without_go_together(tiny: tuple[Path, Any]) -> None
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_a_penalty_counts_tokens_from_the_step_after() -> None:
+def test_a_penalty_counts_a_token_from_the_next_step() -> None:
     logits = torch.full((1, VOCAB), -5.0)
     logits[0, 7] = 4.0
     logits[0, 8] = 3.0

@@ -1,4 +1,5 @@
-"""On a GPU the shapes of attention come from a small set; cuDNN, which plans for each, is out."""
+"""On a GPU the shapes of attention come from a small set; cuDNN, which plans for each, is
+disabled."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NUM_ROLLOUTS, NUM_STEPS = 96, 500
 
 
 class Shapes:
-    """The shapes of each call of attention, with the strides of what lies in the cache."""
+    """The shapes of each call of attention, with the strides of cached keys and values."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[tuple[Any, ...]] = Counter()
@@ -38,7 +39,8 @@ class Shapes:
 
 
 async def count_shapes(folder: Path, shapes: Shapes, finite: bool) -> tuple[int, int]:
-    """Different shapes of the first half of a ragged load, and what the second half added."""
+    """The different shapes of the first half of a ragged load, and those that the second half
+    added."""
     async with serving(folder, max_num_seqs=NUM_ROLLOUTS) as engine:
         engine._scheduler.finite_shapes = finite
 
@@ -63,7 +65,7 @@ async def test_a_ragged_load_meets_few_shapes_of_attention(
     if finite:
         assert first < 80
         assert added < 20
-    else:  # what a CPU computes: the exact shapes, of which there is no end
+    else:  # a CPU computes the exact shapes, whose number is unbounded
         assert first > 300
         assert added > 150
 
@@ -99,7 +101,7 @@ def test_numbers_are_rounded_up_to_few_sizes() -> None:
     assert lengths == {1: 16, 16: 16, 17: 32, 128: 128, 129: 256, 4096: 4096}
 
 
-def test_on_a_gpu_cudnn_is_out() -> None:
+def test_cudnn_attention_is_disabled_on_a_gpu() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -1,4 +1,4 @@
-"""The embedded engine gives its memory back and goes on where it was."""
+"""The embedded engine releases its memory and resumes its turns."""
 
 from __future__ import annotations
 
@@ -56,34 +56,34 @@ async def begin(
         if len(got) > 5:
             enough.set()
 
-    asking = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
-    steps.let(10)
+    pending = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
+    steps.permit(10)
     await enough.wait()
-    return asking, got
+    return pending, got
 
 
 async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
-    """In the middle of what runs."""
+    """Sleep while turns run."""
     falling = asyncio.create_task(engine.sleep())
     await asyncio.sleep(0)
-    steps.let_all()
+    steps.permit_all()
     await falling
 
 
 @pytest.mark.slow
-async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
+async def test_turns_continue_unchanged_after_a_sleep(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
     async with started(world, max_num_seqs=2) as engine:
         assert isinstance(engine, SleepingEngine)
-        asked = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
-        whole = [await engine.generate(ids, s, session="w") for ids, s in asked]
+        turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
+        whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)
-        first, got = await begin(engine, steps, *asked[0])
-        second, _ = await begin(engine, steps, *asked[1])
-        third = asyncio.create_task(engine.generate(*asked[2], session="s"))
+        first, got = await begin(engine, steps, *turns[0])
+        second, _ = await begin(engine, steps, *turns[1])
+        third = asyncio.create_task(engine.generate(*turns[2], session="s"))
         begun = asyncio.get_running_loop().time()
         await fall_asleep(engine, steps)
         num = len(got)
@@ -102,25 +102,25 @@ async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-async def test_new_weights_wake_it_and_keys_and_values_are_theirs(
+async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 30)
     async with started(world) as engine:
         steps = Steps(monkeypatch)
-        asking, _ = await begin(engine, steps, ids)
+        pending, _ = await begin(engine, steps, ids)
         await fall_asleep(engine, steps)
         await engine.load_weights(world.paths[1], 1)
-        done = await asking
+        done = await pending
         assert [span.version for span in done.version_spans] == [0, 1]
         check_sampled(world.models, ids, done, greedy=True)
         assert engine.stats()["cross_version_hits"] == 0
 
 
-async def test_what_comes_while_it_sleeps_waits_and_can_be_cancelled(world: World) -> None:
+async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(world: World) -> None:
     async with started(world) as engine:
         await engine.sleep()
-        await engine.sleep()  # nothing more to give
+        await engine.sleep()  # nothing more to release
         waiting = [
             asyncio.create_task(engine.generate(prompt(n, 9), GREEDY, session="s"))
             for n in range(3)
@@ -140,9 +140,7 @@ async def test_what_comes_while_it_sleeps_waits_and_can_be_cancelled(world: Worl
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_gave_their_memory_back_are_the_same_and_so_are_views_of_them(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_weights_and_their_views_are_unchanged_after_offloading(tmp_path: Path, tied: bool) -> None:
     world = World(tmp_path, tied=tied, num_models=1)
     weights = Weights(read_architecture(world.paths[0]), torch.float32, torch.device("cpu"))
     weights.load(world.paths[0])

@@ -38,25 +38,25 @@ async def test_weights_change_while_requests_run(
                 stream_interval=20,
             )
         )
-        steps.let(20)
+        steps.permit(20)
         await first
         assert engine.policy_version == 0
         loading = asyncio.create_task(engine.load_weights(tmp_path / "bare", 7))
         await asyncio.sleep(0)
-        steps.let(1)
+        steps.permit(1)
         await loading
         assert engine.policy_version == 7
-        asking = asyncio.create_task(
+        pending = asyncio.create_task(
             engine.generate(ids, SamplingParams(max_tokens=30), session="s")
         )
         await asyncio.sleep(0)
-        steps.let(1 + 30)
-        fresh = await asking
+        steps.permit(1 + 30)
+        fresh = await pending
         assert not running.done()
         assert fresh.num_cached_tokens == 0
         assert fresh.version_spans == [VersionSpan(7, 0, 30)]
         check(new, ids, fresh)
-        steps.let_all()
+        steps.permit_all()
         done = await running
         middle = done.version_spans[0].end
         assert middle in (20, 21)
@@ -124,7 +124,7 @@ async def test_bad_update_keeps_the_old_weights(tiny: tuple[Path, Any], tmp_path
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "torn", "shape", "dtype"])
-async def test_a_load_that_fails_half_way_keeps_the_old_weights_whole(
+async def test_a_partially_failed_load_keeps_all_old_weights(
     tiny: tuple[Path, Any], tmp_path: Path, fault: str
 ) -> None:
     """The first shards are good and of other weights, the last one is not: no tensor changes."""
@@ -153,7 +153,7 @@ async def test_a_load_that_fails_half_way_keeps_the_old_weights_whole(
         check(model, ids, done)
 
 
-async def test_logits_that_are_nan_are_a_failure(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+async def test_nan_logits_fail_the_request(tiny: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = tiny
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")

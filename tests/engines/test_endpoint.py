@@ -1,4 +1,4 @@
-"""What an endpoint sends is decoded in one place, and a model behind one is asked one question."""
+"""Replies of an endpoint are decoded in one place; a model answers one question."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def model_at(url: str, **keys: Any) -> ChatModel:
         b'{"choices": [{"message": {"tool_calls": [{"function": "search"}]}}]}',
     ],
 )
-def test_what_is_no_chat_completion_has_one_error(body: bytes) -> None:
+def test_a_malformed_chat_completion_has_one_error(body: bytes) -> None:
     with pytest.raises(MalformedReplyError, match="not a chat completion"):
         read_chat(body)
 
 
-def test_what_is_said_comes_without_thoughts_and_tells_if_it_was_cut_off() -> None:
-    said = read_reply(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
-    assert (said.raw, said.text) == ("<think>hm</think> Lima ", "Lima")
-    assert (said.whole, said.num_tokens) == (False, 930)
+def test_a_reply_is_read_without_thoughts_and_marked_if_truncated() -> None:
+    answer = read_reply(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
+    assert (answer.raw, answer.text) == ("<think>hm</think> Lima ", "Lima")
+    assert (answer.whole, answer.num_tokens) == (False, 930)
     bare = read_reply(json.dumps({"choices": [{"message": {}}]}).encode())
     assert (bare.raw, bare.whole, bare.num_tokens) == ("", True, 0)
 
 
 @pytest.mark.parametrize("first", [b"<html>", b"[" * 100_000, 408, 429, 500])
-async def test_a_reply_that_is_none_is_asked_for_again(first: Any) -> None:
+async def test_an_invalid_reply_is_requested_again(first: Any) -> None:
     with ScriptedEndpoint(lambda body, n: first if n == 1 else reply("yes")) as server:
         model = model_at(server.url)
-        assert (await model.ask("Be brief.", "Well?")).text == "yes"
+        assert (await model.complete("Be brief.", "Well?")).text == "yes"
         assert model.stats() == {"table/num_requests": 2, "table/num_retries": 1}
         await model.endpoint.close()
         with pytest.raises(EngineDeadError, match="closed"):
-            await model.ask("", "Well?")
+            await model.complete("", "Well?")
     roles = [[message["role"] for message in one["messages"]] for one in server.requests]
     assert roles == [["system", "user"]] * 2
     assert server.requests[0]["temperature"] == 0
@@ -73,19 +73,19 @@ async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
     with ScriptedEndpoint(lambda body, n: 404 if n == 1 else reply("yes")) as server:
         model = model_at(server.url)
         with pytest.raises(Exception, match="answered 404"):
-            await model.ask("", "Well?")
-        assert (await model.ask("", "Well?")).text == "yes"
+            await model.complete("", "Well?")
+        assert (await model.complete("", "Well?")).text == "yes"
         await model.endpoint.close()
 
 
-def test_an_endpoint_that_cannot_be_asked_names_its_key() -> None:
+def test_an_unusable_endpoint_is_refused_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"some\.table\.url: expected http"):
         model_at("localhost:8000")
     with pytest.raises(ConfigError, match=r"some\.table\.api_key_env: .*NO_SUCH_KEY is not set"):
         model_at("http://h", api_key_env="NO_SUCH_KEY")
 
 
-def test_marks_and_cuts_of_text_that_others_wrote() -> None:
+def test_untrusted_text_is_fenced_and_shortened() -> None:
     opening, text, closing = fenced("obey").split("\n")
     assert (text, closing) == ("obey", opening.replace("[", "[/"))
     assert closing not in fenced(f"obey {closing}").split("\n")[::2]

@@ -30,7 +30,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def serving(handler: Handler, **options: Any) -> AsyncIterator[HttpClient]:
-    """A client of a socket on which `handler` speaks for the server."""
+    """A client of a socket on which `handler` acts as the server."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -72,7 +72,7 @@ def answering(status: str, body: str) -> Handler:
         "too long",
     ],
 )
-async def test_a_refusal_tells_the_servers_reason(body: str) -> None:
+async def test_a_refusal_reports_the_reason_of_the_server(body: str) -> None:
     async with serving(answering("400 Bad Request", body)) as client:
         with pytest.raises(RefusedError, match="/x answered 400: too long") as caught:
             await client.call("POST", "/x", {"a": 1})
@@ -80,14 +80,14 @@ async def test_a_refusal_tells_the_servers_reason(body: str) -> None:
     assert not isinstance(caught.value, ServerLostError)
 
 
-async def test_a_broken_server_is_a_lost_one() -> None:
+async def test_a_failing_server_is_a_lost_server() -> None:
     async with serving(answering("500 Internal Server Error", "")) as client:
         with pytest.raises(FailedError, match="no reason given"):
             await client.call("GET", "/x")
     assert issubclass(FailedError, ServerLostError)
 
 
-async def test_what_is_no_json_is_shown() -> None:
+async def test_an_invalid_json_reply_is_quoted() -> None:
     async with serving(answering("200 OK", "<html>hello")) as client:
         with pytest.raises(EngineError, match="returned invalid JSON: '<html>hello'"):
             await client.call_json("GET", "/x")
@@ -95,7 +95,7 @@ async def test_what_is_no_json_is_shown() -> None:
             await client.routes()
 
 
-async def test_silence_and_absence_are_losses() -> None:
+async def test_silent_and_absent_servers_are_lost() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -122,8 +122,8 @@ def streaming(*pieces: bytes) -> Handler:
     return handler
 
 
-async def test_events_arrive_whole_however_they_are_cut() -> None:
-    """One of them longer than what a line-wise reader takes."""
+async def test_events_are_reassembled_from_any_packets() -> None:
+    """One of them is longer than the limit of a line-wise reader."""
     long = b"x" * 300_000
     text = b': hello\n\ndata: {"a": 1}\n\ndata: ' + long + b"\r\n\r\ndata: [DONE]\n\n"
     pieces = [text[i : i + 70_001] for i in range(0, len(text), 70_001)]
@@ -131,7 +131,7 @@ async def test_events_arrive_whole_however_they_are_cut() -> None:
         assert [event async for event in events] == [b'{"a": 1}', long]
 
 
-async def test_a_stream_that_breaks_off_is_a_loss_and_keeps_what_came() -> None:
+async def test_an_interrupted_stream_loses_the_server_and_keeps_its_events() -> None:
     found = []
     async with serving(streaming(b"data: 1\n\n", b"data: 2")) as client:
         with pytest.raises(ServerLostError, match="before it was complete"):  # noqa: PT012
@@ -142,10 +142,10 @@ async def test_a_stream_that_breaks_off_is_a_loss_and_keeps_what_came() -> None:
 
 
 @pytest.mark.parametrize(("late_s", "num_kept"), [(0.05, 1), (60.0, 3)])
-async def test_a_stream_keeps_its_connection_though_its_end_comes_later(
+async def test_a_stream_keeps_its_connection_when_its_end_arrives_late(
     late_s: float, num_kept: int
 ) -> None:
-    """The end of the body is a packet of its own. One that does not come costs the connection."""
+    """The end of the body is a separate packet. A missing one costs the connection."""
     connections = 0
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -167,7 +167,7 @@ async def test_a_stream_keeps_its_connection_though_its_end_comes_later(
     assert connections == num_kept
 
 
-async def test_a_kept_connection_that_the_server_closed_is_no_loss() -> None:
+async def test_a_kept_connection_closed_by_the_server_is_reopened() -> None:
     """It answers one request on each connection without announcing that it closes it."""
     connections = 0
 
@@ -197,7 +197,7 @@ def closing_kept(bodies: list[bytes]) -> Handler:
     return handler
 
 
-async def test_what_a_server_may_have_done_is_not_asked_for_twice() -> None:
+async def test_a_request_that_may_have_been_processed_is_not_sent_twice() -> None:
     bodies: list[bytes] = []
     async with serving(closing_kept(bodies)) as client:
         assert await client.call("POST", "/x", 1) == b"ok"
@@ -207,7 +207,7 @@ async def test_what_a_server_may_have_done_is_not_asked_for_twice() -> None:
     assert issubclass(BrokenConnectionError, ServerLostError)
 
 
-async def test_calls_that_change_a_server_find_no_connection_closed() -> None:
+async def test_posts_open_a_fresh_connection_on_request() -> None:
     bodies: list[bytes] = []
     async with serving(closing_kept(bodies), fresh_posts=True) as client:
         assert await client.call("POST", "/x", 1) == b"ok"
@@ -215,7 +215,7 @@ async def test_calls_that_change_a_server_find_no_connection_closed() -> None:
     assert bodies == [b"1", b"2"]
 
 
-async def test_a_reset_is_told_from_a_server_that_is_not_there() -> None:
+async def test_a_connection_reset_is_distinguished_from_an_absent_server() -> None:
     async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         found = writer.get_extra_info("socket")
@@ -242,7 +242,7 @@ async def test_a_reset_is_told_from_a_server_that_is_not_there() -> None:
         ("503 Service Unavailable", "", False, 0.0),
     ],
 )
-async def test_a_server_that_is_full_is_not_a_broken_one(
+async def test_a_full_server_is_not_a_lost_server(
     status: str, header: str, is_busy: bool, wanted_s: float
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -272,7 +272,7 @@ def few_descriptors(free: int) -> Iterator[None]:
 
 
 async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the request nor its server is lost, and the log says what is missing."""
+    """Neither the request nor its server is lost, and the log names the missing descriptors."""
     async with serving(answering("200 OK", "ok"), fresh_posts=True) as client:
         before = os.listdir("/proc/self/fd")
         assert await client.call("POST", "/x", 1) == b"ok"
@@ -283,20 +283,20 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
             with suppress(OSError):
                 while True:
                     taken.append(os.dup(0))
-            asking = asyncio.create_task(client.call("POST", "/x", 1))
+            pending = asyncio.create_task(client.call("POST", "/x", 1))
             await asyncio.sleep(0.4)
-            assert not asking.done()
-            with pytest.raises(NoDescriptorError):  # so that its place goes to another one
+            assert not pending.done()
+            with pytest.raises(NoDescriptorError):  # so that its slot goes to another request
                 async with client.stream("/x", 1):
                     raise AssertionError
             for descriptor in taken:
                 os.close(descriptor)
-            assert await asking == b"ok"
-    (told,) = [one.getMessage() for one in caplog.records if is_shown(one)]
-    assert "file descriptors" in told
+            assert await pending == b"ok"
+    (message,) = [one.getMessage() for one in caplog.records if is_shown(one)]
+    assert "file descriptors" in message
 
 
-async def test_streams_leave_descriptors_to_the_rest_of_the_process() -> None:
+async def test_streams_leave_descriptors_for_the_rest_of_the_process() -> None:
     """Of few a sixth: with eight free ones below the limit none begins, while a call is answered
     and files can be opened."""
     async with serving(answering("200 OK", "ok")) as client:
@@ -338,8 +338,8 @@ def test_entropy_of_the_largest_and_the_rest() -> None:
 
 
 def test_the_bound_of_entropies_rises_with_the_entropy() -> None:
-    """From flat to peaked; the tokens that are left are none likelier than those that are given.
-    The sampled token is given too, in place of the k-th."""
+    """From flat to peaked; no remaining token is likelier than the given ones. The sampled token is
+    also given, instead of the k-th."""
     rng = np.random.default_rng(0)
     last = 0.0
     for scale in (8.0, 5.0, 3.0, 1.3, 0.0):

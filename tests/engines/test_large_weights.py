@@ -14,7 +14,7 @@ from benchmarks.parts.mock_server import MockServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it
-READ = 2**22  # what may be read of all files, routes and tokens together
+READ = 2**22  # limit of the bytes read of all files, routes and tokens
 
 
 class OneToken:
@@ -40,7 +40,7 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-async def test_a_server_starts_updates_and_returns_without_its_weights_being_read(
+async def test_a_server_starts_updates_and_restarts_while_no_weights_are_read(
     tmp_path: Path,
 ) -> None:
     models = [write_model(tmp_path / f"v{version}") for version in range(3)]
@@ -78,4 +78,4 @@ async def test_a_server_starts_updates_and_returns_without_its_weights_being_rea
         await server.close()
         held.close()
     assert bytes_read() - before < READ
-    assert not [route for route in server.asked if "check" in route], server.asked
+    assert not [route for route in server.routes_seen if "check" in route], server.routes_seen

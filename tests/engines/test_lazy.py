@@ -1,4 +1,4 @@
-"""An engine loads the files of no other engine, and HTTP only where its servers are behind it."""
+"""An engine imports no module of another engine, and HTTP only if it has servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HTTP = ("aiohttp", "agentenv.engines.remote.client")
         ("agentenv.pipelines.serving", ("agentenv.engines.sglang",)),
     ],
 )
-def test_an_engine_loads_no_file_of_another(module: str, absent: tuple[str, ...]) -> None:
+def test_an_engine_imports_no_module_of_another(module: str, absent: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100

@@ -24,7 +24,7 @@ from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, Serve
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest
-from tests.engines.pool_bench import TEXT, Bench, bench, hear_all, leased, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, deliver_all, leased, write_folder
 from tests.support.virtual_clock import run_virtual
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(
     folder: Path, work: Callable[[Bench, LeasedEngine], Awaitable[None]], count: int = 1
 ) -> None:
-    """A pool that asks for itself, beside one worker."""
+    """A pool that requests turns itself, with one worker."""
 
     async def main() -> None:
         async with bench(folder, count) as b, leased(b.pool, folder) as engine:
@@ -46,106 +46,106 @@ def shared(
     run_virtual(main())
 
 
-def ask(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
+def start_turn(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
     sampling = SamplingParams(100, stop=("</a>",), seed=1)
     prompt = b.tokenizer.encode(text + "|")
 
-    async def asking() -> str:
+    async def generate() -> str:
         return b.text(await engine.generate(prompt, sampling, session="s"))
 
-    return asyncio.create_task(asking())
+    return asyncio.create_task(generate())
 
 
-def test_a_worker_that_is_gone_leaves_its_places_free(folder: Path) -> None:
+def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
             async with leased(b.pool, folder, is_killed=True) as engine:
-                asking = [ask(b, engine) for _ in range(3)]
+                pending = [start_turn(b, engine) for _ in range(3)]
                 await asyncio.sleep(0.5)
                 assert b.pool.stats()["running"] == 3
             assert b.pool.stats()["running"] == 0
-            for one in asking:
+            for one in pending:
                 one.cancel()
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
 
     run_virtual(main())
 
 
-def test_a_place_that_nobody_wants_any_more_is_given_back(folder: Path) -> None:
+def test_the_slot_of_a_cancelled_turn_is_returned(folder: Path) -> None:
     """Whether it is cancelled before it is given, on its way, or in use."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
         for rounds in range(12):
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             for _ in range(rounds):
                 await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await hear_all()
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await deliver_all()
             assert b.pool.stats()["running"] == b.pool.stats()["waiting"] == 0
-        assert await ask(b, engine) == TEXT
+        assert await start_turn(b, engine) == TEXT
 
     shared(folder, work)
 
 
-def test_requests_of_workers_end_before_a_half_loaded_server_goes_on(folder: Path) -> None:
+def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        asking = ask(b, engine)
+        pending = start_turn(b, engine)
         await asyncio.sleep(0.5)
         (server,) = b.servers
         assert server.before_release is not None
         await server.before_release()
         assert (server.num_running, server.num_aborted) == (0, 1)
-        assert await asking == TEXT, "it goes on from its tokens"
+        assert await pending == TEXT, "it goes on from its tokens"
 
     shared(folder, work)
 
 
-def test_a_worker_knows_the_process_that_has_taken_the_place_of_a_server(folder: Path) -> None:
-    """After each connection the server is handed over anew."""
+def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> None:
+    """After each connection the server is handed over again."""
 
     guests: list[Guest] = []
 
     async def main() -> None:
         async with bench(folder, 1) as b, leased(b.pool, folder, guests=guests) as engine:
-            assert [await ask(b, engine) for _ in range(2)] == [TEXT, TEXT]
+            assert [await start_turn(b, engine) for _ in range(2)] == [TEXT, TEXT]
             assert [one.num_taken_over for one in guests] == [1]
             b.servers[0].restart()
             await b.until_up(0)
             await b.until_up(1)
-            assert await ask(b, engine) == TEXT
+            assert await start_turn(b, engine) == TEXT
             assert [one.num_taken_over for one in guests] == [2]
 
     run_virtual(main())
 
 
-def test_a_pool_that_is_dead_ends_the_turns_of_workers(folder: Path) -> None:
+def test_a_dead_pool_ends_the_turns_of_workers(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].kill()
         with pytest.raises(EngineDeadError):
-            await ask(b, engine)
+            await start_turn(b, engine)
 
     shared(folder, work)
 
 
-def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) -> None:
+def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             await asyncio.sleep(0.5)
             b.pool.end("all is over")
             with pytest.raises(EngineDeadError, match="all is over"):
-                await asking
-            await hear_all()
+                await pending
+            await deliver_all()
 
     run_virtual(main())
 
 
-def test_what_workers_and_the_pool_ask_for_shares_the_places_of_a_server(folder: Path) -> None:
+def test_workers_and_the_pool_share_the_slots_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         b.servers[0].capacity = 2
-        turns = [ask(b, engine) for _ in range(4)]
-        own = [asyncio.create_task(b.ask()) for _ in range(4)]
+        turns = [start_turn(b, engine) for _ in range(4)]
+        own = [asyncio.create_task(b.generate()) for _ in range(4)]
         assert await asyncio.gather(*turns) == [TEXT] * 4
         assert [b.text(done) for done in await asyncio.gather(*own)] == [TEXT] * 4
         assert b.servers[0].peak_running == 2
@@ -156,31 +156,31 @@ def test_what_workers_and_the_pool_ask_for_shares_the_places_of_a_server(folder:
     shared(folder, work)
 
 
-def test_a_turn_that_is_cancelled_while_its_refusal_is_settled_harms_nobody(folder: Path) -> None:
-    """What the controller says of a full server may come just then."""
+def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(folder: Path) -> None:
+    """The controller's message about a full server may arrive at that moment."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
         for rounds in range(20):
             b.servers[0].capacity = 0
-            asking = ask(b, engine)
+            pending = start_turn(b, engine)
             for _ in range(rounds):
                 await asyncio.sleep(0)
-            asking.cancel()
+            pending.cancel()
             b.servers[0].capacity = None
-            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.gather(pending, return_exceptions=True)
             async with asyncio.timeout(100):
-                assert await ask(b, engine) == TEXT
+                assert await start_turn(b, engine) == TEXT
 
     shared(folder, work)
 
 
-def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
+def test_losses_of_an_earlier_process_do_not_count_against_the_next(
     folder: Path,
 ) -> None:
-    """A worker may be late with what it says."""
+    """The message of a worker may be late."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        asking = ask(b, engine)
+        pending = start_turn(b, engine)
         await asyncio.sleep(0.5)
         link, loop = engine._link, asyncio.get_running_loop()
         link.send = partial(loop.call_later, 5.0, link.send)  # type: ignore[assignment]
@@ -190,7 +190,7 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
         await b.until_up(1)
         await asyncio.sleep(lost_s + 5.01 - loop.time())
         assert (b.pool.stats()["server/0/lost"], b.pool.stats()["servers_up"]) == (1, 1)
-        assert await asking == TEXT
+        assert await pending == TEXT
         await asyncio.sleep(5.0)
 
     shared(folder, work)
@@ -199,10 +199,10 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
 def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
         (server,), (member,) = b.servers, b.pool.servers
-        first = ask(b, engine)
+        first = start_turn(b, engine)
         await asyncio.sleep(0.5)
         member.on_trial = True  # while it runs
-        others = [ask(b, engine) for _ in range(8)]
+        others = [start_turn(b, engine) for _ in range(8)]
         await asyncio.sleep(0.1)
         server.die_after = len(TEXT) // 2
         await asyncio.sleep(0.61)
@@ -214,7 +214,7 @@ def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path)
     shared(folder, work)
 
 
-def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
+def test_tokens_right_after_an_update_have_its_version(folder: Path) -> None:
     """Also if the server is lost before the update is over: its weights are being probed."""
 
     async def work(b: Bench, engine: LeasedEngine) -> None:
@@ -229,13 +229,13 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
         server.generate = slow_probe  # type: ignore[method-assign]
         prompt = b.tokenizer.encode(TEXT + "|")
         sampling = SamplingParams(100, stop=("</a>",), seed=1)
-        asking = asyncio.create_task(engine.generate(prompt, sampling, session="s"))
+        pending = asyncio.create_task(engine.generate(prompt, sampling, session="s"))
         await asyncio.sleep(0.48)
         loading = asyncio.create_task(b.load(1))
         await asyncio.sleep(0.4)
         server.kill()
         await loading
-        done = await asking
+        done = await pending
         assert b.text(done) == TEXT
         assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
 
@@ -246,7 +246,7 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
     "outcome",
     [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
 )
-def test_a_worker_reports_every_outcome_as_it_is(outcome: Outcome) -> None:
+def test_every_outcome_of_a_lease_survives_encoding(outcome: Outcome) -> None:
     left = Release(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left
 
@@ -255,49 +255,49 @@ STEPS = "ask ask ask cancel kill restart load load refuse doubt sleep wake break
 
 
 class Storm:
-    """Workers and the pool itself ask for turns while steps befall them and the servers.
+    """Workers and the pool itself request turns while faults happen to them and the servers.
     `latency_s` is that of the workers' links."""
 
     def __init__(self, b: Bench, latency_s: float) -> None:
         self.b, self.latency_s = b, latency_s
         self.workers: list[tuple[AsyncExitStack, LeasedEngine]] = []
-        self.asking: dict[asyncio.Task[None], object] = {}  # and their engines
-        self.beside: list[asyncio.Task[None]] = []
-        # By session: of each request, versions of tokens; None: it came in the very instant of one.
+        self.pending: dict[asyncio.Task[None], object] = {}  # and their engines
+        self.background: list[asyncio.Task[None]] = []
+        # By session: of each request, versions of tokens; None: it came at an update.
         self.sampled: dict[str, list[list[int | None]]] = {}
         self.named_s = {server.name: -1.0 for server in b.servers}
-        self.num_asked = self.version = self.served = 0
+        self.num_requests = self.version = self.served = 0
         for server in b.servers:
             server.generate = partial(self.sample, server, server.generate)  # type: ignore[method-assign]
             server.on_named = partial(self.named, server.name, server.on_named)
 
-    def named(self, name: str, tell: Callable[[], None]) -> None:
+    def named(self, name: str, on_named: Callable[[], None]) -> None:
         self.named_s[name] = asyncio.get_running_loop().time()
-        tell()
+        on_named()
 
     async def sample(
         self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
     ) -> PartEnd:
-        """As the server does; keeps the versions of what it samples."""
+        """Like the server; records the versions of sampled tokens."""
         if request.id.startswith("weights-"):
             return await generate(request, on_chunk)  # type: ignore[no-any-return]
         assert self.latency_s or server.policy_version >= self.served
         versions: list[int | None] = []
         self.sampled.setdefault(request.session, []).append(versions)
 
-        def hear(chunk: Chunk) -> None:
+        def record(chunk: Chunk) -> None:
             is_clear = asyncio.get_running_loop().time() > self.named_s[server.name]
             version = server.policy_version if is_clear else None
             versions.extend([version] * len(chunk.token_ids))
             on_chunk(chunk)
 
         try:
-            return await generate(request, hear)  # type: ignore[no-any-return]
+            return await generate(request, record)  # type: ignore[no-any-return]
         except ForeignWeightsError:
             versions.clear()
             raise
 
-    async def ask(self, number: int, engine: EnginePool | LeasedEngine) -> None:
+    async def generate(self, number: int, engine: EnginePool | LeasedEngine) -> None:
         text, session = f"{number} is not {number + 1}" * (1 + number % 4) + "</a>", str(number)
         prompt = self.b.tokenizer.encode(text + "|")
         sampling = SamplingParams(200, stop=("</a>",), seed=number)
@@ -307,9 +307,11 @@ class Storm:
             await asyncio.sleep(1.0)
             assert clock() - before == pytest.approx(1.0), "it stands still"
         assert self.b.text(done) == text
-        told = [span.version for span in done.version_spans for _ in range(span.start, span.end)]
+        versions_found = [
+            span.version for span in done.version_spans for _ in range(span.start, span.end)
+        ]
         given = [version for one in self.sampled[session] for version in one]
-        pairs = zip(told, given, strict=False)
+        pairs = zip(versions_found, given, strict=False)
         assert self.latency_s or all(version in (None, one) for one, version in pairs)
 
     async def step(self, kind: str, number: int) -> None:
@@ -317,24 +319,26 @@ class Storm:
         match kind:
             case "ask":
                 for engine in [self.b.pool, *(engine for _, engine in self.workers)] * 2:
-                    self.num_asked += 1
-                    self.asking[asyncio.create_task(self.ask(self.num_asked, engine))] = engine
+                    self.num_requests += 1
+                    self.pending[asyncio.create_task(self.generate(self.num_requests, engine))] = (
+                        engine
+                    )
             case "cancel":
                 for _ in range(number):
                     await asyncio.sleep(0)
-                for one in list(self.asking)[number % 2 :: 2]:
-                    del self.asking[one]
+                for one in list(self.pending)[number % 2 :: 2]:
+                    del self.pending[one]
                     one.cancel()
             case "kill" | "restart":
                 getattr(server, kind)()
             case "load":
                 self.version += 1
-                self.beside.append(asyncio.create_task(self.load(self.version)))
+                self.background.append(asyncio.create_task(self.load(self.version)))
             case "refuse" | "doubt":
                 fault = EngineError if kind == "refuse" else ServerLostError
                 server.load_faults = [fault(kind)] * 2
             case "sleep" | "wake":
-                self.beside.append(asyncio.create_task(getattr(self.b.pool, kind)()))
+                self.background.append(asyncio.create_task(getattr(self.b.pool, kind)()))
             case "break":
                 server.breaks = [number % 7]
             case "fill":
@@ -346,7 +350,7 @@ class Storm:
 
     async def load(self, version: int) -> None:
         await self.b.load(version)
-        await hear_all()  # places that were under way
+        await deliver_all()  # places that were under way
         self.served = version
 
     async def join(self) -> None:
@@ -355,25 +359,25 @@ class Storm:
         self.workers.append((stack, await stack.enter_async_context(worker)))
 
     async def leave(self, number: int) -> None:
-        """A worker is gone at once, and with it all that it asked for."""
+        """A worker is lost at once, with all its requests."""
         stack, engine = self.workers.pop(number)
-        gone = [one for one, its in self.asking.items() if its is engine]
+        gone = [one for one, its in self.pending.items() if its is engine]
         for one in gone:
-            del self.asking[one]
+            del self.pending[one]
             one.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
         await stack.aclose()
 
     async def end(self) -> None:
-        """All is well again, and what was asked for comes to its end."""
+        """All faults are repaired, and all requests end."""
         for server in self.b.servers:
             server.load_faults, server.breaks, server.capacity = [], [], None
             if not await server.healthy():
                 server.restart()
-        outcomes = await asyncio.gather(*self.beside, return_exceptions=True)
+        outcomes = await asyncio.gather(*self.background, return_exceptions=True)
         assert all(one is None or isinstance(one, EngineError) for one in outcomes), outcomes
         await self.b.pool.wake()
-        await asyncio.gather(*self.asking)
+        await asyncio.gather(*self.pending)
         await asyncio.sleep(5 * self.latency_s + 0.1)
         stats = self.b.pool.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
@@ -404,7 +408,7 @@ class Storm:
     ],
     0.0,
 )
-def test_whatever_happens_turns_are_whole_and_no_place_is_lost(
+def test_turns_are_complete_and_no_slot_is_lost_under_any_faults(
     steps: list[tuple[str, int, float]], latency_s: float
 ) -> None:
     """And each token has the version of the weights that sampled it."""

@@ -13,8 +13,8 @@ from agentenv.engines.remote import ServerLoad
 
 class Growing:
     """A server with a cache of 626,768 tokens, whose requests have 512 tokens of prompt and sample
-    as many as `length` says, 14,000 a second in all. It admits what fits now, and preempts the
-    latest when what runs has grown too long."""
+    as many as `length` says, 14,000 a second in all. It admits requests that fit now, and preempts
+    the latest when the running ones have grown too long."""
 
     CACHE = 626_768
 
@@ -26,10 +26,10 @@ class Growing:
         self._running: list[list[float]] = []  # tokens now, and at the end
         self._waiting: list[list[float]] = []
 
-    def serve(self, num_asked: int, seconds: int) -> None:
+    def serve(self, num_requests: int, seconds: int) -> None:
         for _ in range(seconds):
             for _step in range(10):
-                while len(self._running) + len(self._waiting) < min(num_asked, self.limit.value):
+                while len(self._running) + len(self._waiting) < min(num_requests, self.limit.value):
                     self._waiting.append([512, 512 + self._length()])
                 self._step(0.1)
             usage = self._used / self.CACHE
@@ -61,9 +61,9 @@ class Growing:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ragged", [False, True])
-def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
-    """1,000 requests that begin together fit in as prompts, not when they have come to their ends;
-    and the server samples as fast as it can."""
+def test_growing_requests_are_not_preempted(is_ragged: bool) -> None:
+    """1,000 requests that begin together fit as prompts, but not at their full length; the server
+    still samples at full speed."""
     rng = Random(0)
     server = Growing(lambda: max(5, int(rng.expovariate(1 / 512))) if is_ragged else 512)
     server.serve(1000, 120)
@@ -71,7 +71,7 @@ def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
     assert server.num_tokens > 0.97 * 14_000 * 120
 
 
-def test_the_limit_follows_the_engines_own_figures() -> None:
+def test_the_limit_follows_the_metrics_of_the_engine() -> None:
     limit = ConcurrencyLimit(16, 64)
     idle, queued = ServerLoad(16, 0, 0.2, 3), ServerLoad(16, 19, 0.2, 3)
     limit.observe(ServerLoad(16, 16, 0.2, 3), in_flight=8)
@@ -81,7 +81,7 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     limit.observe(idle, in_flight=16)
     assert limit.value == 32  # at first it doubles
     limit.observe(queued, in_flight=32)
-    assert limit.value == 32  # one look may have met a burst
+    assert limit.value == 32  # one check may have met a burst
     limit.observe(queued, in_flight=32)
     assert limit.value == 29  # by 32 of 35 requests
     for grown in (37, 45):
@@ -110,4 +110,4 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     limit = ConcurrencyLimit(100, 100)
     limit.observe(ServerLoad(48, 52, 0.2, 3), in_flight=100)
     limit.observe(ServerLoad(10, 90, 0.2, 3), in_flight=100)
-    assert limit.value == 96  # by the look that saw more of them run
+    assert limit.value == 96  # by the check that saw more of them run

@@ -30,45 +30,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(3)
-async def test_siblings_meet_at_one_server_and_trees_spread(b: Bench) -> None:
-    asked = [b.ask(session=f"tree{n % 3}") for n in range(12)]
-    await asyncio.gather(*asked)
+async def test_siblings_share_a_server_and_trees_are_spread(b: Bench) -> None:
+    pending = [b.generate(session=f"tree{n % 3}") for n in range(12)]
+    await asyncio.gather(*pending)
     assert [len(server.requests) for server in b.servers] == [4, 4, 4]
 
 
 @virtual(2, max_concurrency=2)
-async def test_a_full_home_is_left_for_a_turn_but_not_for_good(b: Bench) -> None:
-    await asyncio.gather(*(b.ask(session="tree") for _ in range(3)))
+async def test_a_turn_leaves_its_full_home_server_only_temporarily(b: Bench) -> None:
+    await asyncio.gather(*(b.generate(session="tree") for _ in range(3)))
     assert [len(server.requests) for server in b.servers] == [2, 1]
-    await b.ask(session="tree")
+    await b.generate(session="tree")
     assert [len(server.requests) for server in b.servers] == [3, 1]
 
 
 @virtual(1)
-async def test_a_turn_through_the_pool_is_the_servers_turn(b: Bench) -> None:
+async def test_a_turn_of_the_pool_equals_that_of_its_server(b: Bench) -> None:
     chunks: list[Chunk] = []
-    done = await b.ask(on_tokens=chunks.append, stream_interval=4)
+    done = await b.generate(on_tokens=chunks.append, stream_interval=4)
     assert b.text(done) == TEXT
     assert (done.finish_reason, done.stop) == ("stop", "</a>")
     assert done.version_spans == [VersionSpan(0, 0, len(TEXT))]
     assert [len(chunk.token_ids) for chunk in chunks] == [4] * 5  # the rest is in the completion
     assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids[:20]
-    assert (await b.ask(stop=())).token_ids[-1] == EOS
-    assert (await b.ask(max_tokens=3)).finish_reason == "length"
+    assert (await b.generate(stop=())).token_ids[-1] == EOS
+    assert (await b.generate(max_tokens=3)).finish_reason == "length"
     with pytest.raises(EngineError, match="max_model_len"):
-        await b.ask(max_tokens=5000)
+        await b.generate(max_tokens=5000)
     assert b.pool.stats()["retries"] == 0
 
 
 @virtual(1)
-async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None:
-    await b.ask()
-    await b.ask(on_tokens=lambda chunk: None, stream_interval=4)
+async def test_tokens_outside_a_fork_window_arrive_in_few_events(b: Bench) -> None:
+    await b.generate()
+    await b.generate(on_tokens=lambda chunk: None, stream_interval=4)
     assert [request.stream_interval for request in b.servers[0].requests] == [16, 4]
 
 
 @virtual(1)
-async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> None:
+async def test_an_event_holds_the_tokens_of_two_seconds(b: Bench) -> None:
     """From 16 tokens to 64, by the requests before."""
     (server,) = b.servers
     engine = server._engine
@@ -76,12 +76,12 @@ async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> N
     for tokens_per_s, interval in ((10.1, 20), (25.1, 50), (500.0, 64), (2.0, 16)):
         engine.config = replace(engine.config, tokens_per_s=tokens_per_s)
         for _ in range(80):
-            await b.ask("word " * 40, stop=(), max_tokens=200)
+            await b.generate("word " * 40, stop=(), max_tokens=200)
         assert server.requests[-1].stream_interval == interval
 
 
 @virtual(1)
-async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b: Bench) -> None:
+async def test_coalesced_events_do_not_raise_the_measured_speed_of_a_server(b: Bench) -> None:
     """One that gives two tokens a second would seem silent with events of 64."""
     heartbeat = Heartbeat()
     for pace in (2.0, 2.0, 1e6):
@@ -89,11 +89,13 @@ async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b:
     assert heartbeat.interval == 16
 
 
-def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Path) -> None:
+def test_events_after_a_fork_window_are_large(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, entropies="window") as b:
-            for heard in (4, 20):
-                await b.ask(on_tokens=lambda chunk: None, stream_interval=heard, max_tokens=22)
+            for window in (4, 20):
+                await b.generate(
+                    on_tokens=lambda chunk: None, stream_interval=window, max_tokens=22
+                )
             intervals = [request.stream_interval for request in b.servers[0].requests]
             assert intervals[0] == 4
             assert intervals[1] >= 16
@@ -103,44 +105,44 @@ def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Pat
 
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
-@pytest.mark.parametrize(("heard", "end"), [(n, 23) for n in (7, 19, 21, 23, 40, 0)])
+@pytest.mark.parametrize(("window", "end"), [(n, 23) for n in (7, 19, 21, 23, 40, 0)])
 def test_only_the_tokens_of_a_fork_window_have_entropies(
-    folder: Path, heard: int, end: int, stop: str
+    folder: Path, window: int, end: int, stop: str
 ) -> None:
-    """They are asked for with the first request of a turn, and the rest in a second one."""
+    """They are requested with the first request of a turn, and the rest in a second one."""
     text = TEXT.replace("</a>", stop)
 
     async def main() -> None:
         async with bench(folder, 1, entropies="window") as b:
             chunks: list[Chunk] = []
-            listening = {"on_tokens": chunks.append, "stream_interval": heard} if heard else {}
-            done = await b.ask(text + " and more", stop=(stop,), **listening)
+            options = {"on_tokens": chunks.append, "stream_interval": window} if window else {}
+            done = await b.generate(text + " and more", stop=(stop,), **options)
             assert b.text(done) == text
             assert (done.finish_reason, done.stop) == ("stop", stop)
             assert len(done.token_ids) == len(done.entropies) == end
             known = [not math.isnan(entropy) for entropy in done.entropies]
-            assert known == [place < heard for place in range(end)]
-            heard_ids = [token for chunk in chunks for token in chunk.token_ids]
-            assert heard_ids == done.token_ids[: len(heard_ids)]
+            assert known == [place < window for place in range(end)]
+            received_ids = [token for chunk in chunks for token in chunk.token_ids]
+            assert received_ids == done.token_ids[: len(received_ids)]
             requests = b.servers[0].requests
-            assert [r.with_entropies for r in requests] == [True, False][not heard :][
+            assert [r.with_entropies for r in requests] == [True, False][not window :][
                 : len(requests)
             ]
-            assert len(requests) == 1 + (0 < heard < end)
+            assert len(requests) == 1 + (0 < window < end)
             if len(requests) > 1:
-                assert requests[0].sampling.max_tokens == heard
-                assert requests[1].sampling.max_tokens == 100 - heard
+                assert requests[0].sampling.max_tokens == window
+                assert requests[1].sampling.max_tokens == 100 - window
             stats = b.pool.stats()
             assert (stats["retries"], stats["continuations"]) == (0, 0)
 
     run_virtual(main())
 
 
-def test_where_entropies_cost_nothing_a_turn_is_one_request(folder: Path) -> None:
+def test_a_turn_is_one_request_when_entropies_are_free(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1, entropies="window") as b:
             b.servers[0].has_free_entropies = True
-            done = await b.ask(on_tokens=lambda chunk: None, stream_interval=4, max_tokens=22)
+            done = await b.generate(on_tokens=lambda chunk: None, stream_interval=4, max_tokens=22)
             assert not any(map(math.isnan, done.entropies))
             (request,) = b.servers[0].requests
             assert request.with_entropies
@@ -150,35 +152,35 @@ def test_where_entropies_cost_nothing_a_turn_is_one_request(folder: Path) -> Non
 
 
 @virtual(1)
-async def test_an_engine_is_told_the_tokens_that_hold_a_stop_string(b: Bench) -> None:
-    """If it needs nothing else to find the stop strings, it has nothing to decode."""
+async def test_an_engine_gets_the_tokens_that_contain_a_stop_string(b: Bench) -> None:
+    """If these tokens suffice to find the stop strings, it decodes nothing."""
     for stop in ((">",), ("</a>",), ("</a>", ">"), (">", "</b>")):
-        done = await b.ask(stop=stop)
+        done = await b.generate(stop=stop)
         assert b.text(done) == TEXT
         assert (done.finish_reason, done.stop) == ("stop", stop[0])
     requests = b.servers[0].requests
-    told = [b.tokenizer.decode(list(request.stop_token_ids)) for request in requests]
-    assert told == ["></b>", "", "></b>", "></b>"]
+    stops = [b.tokenizer.decode(list(request.stop_token_ids)) for request in requests]
+    assert stops == ["></b>", "", "></b>", "></b>"]
     assert [request.sampling.stop for request in requests] == [(), ("</a>",), ("</a>", ">"), ()]
 
 
 @virtual(1)
-async def test_a_stop_string_in_other_tokens_than_its_own_stops_too(b: Bench) -> None:
-    done = await b.ask("the fox</b> and more", stop=("</b>",))
+async def test_a_stop_string_stops_in_any_tokenization(b: Bench) -> None:
+    done = await b.generate("the fox</b> and more", stop=("</b>",))
     assert b.text(done) == "the fox</b>"
     assert (done.finish_reason, done.stop) == ("stop", "</b>")
     assert b.servers[0].requests[0].sampling.stop == ()
     assert b.servers[0].num_aborted == 1
-    done = await b.ask("the fox</b>", stop=("</b>",))  # and then the end of the sequence
+    done = await b.generate("the fox</b>", stop=("</b>",))  # and then the end of the sequence
     assert (b.text(done), done.finish_reason, done.stop) == ("the fox</b>", "stop", "</b>")
 
 
 @virtual(1)
 async def test_cancelling_aborts_the_request_at_once(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.5)
-    asking.cancel()
-    await asyncio.wait({asking})
+    pending.cancel()
+    await asyncio.wait({pending})
     assert asyncio.get_running_loop().time() < 0.6
     assert (b.servers[0].num_running, b.servers[0].num_aborted) == (0, 1)
     assert b.pool.stats()["server/0/in_flight"] == 0
@@ -190,14 +192,14 @@ async def test_a_callback_that_raises_fails_its_turn_only(b: Bench) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        await b.ask(on_tokens=on_tokens)
-    assert b.text(await b.ask()) == TEXT
+        await b.generate(on_tokens=on_tokens)
+    assert b.text(await b.generate()) == TEXT
     assert b.pool.stats()["retries"] == 0
 
 
 @virtual(1, max_concurrency=1)
-async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
-    tasks = [asyncio.create_task(b.ask()) for _ in range(3)]
+async def test_closing_ends_running_and_waiting_turns(b: Bench) -> None:
+    tasks = [asyncio.create_task(b.generate()) for _ in range(3)]
     await asyncio.sleep(0.5)
     await b.pool.close()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,7 +212,7 @@ async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
 
 @pytest.mark.slow
 @virtual(1)
-async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
+async def test_the_pool_finds_the_capacity_of_a_server(b: Bench) -> None:
     (server,) = b.servers
     server.num_slots = 20
     limits: list[float] = []
@@ -221,7 +223,7 @@ async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
             limits.append(b.pool.stats()["server/0/limit"])
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(b.ask(session=str(n)) for n in range(3000)))
+    await asyncio.gather(*(b.generate(session=str(n)) for n in range(3000)))
     watching.cancel()
     settled = limits[30:-5]
     assert len(settled) > 50

@@ -1,5 +1,5 @@
-"""A turn that is cancelled, and once more at each of its awaits, leaves nothing on any account: not
-on a server's, not among the places, not on the clock of its rollout."""
+"""A turn that is cancelled, and again at each of its awaits, leaves nothing behind: no request on a
+server, no occupied slot, no running clock of its rollout."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def one(folder: Path, happens: Callable[[Bench], None], is_leased: bool, *
 
         async def turn() -> None:
             with working(clock):
-                await b.ask()
+                await b.generate()
                 clock_runs()
 
         def clock_runs() -> None:
@@ -157,7 +157,7 @@ async def one(folder: Path, happens: Callable[[Bench], None], is_leased: bool, *
 
 @pytest.mark.parametrize("is_leased", [False, True], ids=["own", "leased"])
 @pytest.mark.parametrize("happens", [quiet, lost, broken, full, updated, asleep])
-def test_a_turn_that_is_cancelled_once_more_at_each_await_leaves_nothing(
+def test_a_turn_cancelled_again_at_each_await_leaves_nothing(
     folder: Path, happens: Callable[[Bench], None], is_leased: bool
 ) -> None:
     num = run_virtual(one(folder, happens, is_leased))
@@ -168,7 +168,7 @@ def test_a_turn_that_is_cancelled_once_more_at_each_await_leaves_nothing(
             run_virtual(one(folder, happens, is_leased, first, second))
 
 
-def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
+def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(
     folder: Path,
 ) -> None:
     """The same by the clock: its abort takes longer than it is until the second cancellation."""
@@ -180,7 +180,7 @@ def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
 
             async def branch() -> None:
                 with Deadline(loop.time() + 0.3, loop.time, EngineError("late")):
-                    await b.ask()
+                    await b.generate()
 
             async def tree() -> None:
                 async with asyncio.TaskGroup() as group:
@@ -198,8 +198,8 @@ def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
     run_virtual(main())
 
 
-def test_a_keeper_waits_for_what_has_not_ended(folder: Path) -> None:
-    """Not time and again for a request that has, whose account is not closed."""
+def test_a_keeper_does_not_wait_for_a_finished_request(folder: Path) -> None:
+    """A request that has ended, but is still registered, does not block it."""
 
     async def main() -> None:
         async with bench(folder, 2) as b:
@@ -215,17 +215,17 @@ def test_a_keeper_waits_for_what_has_not_ended(folder: Path) -> None:
     run_virtual(main())
 
 
-def resting(member: PooledServer, looks: Callable[[], Awaitable[None]]) -> Any:
+def resting(member: PooledServer, check: Callable[[], Awaitable[None]]) -> Any:
     async def timed() -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await looks()
+        await check()
         return loop.time() - began
 
     return timed()
 
 
-def test_a_look_that_is_asked_for_while_the_keeper_works_is_taken(folder: Path) -> None:
+def test_a_check_requested_while_the_keeper_works_is_made(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
             (member,) = b.pool.servers

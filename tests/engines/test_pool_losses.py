@@ -1,4 +1,4 @@
-"""Whatever happens to the servers of a pool, no turn is lost and each token counts once."""
+"""Under any faults of the servers of a pool, no turn is lost and each token counts once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2)
-async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> None:
+async def test_a_turn_continues_on_another_server_from_its_received_tokens(b: Bench) -> None:
     b.servers[0].die_after = 9
     chunks: list[Chunk] = []
-    done = await b.ask(on_tokens=chunks.append)
+    done = await b.generate(on_tokens=chunks.append)
     assert b.text(done) == TEXT
     assert (done.finish_reason, done.stop) == ("stop", "</a>")
     assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids
@@ -45,14 +45,14 @@ async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> No
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int, stop: str) -> None:
-    """The second server sees only a part of the stop string, and would go on behind it."""
+def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, stop: str) -> None:
+    """The second server sees only a part of the stop string, and would continue after it."""
     text = TEXT.replace("</a>", stop)
 
     async def main() -> None:
         async with bench(folder, 2) as b:
             b.servers[0].die_after = cut
-            done = await b.ask(text + " and more, much more", stop=(stop,))
+            done = await b.generate(text + " and more, much more", stop=(stop,))
             assert b.text(done) == text
             assert (done.finish_reason, done.stop) == ("stop", stop)
             within = cut > TEXT.index("</a>") or stop == "</b>"
@@ -62,19 +62,19 @@ def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int, stop
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
 )
-def test_a_turn_of_which_only_the_end_was_lost_is_done(
-    folder: Path, asked: dict[str, Any], reason: str
+def test_a_turn_that_lost_only_its_end_is_complete(
+    folder: Path, options: dict[str, Any], reason: str
 ) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
-            whole = await b.ask(session="other", **asked)
+            whole = await b.generate(session="other", **options)
             b.servers[1].die_after = len(whole.token_ids)
-            done = await b.ask(session="other2", **asked)
+            done = await b.generate(session="other2", **options)
             b.servers[0].die_after = len(whole.token_ids)
-            done = await b.ask(session="other", **asked)
+            done = await b.generate(session="other", **options)
             assert done.token_ids == whole.token_ids
             assert (done.finish_reason, done.stop) == (reason, whole.stop)
             assert b.pool.stats()["retries"] == 0
@@ -83,30 +83,30 @@ def test_a_turn_of_which_only_the_end_was_lost_is_done(
 
 
 @virtual(1)
-async def test_a_lone_server_that_restarts_loads_the_weights_before_it_goes_on(b: Bench) -> None:
+async def test_a_restarted_single_server_loads_the_weights_before_it_serves(b: Bench) -> None:
     await b.load(1)
     (server,) = b.servers
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.95)
     server.kill()
     await asyncio.sleep(30)
     server.restart()
-    done = await asking
+    done = await pending
     assert b.text(done) == TEXT
     assert done.version_spans == [VersionSpan(1, 0, len(TEXT))]
     assert server.loaded == [("v1", 1), ("v1", 1)]
-    assert server.versions_asked == [1, 1]
+    assert server.versions_requested == [1, 1]
     assert b.pool.stats()["continuations"] == 1
 
 
 @virtual(1)
-async def test_a_restart_that_nobody_saw_is_found_by_the_lost_request(b: Bench) -> None:
+async def test_an_unnoticed_restart_is_detected_by_the_lost_request(b: Bench) -> None:
     await b.load(1)
     (server,) = b.servers
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.95)
     server.restart()  # at once healthy, but with the weights of the start
-    assert b.text(await asking) == TEXT
+    assert b.text(await pending) == TEXT
     assert server.loaded == [("v1", 1), ("v1", 1)]
 
 
@@ -122,27 +122,27 @@ async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) ->
         return await generate(*args)
 
     server.generate = generate_badly  # type: ignore[method-assign]
-    assert b.text(await b.ask()) == TEXT
+    assert b.text(await b.generate()) == TEXT
     assert server.loaded == []
 
 
 @virtual(2)
-async def test_a_hanging_server_is_left(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+async def test_turns_leave_a_hanging_server(b: Bench) -> None:
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.95)
     b.servers[0].hanging = True
-    assert b.text(await asking) == TEXT
+    assert b.text(await pending) == TEXT
     assert asyncio.get_running_loop().time() < 70
     assert b.servers[0].num_aborted == 1
 
 
 @virtual(2, max_retries=2)
-async def test_retries_have_a_budget(b: Bench) -> None:
+async def test_the_retries_of_a_turn_are_bounded(b: Bench) -> None:
     """For a turn that fails on servers that are well."""
     for server in b.servers:
         fail_turns(server)
     with pytest.raises(EngineError, match="failed after 3 attempts: 502 bad gateway"):
-        await b.ask()
+        await b.generate()
 
 
 def fail_turns(server: FaultyServer, number: int = 10**6) -> None:
@@ -157,7 +157,7 @@ def fail_turns(server: FaultyServer, number: int = 10**6) -> None:
 
 
 @virtual(2)
-async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_well(
+async def test_a_server_that_samples_nothing_stays_excluded_although_it_reports_healthy(
     b: Bench,
 ) -> None:
     sick = b.servers[0]
@@ -167,107 +167,107 @@ async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_we
 
     sick.generate = fail  # type: ignore[method-assign]
     for number in range(10):
-        assert b.text(await b.ask(session=str(number))) == TEXT
+        assert b.text(await b.generate(session=str(number))) == TEXT
     assert b.pool.stats()["retries"] == 1
     assert b.pool.stats()["servers_up"] == 1
 
 
 @virtual(3)
-async def test_a_server_that_is_well_but_fails_requests_is_avoided_and_then_left(b: Bench) -> None:
-    """Each turn costs one retry at most, and the server is asked ever more rarely."""
+async def test_a_healthy_server_that_fails_requests_is_avoided_and_then_excluded(b: Bench) -> None:
+    """Each turn costs one retry at most, and the server gets ever fewer requests."""
     sick = b.servers[0]
     sick.fails = True
     for number in range(40):
-        assert b.text(await b.ask(session=str(number))) == TEXT  # 2.3 s each
+        assert b.text(await b.generate(session=str(number))) == TEXT  # 2.3 s each
     assert b.pool.stats()["retries"] == sick.num_failed <= 9
     assert sick.loaded == []
     sick.fails = False
     await asyncio.sleep(100)
-    await asyncio.gather(*(b.ask(session=f"later{number}") for number in range(6)))
+    await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
     assert b.pool.stats()["servers_up"] == 3
     assert len(sick.requests) > 0
 
 
 @virtual(2)
-async def test_a_server_that_comes_back_for_the_second_time_gets_one_request_at_first(
+async def test_a_server_that_returns_a_second_time_gets_one_request_at_first(
     b: Bench,
 ) -> None:
     sick = b.servers[0]
     sick.fails = True
-    await asyncio.gather(*(b.ask(session=str(number)) for number in range(32)))
+    await asyncio.gather(*(b.generate(session=str(number)) for number in range(32)))
     first = sick.num_failed
     await asyncio.sleep(5)
-    await asyncio.gather(*(b.ask(session=f"again{number}") for number in range(32)))
+    await asyncio.gather(*(b.generate(session=f"again{number}") for number in range(32)))
     await asyncio.sleep(10)
     before = sick.num_failed
-    await asyncio.gather(*(b.ask(session=f"more{number}") for number in range(32)))
+    await asyncio.gather(*(b.generate(session=f"more{number}") for number in range(32)))
     assert first <= 32
     assert sick.num_failed == before + 1
 
 
 @virtual(1)
-async def test_a_server_that_is_full_loses_nothing_and_gets_fewer(b: Bench) -> None:
+async def test_a_full_server_loses_no_turn_and_gets_fewer_requests(b: Bench) -> None:
     (server,) = b.servers
     server.capacity = 16
-    done = await asyncio.gather(*(b.ask(session=str(number)) for number in range(200)))
+    done = await asyncio.gather(*(b.generate(session=str(number)) for number in range(200)))
     assert {b.text(completion) for completion in done} == {TEXT}
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
     assert stats["server/0/refused"] == server.num_refused > 0
     assert server.peak_running == 16
     assert stats["server/0/limit"] < 32
-    # 200 turns of 2.3 s on 16 places take 29 s; what is lost is the time it was closed.
+    # 200 turns of 2.3 s on 16 slots take 29 s; only the time it was closed is lost.
     assert asyncio.get_running_loop().time() < 60
 
 
 @virtual(1)
-async def test_a_server_that_is_too_busy_to_say_what_it_has_is_asked_again(b: Bench) -> None:
-    """One of its requests was lost; the other one goes on there."""
+async def test_a_server_too_busy_to_report_its_label_is_queried_again(b: Bench) -> None:
+    """One of its requests was lost; the other one continues there."""
     (server,) = b.servers
-    says, refusals = server.keeps_label, [BusyError("503")] * 2
+    keeps_label, refusals = server.keeps_label, [BusyError("503")] * 2
 
-    async def say() -> bool:
+    async def refuse_then_report() -> bool:
         if refusals:
             raise refusals.pop()
-        return await says()
+        return await keeps_label()
 
-    asking = asyncio.create_task(b.ask(TEXT * 2, stop=()))
+    pending = asyncio.create_task(b.generate(TEXT * 2, stop=()))
     await asyncio.sleep(0.5)
-    server.keeps_label, server.fails = say, True  # type: ignore[method-assign]
-    other = asyncio.create_task(b.ask(session="other"))
+    server.keeps_label, server.fails = refuse_then_report, True  # type: ignore[method-assign]
+    other = asyncio.create_task(b.generate(session="other"))
     await asyncio.sleep(0.1)
     server.fails = False
-    assert b.text(await asking) == TEXT * 2
+    assert b.text(await pending) == TEXT * 2
     assert (b.text(await other), refusals) == (TEXT, [])
     assert (server.num_aborted, server.loaded) == (0, [])
 
 
 @virtual(2)
-async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) -> None:
+async def test_refused_turns_go_to_another_server_before_all_others(b: Bench) -> None:
     b.servers[0].capacity = 0
-    asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
+    pending = [asyncio.create_task(b.generate(session=str(number))) for number in range(8)]
     await asyncio.sleep(0.01)
     assert b.pool.stats()["server/0/refused"] >= 1
-    assert {b.text(await one) for one in asked} == {TEXT}
+    assert {b.text(await one) for one in pending} == {TEXT}
     assert len(b.servers[1].requests) == 8
     assert b.pool.stats()["retries"] == 0
 
 
 @virtual(1, max_outage_s=1000)
-async def test_a_server_that_refuses_everything_for_ever_is_lost_in_the_end(b: Bench) -> None:
+async def test_a_server_that_refuses_every_request_is_lost_eventually(b: Bench) -> None:
     b.servers[0].capacity = 0
     with pytest.raises(EngineDeadError, match=r"was available for 1000 s .*server0: 429"):
-        await b.ask()
+        await b.generate()
 
 
 @pytest.mark.parametrize("breaks", [[0], [9], [3, 9]])
-def test_a_connection_that_breaks_costs_neither_a_retry_nor_the_server(
+def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
     folder: Path, breaks: list[int]
 ) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
             b.servers[0].breaks = list(breaks)
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             stats = b.pool.stats()
             assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
             assert stats["reconnections"] == len(breaks)
@@ -277,31 +277,31 @@ def test_a_connection_that_breaks_costs_neither_a_retry_nor_the_server(
 
 
 @virtual(2)
-async def test_a_connection_that_breaks_twice_without_a_token_is_a_lost_server(b: Bench) -> None:
+async def test_a_connection_broken_twice_without_a_token_is_a_lost_server(b: Bench) -> None:
     b.servers[0].breaks = [0, 0]
-    assert b.text(await b.ask()) == TEXT
+    assert b.text(await b.generate()) == TEXT
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["reconnections"]) == (1, 1, 1)
     assert len(b.servers[1].requests) == 1
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What people saw on their terminal since the last call."""
+    """The messages on the terminal since the last call."""
     found = [one.getMessage() for one in caplog.records if is_shown(one)]
     caplog.clear()
     return found
 
 
-def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
+def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that comes back and fails again was not back; a request that was lost is no outage."""
+    """A server that returns and fails again has not recovered; a lost request is not an outage."""
 
     async def main() -> None:
         async with bench(folder, 2) as b:
             server = b.servers[0]
             server.kill()
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             await asyncio.sleep(100)
             assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
             server.restart()
@@ -309,16 +309,16 @@ def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
             assert shown(caplog) == ["engine server server0 serves policy version 0"]
             server.fails = True
             for number in range(60):
-                await b.ask(session=str(number))
-            told = shown(caplog)
-            assert told == ["engine server server0 is out: a request was lost: 500 CUDA error"]
+                await b.generate(session=str(number))
+            reports = shown(caplog)
+            assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
             assert server.num_failed > 3
             server.fails = False
             await asyncio.sleep(100)
-            await asyncio.gather(*(b.ask(session=f"later{number}") for number in range(6)))
+            await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
             assert shown(caplog) == ["engine server server0 serves policy version 0"]
             fail_turns(server, 1)
-            assert b.text(await b.ask(session="later")) == TEXT
+            assert b.text(await b.generate(session="later")) == TEXT
             await b.until_up(2)
         assert shown(caplog) == []
 
@@ -326,8 +326,8 @@ def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
 
 
 @virtual(2, max_outage_s=60)
-async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) -> None:
-    running = [asyncio.create_task(b.ask(session=str(n))) for n in range(4)]
+async def test_the_run_ends_with_the_reason_of_each_server_when_all_are_lost(b: Bench) -> None:
+    running = [asyncio.create_task(b.generate(session=str(n))) for n in range(4)]
     await asyncio.sleep(0.5)
     for server in b.servers:
         server.kill()
@@ -336,36 +336,36 @@ async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) 
             await task
     assert 55 < asyncio.get_running_loop().time() < 65
     with pytest.raises(EngineDeadError):
-        await b.ask()
+        await b.generate()
 
 
 @virtual(1)
-async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
-    """Limits of seconds bound what the policy does; an outage moves them."""
+async def test_time_without_a_server_counts_toward_no_deadline(b: Bench) -> None:
+    """Limits of seconds bound the work of the policy; an outage extends them."""
     (server,) = b.servers
     loop = asyncio.get_running_loop()
     begin = loop.time()
 
     async def within(seconds: float, text: str = TEXT) -> Completion:
         with working(WorkClock()) as clock, Deadline(seconds, clock, TimeoutError()):
-            return await b.ask(text, session="s", stop=("</a>",) if text == TEXT else ())
+            return await b.generate(text, session="s", stop=("</a>",) if text == TEXT else ())
 
-    asking = asyncio.create_task(within(6.0))  # the turn takes 2.3 s, a retry at most 2
+    pending = asyncio.create_task(within(6.0))  # the turn takes 2.3 s, a retry at most 2
     await asyncio.sleep(0.95)
     server.kill()
     await asyncio.sleep(200)
     server.restart()
-    assert b.text(await asking) == TEXT
+    assert b.text(await pending) == TEXT
     assert loop.time() > begin + 200
     assert 200 < b.pool.stats()["outage_s"] < 235
     begin = loop.time()
-    with pytest.raises(TimeoutError):  # a server that is there, but slow, is another matter
+    with pytest.raises(TimeoutError):  # a slow server is another case
         await within(6.0, TEXT * 4)
     assert loop.time() - begin < 7
 
 
 @virtual(3, max_retries=100)
-async def test_no_turn_is_lost_whatever_dies(b: Bench) -> None:
+async def test_no_turn_is_lost_under_random_deaths_of_servers(b: Bench) -> None:
     rng = Random(0)
 
     async def chaos() -> None:
@@ -384,11 +384,11 @@ async def test_no_turn_is_lost_whatever_dies(b: Bench) -> None:
     disturbing = [asyncio.create_task(chaos()), asyncio.create_task(publish())]
     texts = [f"{n} is not {n + 1}" * (1 + n % 4) + "</a>" for n in range(200)]
 
-    async def ask(number: int) -> Completion:
+    async def generate(number: int) -> Completion:
         await asyncio.sleep(number / 4)
-        return await b.ask(texts[number], session=str(number))
+        return await b.generate(texts[number], session=str(number))
 
-    done = await asyncio.gather(*(ask(number) for number in range(len(texts))))
+    done = await asyncio.gather(*(generate(number) for number in range(len(texts))))
     assert [b.text(completion) for completion in done] == texts
     assert b.pool.stats()["continuations"] > 20
     assert b.pool.policy_version > 3

@@ -1,5 +1,5 @@
-"""A server that comes back while an update begins loads the weights that are wanted by then: those
-of before are removed as soon as the update has returned."""
+"""A server that returns while an update begins loads the weights of that update: the earlier ones
+are removed as soon as the update has returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("slow", ["healthy", "connect", "load_weights"])
 @pytest.mark.parametrize("begins_s", [0.05, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
-def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begins_s: float) -> None:
+def test_no_server_reads_removed_weights(folder: Path, slow: str, begins_s: float) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
             there = {"initial"}
@@ -64,22 +64,22 @@ def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begin
     run_virtual(main())
 
 
-def test_a_server_that_stays_dead_is_asked_ever_more_rarely_and_ends_nothing(folder: Path) -> None:
+def test_a_dead_server_is_queried_ever_more_rarely_and_does_not_end_the_pool(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 2) as b:
-            asked = 0
+            num_checks = 0
             healthy = b.servers[0].healthy
 
             async def counted() -> bool:
-                nonlocal asked
-                asked += 1
+                nonlocal num_checks
+                num_checks += 1
                 return await healthy()
 
             b.servers[0].healthy = counted  # type: ignore[method-assign]
             b.servers[0].kill()
             await asyncio.sleep(3600.0)
             b.pool.check_alive()
-            assert asked < 2 * 3600 / 20 + 20
+            assert num_checks < 2 * 3600 / 20 + 20
             b.servers[0].restart()
             await asyncio.sleep(60.0)
             assert b.pool.stats()["servers_up"] == 2

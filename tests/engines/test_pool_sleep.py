@@ -1,4 +1,4 @@
-"""Servers sleep while the learner has their GPUs: nothing runs on them, and nothing is lost."""
+"""Servers sleep while the learner has their GPUs: no turn runs on them, and none is lost."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2, max_retries=0, max_outage_s=60)
-async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up(b: Bench) -> None:
+async def test_turns_continue_after_a_sleep_and_use_up_no_deadline_or_retry(b: Bench) -> None:
     """Neither does a sleep that is longer than an outage may be end the run."""
     loop = asyncio.get_running_loop()
     chunks: list[Chunk] = []
 
     async def within(seconds: float) -> Completion:
         with working(WorkClock()) as clock, Deadline(seconds, clock, TimeoutError()):
-            return await b.ask(on_tokens=chunks.append)
+            return await b.generate(on_tokens=chunks.append)
 
-    asking = asyncio.create_task(within(3.0))  # the turn takes 2.3 s
+    pending = asyncio.create_task(within(3.0))  # the turn takes 2.3 s
     await asyncio.sleep(0.91)
     await b.pool.sleep()
     assert [server.asleep for server in b.servers] == [True, True]
-    later = asyncio.create_task(b.ask(session="later"))
+    later = asyncio.create_task(b.generate(session="later"))
     await asyncio.sleep(500)
     assert (len(chunks), later.done()) == (9, False)
     await b.pool.wake()
     begin = loop.time()
-    done = await asking
+    done = await pending
     assert b.text(done) == b.text(await later) == TEXT
     assert loop.time() - begin < 2.5
     assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids
@@ -51,21 +51,21 @@ async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up
 
 
 @virtual(2)
-async def test_new_weights_wake_the_servers_and_serve_from_the_first_token_on(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+async def test_new_weights_wake_the_servers_and_sample_every_later_token(b: Bench) -> None:
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.91)
     await b.pool.sleep()
     await b.load(1)
     assert [(s.asleep, s.weights, s.policy_version) for s in b.servers] == [(False, "v1", 1)] * 2
-    assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
+    assert (await pending).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
     await b.pool.sleep()
     await b.pool.wake()  # without an update: the same weights once more
-    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert (await b.generate()).version_spans == [VersionSpan(1, 0, len(TEXT))]
 
 
 @virtual(2)
-async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+async def test_a_server_that_dies_asleep_returns_with_the_weights(b: Bench) -> None:
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.91)
     await b.pool.sleep()
     dead, restarted = b.servers
@@ -73,7 +73,7 @@ async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -
     restarted.restart()  # another process in its place, awake, with the weights of the start
     await asyncio.sleep(100)
     await b.load(1)
-    assert b.text(await asking) == TEXT
+    assert b.text(await pending) == TEXT
     assert (b.pool.stats()["servers_up"], restarted.weights) == (1, "v1")
     dead.restart()
     await b.until_up(2)
@@ -81,34 +81,32 @@ async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -
 
 
 @virtual(2)
-async def test_a_server_that_is_gone_already_does_not_keep_the_others_awake(b: Bench) -> None:
+async def test_a_lost_server_does_not_keep_the_others_awake(b: Bench) -> None:
     b.servers[0].kill()
     await b.pool.sleep()
     assert b.servers[1].asleep
     await b.pool.wake()
-    assert b.text(await b.ask()) == TEXT
+    assert b.text(await b.generate()) == TEXT
     b.servers[0].restart()
     await b.until_up(2)
 
 
 @pytest.mark.parametrize("what", ["a token", "its weights"])
-def test_who_is_being_brought_back_does_not_keep_the_learner_from_its_memory(
-    folder: Path, what: str
-) -> None:
-    """The server says that it is well, and then nothing of what it was asked for."""
+def test_a_recovering_server_does_not_delay_a_sleep(folder: Path, what: str) -> None:
+    """The server reports that it is healthy, and then answers no request."""
 
     async def main() -> None:
         async with bench(folder, 2, silence_s=5.0) as b:
             silent = b.servers[0]
             await b.load(1)
-            asking = asyncio.create_task(b.ask())
+            pending = asyncio.create_task(b.generate())
             await asyncio.sleep(0.91)
             if what == "a token":
                 silent.silent = True
             else:
                 silent.load_s = 500.0
                 silent.restart()
-            assert b.text(await asking) == TEXT
+            assert b.text(await pending) == TEXT
             await asyncio.sleep(10)
             begin = asyncio.get_running_loop().time()
             await b.pool.sleep()
@@ -123,14 +121,14 @@ def test_who_is_being_brought_back_does_not_keep_the_learner_from_its_memory(
 
 
 @virtual(2, first_token_s=20.0)
-async def test_a_server_that_gives_no_token_when_it_is_tried_out_is_left(b: Bench) -> None:
-    """What else it has goes on elsewhere."""
-    asking = [asyncio.create_task(b.ask(session="s")) for _ in range(2)]
+async def test_a_server_without_a_token_in_its_trial_is_excluded(b: Bench) -> None:
+    """Its other turns continue on another server."""
+    pending = [asyncio.create_task(b.generate(session="s")) for _ in range(2)]
     await asyncio.sleep(0.91)
     b.servers[0].silent = True
     b.pool.servers[0].suspend("somebody doubts it")
     begin = asyncio.get_running_loop().time()
-    assert [b.text(await one) for one in asking] == [TEXT, TEXT]
+    assert [b.text(await one) for one in pending] == [TEXT, TEXT]
     assert asyncio.get_running_loop().time() - begin < 25.0
 
 
@@ -142,27 +140,27 @@ async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
         server.load_faults = [EngineError("another shape")]
     with pytest.raises(EngineError, match="no server took policy version 2"):
         await b.load(2)
-    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert (await b.generate()).version_spans == [VersionSpan(1, 0, len(TEXT))]
 
 
 @virtual(2)
-async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Bench) -> None:
+async def test_a_server_that_fails_to_sleep_ends_the_pool(b: Bench) -> None:
     b.servers[1].sleep_fault = ServerLostError("500")
     with pytest.raises(EngineError, match="server1 failed to sleep: 500"):
         await b.pool.sleep()
     await b.pool.close()
     with pytest.raises(EngineDeadError):
-        await b.ask()
+        await b.generate()
 
 
 @virtual(2)
-async def test_a_server_without_the_feature_is_refused_with_the_flag_that_brings_it(
+async def test_a_server_without_the_feature_is_refused_with_the_missing_flag(
     b: Bench,
 ) -> None:
     b.pool.require("sleep")
     b.servers[1].can_sleep = False
     b.servers[1].restart()
-    await b.ask()
+    await b.generate()
     b.pool.remove_server("server1")
     b.pool.add_server(b.servers[1])
     await b.until_up(2)

@@ -1,4 +1,4 @@
-"""Time in the engine pool: what counts for a rollout, who goes first, when a server is lost."""
+"""Time in the engine pool: the clock of a rollout, the order of turns, the loss of a server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ends_of(trees: list[TrajectoryTree]) -> list[str | None]:
     return [t.leaf.end for tree in trees for t in tree.trajectories()]
 
 
-def test_eight_times_as_many_branches_as_places_lose_nothing(folder: Path) -> None:
+def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
     """8 trees of 16 on 16 places, four turns of 30 s: 960 s go by, 120 of work for each."""
 
     async def main() -> None:
@@ -89,9 +89,9 @@ def test_eight_times_as_many_branches_as_places_lose_nothing(folder: Path) -> No
     run_virtual(main())
 
 
-def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(folder: Path) -> None:
-    """Four turns of 3 s within 60 s, on two servers of which one says that it is well, and gives
-    no token."""
+def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folder: Path) -> None:
+    """Four turns of 3 s within 60 s, on two servers of which one reports that it is healthy, and
+    gives no token."""
 
     async def main() -> None:
         scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
@@ -100,7 +100,7 @@ def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(fold
             FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
             for name in ("well", "silent")
         ]
-        servers[1].silent = servers[1].is_heard = True
+        servers[1].silent = servers[1].answers_probes = True
         limits = Limits(max_seconds=60.0, max_response_tokens=400)
         trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
         assert ends_of(trees) == ["terminated"] * 192
@@ -109,45 +109,45 @@ def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(fold
 
 
 @virtual(1, max_concurrency=1)
-async def test_turns_that_go_on_come_before_first_ones_and_old_trees_before_new(b: Bench) -> None:
+async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_ones(b: Bench) -> None:
     ended: list[tuple[int, int]] = []
 
-    async def ask(order: tuple[int, int]) -> None:
-        await b.ask(order=order)
+    async def take_turn(order: tuple[int, int]) -> None:
+        await b.generate(order=order)
         ended.append(order)
 
     orders = [(1, 2), (1, 9), (1, 3), (0, 8), (0, 4), (1, 1)]
-    await asyncio.gather(*(ask(order) for order in orders))
+    await asyncio.gather(*(take_turn(order) for order in orders))
     assert ended == [(1, 2), (0, 4), (0, 8), (1, 1), (1, 3), (1, 9)]
 
 
 @virtual(1, max_concurrency=1)
-async def test_the_clock_of_a_rollout_runs_only_while_a_server_has_its_turn(b: Bench) -> None:
+async def test_the_clock_of_a_rollout_runs_only_while_a_server_processes_its_turn(b: Bench) -> None:
     """Turns of 2.3 s, one after the other."""
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            await b.ask()
+            await b.generate()
         return clock()
 
-    assert await asyncio.gather(*(ask() for _ in range(4))) == pytest.approx([2.3] * 4)
+    assert await asyncio.gather(*(take_turn() for _ in range(4))) == pytest.approx([2.3] * 4)
 
 
 @virtual(2, max_concurrency=8)
-async def test_there_is_room_while_turns_hardly_wait_and_caches_hold_what_is_under_way(
+async def test_the_pool_has_room_while_few_turns_wait_and_caches_have_space(
     b: Bench,
 ) -> None:
     """16 places, of which a tenth may be waited for; half of each cache is in use."""
     assert b.pool.has_room(10**6), "nothing is known of what a trajectory needs"
-    asking = [asyncio.create_task(b.ask(session=f"{n}")) for n in range(17)]
+    pending = [asyncio.create_task(b.generate(session=f"{n}")) for n in range(17)]
     await asyncio.sleep(1.5)
     assert b.pool.stats()["waiting"] == 1
     assert b.pool.has_room(30)
     assert not b.pool.has_room(31), "16 running ones need one of two caches"
-    asking.append(asyncio.create_task(b.ask(session="one more")))
+    pending.append(asyncio.create_task(b.generate(session="one more")))
     await asyncio.sleep(0.1)
     assert not b.pool.has_room(18), "two of 16 wait"
-    await asyncio.gather(*asking)
+    await asyncio.gather(*pending)
     for server in b.servers:
         server.kill()
     await asyncio.sleep(2.0)
@@ -158,23 +158,23 @@ async def test_there_is_room_while_turns_hardly_wait_and_caches_hold_what_is_und
 
 
 @virtual(1, max_retries=0, first_token_s=5.0)
-async def test_a_turn_without_a_file_descriptor_waits_and_blames_nobody(b: Bench) -> None:
+async def test_a_turn_without_a_file_descriptor_waits_and_counts_no_loss(b: Bench) -> None:
     (server,) = b.servers
     server.num_starved = 40
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
         return clock()
 
-    assert await ask() == pytest.approx(2.3)
+    assert await take_turn() == pytest.approx(2.3)
     assert asyncio.get_running_loop().time() > 10.0
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["descriptor_waits"]) == (0, 0, 40)
 
 
 @virtual(1)
-async def test_a_server_that_is_paused_works_for_nobody(b: Bench) -> None:
+async def test_a_paused_server_charges_no_time_and_is_not_lost(b: Bench) -> None:
     (server,) = b.servers
     load = server.load_weights
 
@@ -184,30 +184,30 @@ async def test_a_server_that_is_paused_works_for_nobody(b: Bench) -> None:
 
     server.load_weights = slow  # type: ignore[method-assign]
 
-    async def ask() -> float:
+    async def take_turn() -> float:
         with working(WorkClock()) as clock:
-            await b.ask()
+            await b.generate()
         return clock()
 
-    async def says_its_load() -> ServerLoad:
+    async def report_load() -> ServerLoad:
         return ServerLoad(1, 0, 0.1, 0)
 
-    asking = asyncio.create_task(ask())
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(1.0)
     await b.load(1)
-    assert await asking == pytest.approx(1.0)  # this server samples on while it loads
-    server.hanging, server.load = True, says_its_load  # type: ignore[method-assign]
-    asking = asyncio.create_task(ask())
+    assert await pending == pytest.approx(1.0)  # this server samples on while it loads
+    server.hanging, server.load = True, report_load  # type: ignore[method-assign]
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(20.0)
     await b.load(2)
     assert b.pool.stats()["server/0/lost"] == 0, "the pause is no silence"
-    asking.cancel()
-    await asyncio.wait({asking})
+    pending.cancel()
+    await asyncio.wait({pending})
 
 
 @virtual(2, first_token_s=50.0, silence_s=7.0)
-async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(b: Bench) -> None:
-    """It still says that it is well."""
+async def test_a_silent_server_is_lost_and_its_turns_continue_on_another(b: Bench) -> None:
+    """It still reports that it is healthy."""
     first, second = b.servers
 
     async def well() -> bool:
@@ -218,7 +218,7 @@ async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(
     loop = asyncio.get_running_loop()
     for num_lost, (delay, patience_s) in enumerate([(0.0, 50.0), (1.05, 7.0)], start=1):
         begin = loop.time()
-        asking = asyncio.create_task(b.ask(session=f"{delay}", on_tokens=lambda chunk: None))
+        pending = asyncio.create_task(b.generate(session=f"{delay}", on_tokens=lambda chunk: None))
         if delay:
             await asyncio.sleep(delay)
         else:
@@ -226,36 +226,36 @@ async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(
             await asyncio.sleep(patience_s - 1.0)
         home = next(server for server in b.servers if server.num_running)
         first.hanging, second.hanging = home is first, home is second
-        assert b.text(await asking) == TEXT
+        assert b.text(await pending) == TEXT
         assert patience_s <= loop.time() - begin <= patience_s + 8.0
         assert sum(b.pool.stats()[f"server/{n}/lost"] for n in range(2)) == num_lost
-        home.kill()  # what hangs in it
+        home.kill()  # its hanging turns
         home.restart()
         await b.until_up(2)
 
 
-async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **asked: Any) -> float:
-    """What the rollout of one turn shows at its end, of so many seconds."""
+async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **options: Any) -> float:
+    """The seconds on the clock of a rollout after one turn, within a limit."""
     with working(WorkClock(spent_s)) as clock, Deadline(seconds, clock, LateError()):
-        assert b.text(await b.ask(**asked)) == asked.get("text", TEXT)
+        assert b.text(await b.generate(**options)) == options.get("text", TEXT)
     return clock()
 
 
 class LateError(Exception):
-    """The rollout had no time left."""
+    """The rollout was out of time."""
 
 
 @pytest.mark.parametrize(("spent_s", "left_after_s"), [(0.0, 60.0), (50.0, 30.0)])
-def test_a_silent_server_is_left_when_a_rollout_has_no_time_left_and_not_charged_to_it(
+def test_the_silence_of_a_server_is_not_charged_to_a_rollout_out_of_time(
     folder: Path, spent_s: float, left_after_s: float
 ) -> None:
-    """It says that it is well, also by a token; a first one may take longer than a rollout has. If
-    the rollout has less than `silence_s` left, so long is waited."""
+    """It reports that it is healthy, also by a token; a first one may take longer than the time of
+    a rollout. If less than `silence_s` remains to the rollout, the pool waits that long."""
 
     async def main(is_leased: bool) -> None:
         async with bench(folder, 2, is_leased=is_leased) as b:
             silent = b.servers[0]
-            silent.silent = silent.is_heard = True
+            silent.silent = silent.answers_probes = True
             at_s = await seconds_of(b, 60.0, spent_s)
             assert at_s == pytest.approx(spent_s + 2.3)
             now = asyncio.get_running_loop().time()
@@ -267,7 +267,7 @@ def test_a_silent_server_is_left_when_a_rollout_has_no_time_left_and_not_charged
 
 
 @virtual(1)
-async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_time(
+async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
     b: Bench,
 ) -> None:
     (server,) = b.servers
@@ -279,7 +279,7 @@ async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_ti
         return await generate(request, on_chunk)
 
     server.generate = keep_waiting  # type: ignore[method-assign]
-    others = asyncio.create_task(b.ask(TEXT * 20, session="other", stop=(), max_tokens=1000))
+    others = asyncio.create_task(b.generate(TEXT * 20, session="other", stop=(), max_tokens=1000))
     with pytest.raises(LateError):
         await seconds_of(b, 20.0, session="waits")
     assert asyncio.get_running_loop().time() == pytest.approx(20.0, abs=0.1)
@@ -287,8 +287,8 @@ async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_ti
     await others
 
 
-def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
-    """A token each 5 s, and 17 s of time: it ends with the token that comes next."""
+def test_a_slow_server_is_not_silent(folder: Path) -> None:
+    """A token each 5 s, and 17 s of time: it ends with the next token."""
 
     async def main() -> None:
         async with bench(folder, 1) as b:
@@ -304,11 +304,10 @@ def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "num_lost"), [(1, 0), (2, 1)])
-def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_others(
+def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
     folder: Path, num_slots: int, num_lost: int
 ) -> None:
-    """It gives no token for 60 s. A server in which, by its own account, no request waits has lost
-    it."""
+    """It gives no token for 60 s. A server that reports no waiting request has lost it."""
 
     async def main() -> None:
         async with bench(folder, 1, silence_s=30.0) as b:
@@ -329,10 +328,10 @@ def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_othe
 
             server.generate = take_a_break  # type: ignore[method-assign]
             others = [
-                asyncio.create_task(b.ask(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
+                asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
                 for n in range(2)
             ]
-            assert b.text(await b.ask(session="preempted")) == TEXT
+            assert b.text(await b.generate(session="preempted")) == TEXT
             assert b.pool.stats()["server/0/lost"] == num_lost
             await asyncio.gather(*others)
 
@@ -340,19 +339,19 @@ def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_othe
 
 
 @virtual(2, silence_s=30.0)
-async def test_the_seconds_of_a_server_that_went_silent_are_given_back(b: Bench) -> None:
-    """It is heard of for a second and then no more; the other server samples the rest."""
+async def test_a_rollout_gets_back_the_seconds_of_a_silent_server(b: Bench) -> None:
+    """It sends tokens for a second and then none; the other server samples the rest."""
 
-    async def ask() -> tuple[float, float]:
+    async def take_turn() -> tuple[float, float]:
         with working(WorkClock(outer=WorkClock())) as clock:
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             assert clock._outer is not None
             return clock(), clock._outer()
 
-    asking = asyncio.create_task(ask())
+    pending = asyncio.create_task(take_turn())
     await asyncio.sleep(1.05)
     (server,) = (one for one in b.servers if one.num_running)
     server.hanging = True
-    spent_s = await asking
+    spent_s = await pending
     assert asyncio.get_running_loop().time() > 30.0
     assert spent_s == pytest.approx((2.3, 2.3), abs=1.5), "without the silence"

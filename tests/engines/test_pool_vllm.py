@@ -26,10 +26,12 @@ from tests.engines.world import EngineSubject, World, prompt
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_OTHERS = 16  # turns beside the long one
+NUM_OTHERS = 16  # turns that run with the long one
 
 
-async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
+async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_death(
+    tmp_path: Path,
+) -> None:
     """The contract holds through the pool. A long greedy turn that kill -9 interrupts has the
     log-probs of transformers from end to end, under the weights of the last update, although the
     new process starts with those of the first."""
@@ -54,7 +56,7 @@ async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
         await contract.check_stop_strings(subject, world, 0)
         await contract.check_updates(subject, world)
         await _check_death(pool, factory, world)
-        # A turn that broke off goes on at the same server first, and that is no retry.
+        # An interrupted turn first continues on the same server, which is no retry.
         assert 0 < pool.stats()["retries"] <= 1 + NUM_OTHERS
         assert pool.stats()["continuations"] > 0, "the long one had tokens"
     log = (tmp_path / "servers" / "policy.log").read_text()
@@ -72,7 +74,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
             enough.set()
 
     sampling = SamplingParams(max_tokens=LONG, temperature=0.0)
-    asking = asyncio.create_task(pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
+    pending = asyncio.create_task(pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
     others = [
         asyncio.create_task(pool.generate(prompt(n, 30), sampling, session=str(n)))
         for n in range(NUM_OTHERS)
@@ -81,7 +83,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
     (server,) = psutil.Process(factory.processes[0].pid).children()
     os.kill(server.pid, signal.SIGKILL)
     before = len(received)
-    done = await asking
+    done = await pending
     assert 60 < before < LONG
     assert received == done.token_ids  # each token once, the break does not show
     assert done.version_spans == [VersionSpan(3, 0, len(done.token_ids))]

@@ -1,4 +1,4 @@
-"""Whatever happens to the servers of a pool, no weights are mixed and no older ones are served."""
+"""Under any faults of the servers of a pool, no weights are mixed and no older ones are served."""
 
 from __future__ import annotations
 
@@ -24,74 +24,74 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @virtual(2)
-async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None:
-    asking = asyncio.create_task(b.ask())
+async def test_an_update_reaches_all_servers_and_running_turns(b: Bench) -> None:
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.91)
     await b.load(1)
     assert (b.pool.policy_version, b.pool.stats()["weight_updates"]) == (1, 1)
     assert [server.loaded for server in b.servers] == [[("v1", 1)]] * 2
-    assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
+    assert (await pending).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
 
 
 @virtual(1, max_concurrency=8)
-async def test_what_an_update_preempts_is_no_congestion(b: Bench) -> None:
-    asked = [asyncio.create_task(b.ask()) for _ in range(6)]
+async def test_preemptions_by_an_update_do_not_lower_the_limit(b: Bench) -> None:
+    pending = [asyncio.create_task(b.generate()) for _ in range(6)]
     await asyncio.sleep(1.2)  # it has been looked at before and is after
     await b.load(1)
     await asyncio.sleep(0.9)
     assert b.servers[0].num_preemptions == 6
     assert b.pool.stats()["server/0/limit"] == 8
-    await asyncio.gather(*asked)
+    await asyncio.gather(*pending)
 
 
 @virtual(2)
-async def test_spans_over_a_loss_and_an_update(b: Bench) -> None:
-    """Of a lost part the versions are those its server had when the tokens came in."""
-    asking = asyncio.create_task(b.ask())
+async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> None:
+    """The versions of a lost part are those of its server when the tokens arrived."""
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.41)
     await b.load(1)
     await asyncio.sleep(0.5)
     b.servers[0].kill()
     await asyncio.sleep(0.1)
     await b.load(2)
-    spans = (await asking).version_spans
+    spans = (await pending).version_spans
     assert [span.version for span in spans] == [0, 1, 2]
     assert spans[0].end == 4
     assert spans[1].end == 9
 
 
 @virtual(2)
-async def test_a_half_done_update_takes_the_server_out_until_it_has_the_weights(b: Bench) -> None:
+async def test_an_incomplete_update_excludes_the_server_until_it_has_the_weights(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [ServerLostError("broken pipe"), ServerLostError("still broken")]
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.5)
     await b.load(1)
     assert b.pool.policy_version == 1
     assert b.pool.stats()["servers_up"] == 1
-    assert b.text(await b.ask()) == TEXT
-    assert b.text(await asking) == TEXT
+    assert b.text(await b.generate()) == TEXT
+    assert b.text(await pending) == TEXT
     await b.until_up(2)
     assert bad.weights == "v1"
-    assert bad.versions_asked == [0]  # no request met the mixed weights
+    assert bad.versions_requested == [0]  # no request met the mixed weights
 
 
 @virtual(2)
-async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b: Bench) -> None:
+async def test_a_server_that_refuses_an_update_is_excluded_and_keeps_its_turns(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [EngineError("no memory")] * 3
-    asking = asyncio.create_task(b.ask(TEXT * 3, stop=()))
+    pending = asyncio.create_task(b.generate(TEXT * 3, stop=()))
     await asyncio.sleep(0.5)
     await b.load(1)
-    later = [await b.ask(session=str(n)) for n in range(3)]
+    later = [await b.generate(session=str(n)) for n in range(3)]
     assert {span.version for done in later for span in done.version_spans} == {1}
-    assert [span.version for span in (await asking).version_spans] == [0, 1]
-    assert (bad.versions_asked[0], bad.num_aborted) == (0, 0)
+    assert [span.version for span in (await pending).version_spans] == [0, 1]
+    assert (bad.versions_requested[0], bad.num_aborted) == (0, 0)
     await b.until_up(2)
     assert bad.loaded == [("v1", 1)]
 
 
-def test_people_are_told_of_a_server_that_refuses_weights_and_of_one_that_joins(
+def test_the_terminal_reports_refused_weights_and_an_added_server(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -114,42 +114,44 @@ def test_people_are_told_of_a_server_that_refuses_weights_and_of_one_that_joins(
 
 
 @virtual(2, max_concurrency=1)
-async def test_who_waits_while_a_server_refuses_an_update_gets_no_place_on_it(b: Bench) -> None:
+async def test_a_turn_that_waits_during_a_refused_update_gets_no_slot_on_that_server(
+    b: Bench,
+) -> None:
     bad = b.servers[1]
     bad.load_faults = [EngineError("no memory")] * 2
-    asked = [asyncio.create_task(b.ask(TEXT * 4, stop=()))]  # on the other
+    pending = [asyncio.create_task(b.generate(TEXT * 4, stop=()))]  # on the other
     refuse = bad.load_weights
 
-    async def refuse_beside_one_more(source: Path, policy_version: int) -> None:
+    async def refuse_and_add_turn(source: Path, policy_version: int) -> None:
         if len(bad.load_faults) == 1:
-            asked.append(asyncio.create_task(b.ask(session="later")))
+            pending.append(asyncio.create_task(b.generate(session="later")))
         await refuse(source, policy_version)
 
-    bad.load_weights = refuse_beside_one_more  # type: ignore[method-assign]
+    bad.load_weights = refuse_and_add_turn  # type: ignore[method-assign]
     await asyncio.sleep(0.1)
     await b.load(1)
-    assert (await asked[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
-    assert set(bad.versions_asked) <= {1}
-    await asked[0]
+    assert (await pending[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert set(bad.versions_requested) <= {1}
+    await pending[0]
 
 
 @virtual(1)
-async def test_a_server_that_is_full_takes_an_update_and_loses_nothing(b: Bench) -> None:
-    """It refuses the token by which its weights are known until one of its requests has ended."""
+async def test_a_full_server_takes_an_update_and_loses_no_turn(b: Bench) -> None:
+    """It refuses the token that identifies its weights until one of its requests has ended."""
     (server,) = b.servers
     server.capacity = 8
-    asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
+    pending = [asyncio.create_task(b.generate(session=str(number))) for number in range(8)]
     await asyncio.sleep(0.5)
     await b.load(1)
     assert server.num_refused > 0
     assert (server.loaded, server.num_aborted) == ([("v1", 1)], 0)
-    assert {b.text(await one) for one in asked} == {TEXT}
+    assert {b.text(await one) for one in pending} == {TEXT}
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
 
 
 @virtual(1)
-async def test_an_update_waits_for_a_file_descriptor_and_blames_nobody(b: Bench) -> None:
+async def test_an_update_waits_for_a_file_descriptor_and_counts_no_loss(b: Bench) -> None:
     (server,) = b.servers
     server.num_starved = 5
     await b.load(1)
@@ -158,19 +160,19 @@ async def test_an_update_waits_for_a_file_descriptor_and_blames_nobody(b: Bench)
 
 
 @virtual(2)
-async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> None:
+async def test_an_update_refused_by_all_servers_keeps_the_old_weights(b: Bench) -> None:
     for server in b.servers:
         server.load_faults = [EngineError("the directory lacks lm_head.weight")] * 2
     with pytest.raises(EngineError, match=r"no server took policy version 1: server0: .*lm_head"):
         await b.load(1)
     assert b.pool.policy_version == 0
-    assert (await b.ask()).version_spans[0].version == 0
+    assert (await b.generate()).version_spans[0].version == 0
     await b.load(2)
     assert b.pool.policy_version == 2
 
 
 @virtual(1)
-async def test_an_update_waits_for_the_only_server_to_come_back(b: Bench) -> None:
+async def test_an_update_waits_for_the_only_server_to_return(b: Bench) -> None:
     (server,) = b.servers
     server.kill()
     loading = asyncio.create_task(b.load(1))
@@ -188,12 +190,12 @@ async def test_a_server_never_serves_older_weights_even_as_the_last_one(b: Bench
     b.pool.add_server(late)
     await b.load(1)
     b.servers[0].kill()
-    assert (await b.ask()).version_spans[0].version == 1
-    assert late.versions_asked == [1]
+    assert (await b.generate()).version_spans[0].version == 1
+    assert late.versions_requested == [1]
 
 
 @virtual(1)
-async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> None:
+async def test_a_server_can_be_added_and_removed_during_the_run(b: Bench) -> None:
     await b.load(1)
     late = FaultyServer("late", reciter(b.folder))
     b.pool.add_server(late)
@@ -201,34 +203,34 @@ async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> Non
     assert late.loaded == [("v1", 1)]
     await b.load(2)
     assert late.loaded[-1] == ("v2", 2)
-    asking = asyncio.create_task(b.ask())
+    pending = asyncio.create_task(b.generate())
     await asyncio.sleep(0.5)
     b.pool.remove_server("server0")
     assert b.pool.stats()["servers"] == 1
     assert not any(name.startswith("server/0/") for name in b.pool.stats())
-    assert b.text(await asking) == TEXT
-    await b.ask()
-    assert late.versions_asked == [2]
+    assert b.text(await pending) == TEXT
+    await b.generate()
+    assert late.versions_requested == [2]
     assert b.servers[0].num_closed == 1
 
 
 @virtual(1)
-async def test_a_restart_behind_the_url_is_found_before_a_request_shows_it(b: Bench) -> None:
-    """The label that the pool gave its weights is gone; the new process gets the weights first."""
+async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: Bench) -> None:
+    """The label of the pool is lost; the new process gets the weights first."""
     await b.load(1)
     (server,) = b.servers
     server.restart()
     await asyncio.sleep(3)
     assert server.loaded == [("v1", 1), ("v1", 1)]
-    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert (await b.generate()).version_spans == [VersionSpan(1, 0, len(TEXT))]
 
 
 @pytest.mark.parametrize("listens", [False, True])
 def test_tokens_of_foreign_weights_are_not_used(
     folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Someone else loads weights into a server while a request runs there. Who was told of its
-    tokens cannot be told of others in their place, and has to ask again."""
+    """Another client loads weights into a server while a request runs there. A caller that has
+    received its tokens cannot receive replacements, and must request the turn again."""
 
     monkeypatch.setattr(PoolConfig, "poll_interval_s", 60.0)
 
@@ -237,22 +239,22 @@ def test_tokens_of_foreign_weights_are_not_used(
             await b.load(1)
             (server,) = b.servers
             chunks: list[Chunk] = []
-            asking = asyncio.create_task(b.ask(on_tokens=chunks.append if listens else None))
+            pending = asyncio.create_task(b.generate(on_tokens=chunks.append if listens else None))
             await asyncio.sleep(0.5)
             server.change_weights("others", "default")
             if listens:
                 with pytest.raises(EngineError, match="weights named default"):
-                    await asking
+                    await pending
             else:
-                assert b.text(await asking) == TEXT
+                assert b.text(await pending) == TEXT
             assert server.loaded == [("v1", 1)] * (1 if listens else 2)
-            assert b.text(await b.ask()) == TEXT
+            assert b.text(await b.generate()) == TEXT
             assert (server.weights, len(server.loaded)) == ("v1", 2)
 
     run_virtual(main())
 
 
-async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) -> None:
+async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
     server = FaultyServer("http://nowhere:1", reciter(folder))
     server.kill()
     pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
@@ -261,10 +263,10 @@ async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) 
     await pool.close()
 
 
-def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_back(
+def test_a_run_starts_without_a_lost_server_and_adds_it_when_it_returns(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a server is started again at the moment at which a run goes on."""
+    """For example, a server that restarts when a run is resumed."""
     there, gone = (FaultyServer(name, reciter(folder)) for name in ("there", "gone"))
 
     async def main() -> None:
@@ -282,10 +284,10 @@ def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_b
 
 
 @pytest.mark.parametrize("names", [["there", "full"], ["full"]])
-def test_a_run_begins_without_a_server_that_is_full_and_takes_it_in_when_it_has_room(
+def test_a_run_starts_without_a_full_server_and_adds_it_when_it_has_room(
     folder: Path, names: list[str]
 ) -> None:
-    """Others may ask it too. One that is full is there, also where it is the only one."""
+    """Other clients may use it too. A full server is available, even if it is the only one."""
     servers = [FaultyServer(name, reciter(folder)) for name in names]
     full = servers[-1]
     full.capacity = 0
@@ -305,7 +307,7 @@ def test_a_run_begins_without_a_server_that_is_full_and_takes_it_in_when_it_has_
     run_virtual(main())
 
 
-def test_servers_that_stay_full_from_the_start_on_are_an_outage(folder: Path) -> None:
+def test_servers_full_from_the_start_are_an_outage(folder: Path) -> None:
     server = FaultyServer("full", reciter(folder))
     server.capacity = 0
 

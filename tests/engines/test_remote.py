@@ -1,4 +1,4 @@
-"""What the clients of engine servers do on their own, without a server."""
+"""Clients of engine servers, without a server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 
 
-async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> None:
-    """A load of weights that is cancelled goes on in the background: the server is resumed, which
-    one that sleeps must not be."""
-    server, told = VLLMServer("http://nowhere:1"), []
+async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
+    """A cancelled load of weights continues in the background and resumes the server, which must
+    not happen to a sleeping one."""
+    server, paths = VLLMServer("http://nowhere:1"), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
-        told.append(path)
+        paths.append(path)
 
     async def call(method: str, path: str, *_: Any, **__: Any) -> bytes:
         await asyncio.sleep(0.01)
-        told.append(path)
+        paths.append(path)
         return b""
 
     async def load() -> None:
@@ -40,7 +40,7 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> No
     loading.cancel()
     await asyncio.wait({loading})
     await server.sleep()
-    assert [path for path in told if path in ("/pause", "/resume", "/sleep")] == [
+    assert [path for path in paths if path in ("/pause", "/resume", "/sleep")] == [
         "/pause",
         "/resume",
         "/sleep",
@@ -48,41 +48,41 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> No
     await server.close()
 
 
-async def test_a_server_that_wakes_up_takes_the_memory_of_its_cache_last() -> None:
+async def test_a_waking_server_allocates_its_cache_last() -> None:
     """After the learner has taken back the memory of the copy that the server has read. A server
     with adapters keeps its weights, which nothing loads again."""
-    server, asked = VLLMServer("http://nowhere:1"), []
+    server, calls = VLLMServer("http://nowhere:1"), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
-        asked.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
+        calls.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
 
     async def call(*_: Any, **__: Any) -> bytes:
         return b'{"success": true}'
 
     async def release() -> None:
-        asked.append("release")
+        calls.append("release")
 
     server._post = post  # type: ignore[method-assign]
     server._http.call = call  # type: ignore[method-assign]
     await server.sleep()
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 3, release)
-    assert asked == [
+    assert calls == [
         *("sleep 2", "wake_up weights", "start_weight_update", "update_weights"),
         *("finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume"),
     ]
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 4, release)  # awake
-    later = [one for one in asked[9:] if one.split()[0] in ("pause", "wake_up", "release")]
+    later = [one for one in calls[9:] if one.split()[0] in ("pause", "wake_up", "release")]
     assert later == ["pause true"]  # and waits for no other server
     assert server.policy_version == 4
     info = ServerInfo("vllm", "0.32.0", "m", 0, frozenset({"adapters"}))
     server._facts = VLLMFacts(info, 8, None, 1, "", "", frozenset())
     await server.sleep()
-    assert asked[-1] == "sleep 1"
+    assert calls[-1] == "sleep 1"
     await server.close()
 
 
-async def test_a_server_that_is_slow_to_pause_is_measured() -> None:
-    """What is sampled meanwhile is of the old weights."""
+async def test_the_pause_of_a_slow_server_is_measured() -> None:
+    """Tokens sampled during the pause are of the old weights."""
     server = VLLMServer("http://nowhere:1")
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
@@ -115,8 +115,8 @@ SESSIONS = [
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-async def test_any_session_travels_in_a_header(session: str) -> None:
-    """As itself where it is plain; it may be what a user calls a task."""
+async def test_any_session_fits_in_a_header(session: str) -> None:
+    """Unchanged if it is plain; it may be the user's name of a task."""
     seen: list[str | None] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -138,6 +138,6 @@ async def test_any_session_travels_in_a_header(session: str) -> None:
     assert (found is None) == (session == "")
 
 
-def test_no_two_sessions_are_one() -> None:
+def test_distinct_sessions_have_distinct_headers() -> None:
     found = {routing(session, None).get(SESSION_HEADER) for session in [*SESSIONS, "x" * 9001]}
     assert len(found) == len(SESSIONS) + 1

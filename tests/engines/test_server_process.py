@@ -1,4 +1,4 @@
-"""Servers that tests start leave nothing behind. The servers here are processes of a few lines."""
+"""Servers that tests start leave no process. The servers here are processes of a few lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.server_process import ServerProcess
-from tests.support.small_server import alive, gone, processes, script
+from tests.support.small_server import alive, assert_ended, processes, script
 from tests.support.warehouse import ROOT
 
 HOLDER = """
@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_all_its_processes_end(server: ServerProcess, how: str) -> None:
+def test_all_processes_of_a_server_end(server: ServerProcess, how: str) -> None:
     pids = processes(server.log)
     assert sorted(process.pid for process in server.processes()) == sorted(pids)
     assert len(alive(pids)) == 2
@@ -47,14 +47,14 @@ def test_all_its_processes_end(server: ServerProcess, how: str) -> None:
         assert alive(pids) == server.processes() == []
 
 
-def test_kill_waits_for_no_grace(tmp_path: Path) -> None:
+def test_kill_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     server = started(tmp_path, stop_s=600.0)
     server.processes()[0].suspend()  # so that it does not react to SIGTERM
     server.kill()
     assert alive(processes(server.log)) == []
 
 
-def test_a_server_that_ends_by_itself_shows_its_log(tmp_path: Path) -> None:
+def test_an_error_of_an_ended_server_quotes_its_log(tmp_path: Path) -> None:
     broken = script(tmp_path, "raise RuntimeError('no memory for the cache')")
     command = [sys.executable, str(broken)]
     server = ServerProcess(command, tmp_path / "log", {}, ready="/", start_s=60.0, stop_s=5.0)
@@ -74,4 +74,4 @@ def test_no_process_survives_a_killed_pytest(tmp_path: Path) -> None:
         pids = processes(tmp_path / "log")
         assert len(alive(pids)) == 2
         holder.kill()
-    gone(pids)
+    assert_ended(pids)

@@ -1,4 +1,4 @@
-"""What opens a rank's memory on a GPU, from torch's export in the learner to torch's call in vLLM's
+"""Opening a rank's memory on a GPU, from torch's export in the learner to torch's call in vLLM's
 worker. The two calls of CUDA themselves run in tests/gpu/test_handover_gpu.py alone."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXPORTED = (
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin's module, beside empty modules of vLLM."""
+    """The plugin's module, with empty modules of vLLM."""
     for name in ("distributed.weight_transfer.base", "model_executor.model_loader.reload"):
         module: Any = ModuleType(f"vllm.{name}")
         module.__getattr__ = lambda name: type(
@@ -43,7 +43,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What a rank on a GPU says of its memory, as it arrives in vLLM."""
+    """The description of a rank's memory on a GPU, as it arrives in vLLM."""
     properties = SimpleNamespace(uuid=UUID)
     monkeypatch.setattr(shared, "reduce_tensor", lambda memory: (None, EXPORTED))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -54,7 +54,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return dict(json.loads(json.dumps(traveled.exports_of(0))))
 
 
-def test_a_worker_opens_what_a_rank_exported(
+def test_a_worker_opens_the_memory_exported_by_a_rank(
     receiver: Any, exported: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []
@@ -63,7 +63,7 @@ def test_a_worker_opens_what_a_rank_exported(
     assert opened == [*EXPORTED[:6], 1, *EXPORTED[7:]]  # by its own number of the device
 
 
-def test_a_worker_on_another_gpu_says_so(
+def test_a_worker_on_another_gpu_is_refused(
     receiver: Any, exported: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SimpleNamespace(uuid="another")
@@ -72,7 +72,7 @@ def test_a_worker_on_another_gpu_says_so(
         receiver.open_memory(exported, SIZE, torch.device("cuda", 1))
 
 
-def test_memory_that_is_too_small_is_not_mapped(receiver: Any) -> None:
+def test_too_small_memory_is_not_mapped(receiver: Any) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     handle = {shared.device_of(memory): shared.handle_of(memory)}
     assert receiver.open_memory(handle, 100, torch.device("cpu")).sum() == 0

@@ -91,7 +91,7 @@ class Sharing:
         await self.b.learner.imitate([encode_sequence(ids, [False] + [True] * 31)])
 
     async def update(self) -> int:
-        """Train one step, and let the servers have it."""
+        """Train one step, and update the servers."""
         await self.train()
         await self.publisher.publish()
         await self.b.remember()
@@ -99,8 +99,7 @@ class Sharing:
         return self.b.pool.policy_version
 
     async def update_in_turn(self) -> int:
-        """The same where the servers sleep meanwhile, and the learner as soon as it has
-        published."""
+        """The same while the servers sleep, and then the learner as soon as it has published."""
         await self.b.pool.sleep()
         await self.train()
         await self.b.remember(1)
@@ -125,7 +124,7 @@ async def sharing(
         yield Sharing(b, sender)
 
 
-async def test_updates_reach_servers_and_the_requests_that_run(
+async def test_updates_reach_servers_and_running_requests(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Tied embeddings. Tokens before an update are those of the old weights, and later ones of the
@@ -138,9 +137,9 @@ async def test_updates_reach_servers_and_the_requests_that_run(
             seen.append(await s.b.check_greedy())
         assert len({tuple(done.logprobs) for done in seen}) == 3
         ids, before, spans = prompt(seed=1, size=20), version, []
-        asking = await begin_many(s.b, ids, MAX_LENGTH - 40, 8)
+        pending = await begin_many(s.b, ids, MAX_LENGTH - 40, 8)
         await s.update()
-        for done in await asyncio.gather(*asking):
+        for done in await asyncio.gather(*pending):
             spans.append([span.version for span in done.version_spans])
             check_sampled(s.b.models, ids, cut(done, done.version_spans[0].end))
         assert [before, before + 1] in spans
@@ -158,7 +157,7 @@ async def test_a_server_wakes_up_with_new_weights_while_the_learner_sleeps(
             await s.b.learner.wake()
 
 
-async def test_ranks_that_hold_a_part_each_share_merged_adapters(
+async def test_ranks_with_sharded_weights_share_merged_adapters(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path, TWO_RANKS) as s:
@@ -182,8 +181,8 @@ class Vanishing(MemorySender):
 
 
 class Misnaming(MemorySender):
-    """Once, a tensor in the middle has a name that no engine knows, which the client does not
-    see; half of the weights are in place then."""
+    """Once, a tensor has a name that is unknown to any engine, which the client does not detect;
+    half of the weights are loaded then."""
 
     misnames = True
 
@@ -201,7 +200,7 @@ class Misnaming(MemorySender):
     ("sender", "cause"), [(Vanishing, "No such file"), (Misnaming, "no_dtype")]
 )
 @pytest.mark.parametrize("in_turn", [False, True])
-async def test_a_failed_transfer_says_why_and_goes_through_a_directory(
+async def test_a_failed_transfer_is_reported_and_falls_back_to_a_directory(
     urls: list[str],
     tied: World,
     tmp_path: Path,
@@ -225,7 +224,7 @@ async def test_a_failed_transfer_says_why_and_goes_through_a_directory(
         await s.b.check_greedy()
 
 
-async def test_without_memory_for_a_copy_the_weights_go_through_a_directory(
+async def test_weights_are_sent_as_a_directory_without_memory_for_a_copy(
     urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(MemorySender):
@@ -242,7 +241,7 @@ class Closed(Vanishing):
     always = True
 
 
-async def test_memory_that_is_never_read_is_given_up(
+async def test_unread_memory_is_released(
     urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path, sender=Closed) as s:
@@ -255,7 +254,7 @@ async def test_memory_that_is_never_read_is_given_up(
     assert caplog.text.count("No such file") >= 2
 
 
-async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
+async def test_a_late_server_gets_a_directory_of_the_shared_weights(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     """Also while the learner has trained on, and sleeps."""
@@ -275,7 +274,7 @@ async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
         assert late.policy_version == version + 1
 
 
-async def test_an_older_version_is_not_written_in_the_name_of_a_newer_one(
+async def test_an_older_version_is_not_written_under_the_number_of_a_newer_one(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
     async with sharing(urls[:1], tied.paths[1], tmp_path) as s:

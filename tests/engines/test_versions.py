@@ -1,4 +1,4 @@
-"""A version of a served engine that nobody tried is told, and used."""
+"""An untested version of a served engine is warned about, and used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from agentenv.engines.vllm import VLLMServer
         (SGLangServer, "0.5.2", False),
     ],
 )
-def test_what_was_tried(
+def test_an_untested_version_is_warned_about(
     kind: type[RemoteServer], version: str, tried: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         kind("http://host:1")._warn_untried(version)
-    told = f"http://host:1 runs version {version}, which is untested"
-    assert (told in caplog.text) is (not tried)
+    warning = f"http://host:1 runs version {version}, which is untested"
+    assert (warning in caplog.text) is (not tried)

@@ -1,4 +1,4 @@
-"""The contract of engines on a real vLLM server, and what is vLLM's own."""
+"""The contract of engines on a real vLLM server, and features of vLLM."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def tied(servers: Servers) -> AsyncIterator[ServerSubject]:
 
 
 @pytest.mark.timeout(400)
-async def test_it_says_what_it_is(servers: Servers) -> None:
+async def test_a_connected_server_reports_its_version_and_features(servers: Servers) -> None:
     await asyncio.to_thread(servers.plain.wait_ready)
     server = VLLMServer(servers.plain.url + "/")
     info = await server.connect(5)
@@ -123,7 +123,7 @@ async def test_log_probs_are_of_the_sampled_distribution(
 
 
 async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Servers) -> None:
-    """For no rival that the request asks for."""
+    """Without requested alternatives."""
     ids = prompt(1, 20)
     done = await tied.generate(ids, SamplingParams(max_tokens=8, temperature=1.3, seed=3))
     assert done.entropy_kind == "exact"
@@ -131,9 +131,9 @@ async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Se
     assert done.entropies == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), abs=1e-4)
 
 
-async def test_entropies(servers: Servers) -> None:
+async def test_entropies_without_the_plugin_are_bounds_or_exact(servers: Servers) -> None:
     """Without the plugin: from the k largest they are lower bounds, from all they are exact, and
-    the data say so."""
+    are marked as such."""
     ids = prompt(1, 20)
     world = servers.untied_world
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
@@ -165,7 +165,7 @@ async def test_stop_strings(plain: ServerSubject, tied: ServerSubject, servers: 
         await contract.check_stop_tokens(subject.server, world, 0)
 
 
-@pytest.mark.usefixtures("plain")  # which waits until the server is there
+@pytest.mark.usefixtures("plain")  # which waits for the server
 @pytest.mark.parametrize("update_kv", ["recompute", "keep"])
 async def test_prefixes_are_reused_and_never_across_versions(
     update_kv: str, servers: Servers
@@ -176,7 +176,7 @@ async def test_prefixes_are_reused_and_never_across_versions(
         await contract.check_prefixes(subject, world, 0, BLOCK, 8, recomputed=recomputed)
 
 
-async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
+async def test_a_request_queued_in_the_server_starts_on_the_new_weights(
     plain: ServerSubject, servers: Servers
 ) -> None:
     """Its prompt was cached under the old ones, whose requests hold the cache."""
@@ -197,7 +197,9 @@ async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
     check_sampled(world.models, ids, done, greedy=True)
 
 
-async def test_requests_that_come_during_an_update(plain: ServerSubject, servers: Servers) -> None:
+async def test_requests_during_an_update_use_no_prefix_of_other_weights(
+    plain: ServerSubject, servers: Servers
+) -> None:
     """Whichever weights they get, no prefix of the other ones is in them."""
     world = servers.untied_world
     ids = prompt(12, 3 * BLOCK + 5)
@@ -217,18 +219,18 @@ async def test_requests_that_come_during_an_update(plain: ServerSubject, servers
 async def test_an_update_within_a_request_gives_two_version_spans(
     plain: ServerSubject, servers: Servers
 ) -> None:
-    """vLLM begins anew with its prompt and the tokens that it has."""
+    """vLLM recomputes its prompt and the tokens sampled so far."""
     world = servers.untied_world
     await contract.check_update_within_a_request(plain, world, recomputed=True)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("plain")  # which waits until the server is there
-async def test_an_update_under_64_streams_and_the_prefixes_of_forks_after_it(
+@pytest.mark.usefixtures("plain")  # which waits for the server
+async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     servers: Servers,
 ) -> None:
     """Through the pool, four times as many as run at once. Log-probs are those of the weights that
-    chose each token; forks of what was sampled find all of it that fills a block."""
+    sampled each token; forks find all full blocks of the sampled tokens."""
     world = servers.untied_world
     prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
     pool = EnginePool(
@@ -241,14 +243,14 @@ async def test_an_update_under_64_streams_and_the_prefixes_of_forks_after_it(
     )
     try:
         await pool.start(fresh=False)
-        asking = [
+        pending = [
             asyncio.create_task(pool.generate(ids, SamplingParams(256, seed=n), session=str(n)))
             for n, ids in enumerate(prompts)
         ]
         while pool.stats()["sampled_tokens"] < 20 * NUM_SEQS:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pool.load_weights(world.paths[1], 1)
-        turns = await asyncio.gather(*asking)
+        turns = await asyncio.gather(*pending)
         for ids, done in zip(prompts, turns, strict=True):
             check_sampled(world.models, ids, done)
         versions = {tuple(span.version for span in done.version_spans) for done in turns}
@@ -265,7 +267,7 @@ async def test_an_update_under_64_streams_and_the_prefixes_of_forks_after_it(
         for (n, ids), done in zip(forks, found, strict=True):
             if n % 8 == 0:
                 check_sampled({1: world.models[1]}, ids, done)
-            if turns[n].version_spans[-1].version == 1:  # what ended before it is dropped
+            if turns[n].version_spans[-1].version == 1:  # turns that ended before it are dropped
                 assert done.num_cached_tokens >= len(ids) - 2 * BLOCK
     finally:
         await pool.close()
@@ -275,22 +277,24 @@ async def test_a_cancelled_call_frees_the_server(plain: ServerSubject) -> None:
     await contract.check_abort(plain, num_requests=32)
 
 
-async def test_many_at_once(plain: ServerSubject, servers: Servers) -> None:
+async def test_concurrent_requests(plain: ServerSubject, servers: Servers) -> None:
     await contract.check_concurrency(plain, servers.untied_world, 0, 64, 16)
 
 
-async def test_refused_requests_leave_it_alive(plain: ServerSubject) -> None:
+async def test_the_engine_serves_on_after_refused_requests(plain: ServerSubject) -> None:
     await contract.check_refusals(plain)
 
 
-async def test_directories_that_do_not_fit(
+async def test_incompatible_directories_are_refused(
     plain: ServerSubject, servers: Servers, tmp_path: Path
 ) -> None:
     other = servers.tied_world.paths[0]
     await contract.check_bad_directories(plain, servers.untied_world, 0, other, tmp_path)
 
 
-async def test_tokens_of_weights_that_nobody_named(plain: ServerSubject, servers: Servers) -> None:
+async def test_tokens_of_weights_with_another_label_are_refused(
+    plain: ServerSubject, servers: Servers
+) -> None:
     http = HttpClient(servers.plain.url)
     await http.call("POST", "/update_weight_version", {"new_version": "of someone else"})
     with pytest.raises(EngineError, match="of someone else"):
@@ -298,7 +302,7 @@ async def test_tokens_of_weights_that_nobody_named(plain: ServerSubject, servers
     await http.close()
 
 
-async def test_a_server_that_was_left_paused_is_resumed(servers: Servers) -> None:
+async def test_a_paused_server_is_resumed_on_connect(servers: Servers) -> None:
     http = HttpClient(servers.plain.url)
     await asyncio.to_thread(servers.plain.wait_ready)
     await http.call("POST", "/pause", params={"mode": "keep"})
@@ -333,11 +337,11 @@ async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
     await server.close()
 
 
-async def test_a_load_that_breaks_half_way(
+async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
     tied: ServerSubject, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that only this process sees: the engine has begun when it finds out. Nothing is
-    taken from it until another load has succeeded."""
+    """A directory that only this process sees: the engine detects this after it has begun. It
+    serves no request until another load has succeeded."""
     world = servers.tied_world
     (tmp_path / "weights").symlink_to(world.paths[1])
     monkeypatch.chdir(tmp_path)
@@ -357,9 +361,11 @@ async def test_a_load_that_breaks_half_way(
 
 
 @pytest.mark.timeout(400)
-async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> None:
-    """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
-    at once. The last test, since the server does not come back."""
+async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
+    tied: ServerSubject, servers: Servers
+) -> None:
+    """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost at
+    once. The last test, since the server does not restart."""
     chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
     long = SamplingParams(LONG)
     calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]

@@ -28,7 +28,8 @@ LANES = 8  # turns of a test at a time
 
 
 class Served:
-    """A server of `base`; `adapters` are those of versions 1, 2, ... and `models` what they are."""
+    """A server of `base`; `adapters` are those of versions 1, 2, ... and `models` their merged
+    models."""
 
     def __init__(self, root: Path) -> None:
         world = World(root / "world", tied=False, num_models=1)
@@ -90,8 +91,8 @@ class Turns:
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Every lane is in its second turn or a later one when this is entered, so they are in
-        different places of theirs; it ends with the last turn."""
+        """Every lane is in its second turn or a later one when this is entered, so they are at
+        different positions; it ends with the last turn."""
         again = [asyncio.Event() for _ in range(LANES)]
         async with asyncio.TaskGroup() as lanes:
             for event in again:
@@ -109,8 +110,8 @@ class Turns:
             again.set()
 
     def check(self, models: dict[int, Any], old: int, new: int) -> None:
-        """All are of the old or the new weights, some began with the one and ended with the other,
-        and none found a prefix that another version has left."""
+        """All are of the old or the new weights, some began with one and ended with the other, and
+        none found a prefix of another version."""
         kinds = [versions(done) for _, done in self.done]
         assert all(kind in ([old], [old, new], [new]) for kind in kinds)
         assert [old, new] in kinds
@@ -123,9 +124,9 @@ def versions(done: Completion) -> list[int]:
     return [span.version for span in done.version_spans]
 
 
-async def test_each_version_is_the_adapter_that_was_loaded(served: Served) -> None:
-    """Greedy tokens and log-probs are those of peft's model; running turns go on under the new
-    adapter, with keys and values of it, at the cost of no retry; no prefix hit crosses versions."""
+async def test_each_version_samples_from_its_loaded_adapter(served: Served) -> None:
+    """Greedy tokens and log-probs are those of peft's model; running turns continue under the new
+    adapter, with its keys and values, without a retry; no prefix hit crosses versions."""
     ids = prompt(3, 100)
     async with served.pool() as pool:
         for version, adapter in enumerate(served.adapters, 1):
@@ -149,7 +150,7 @@ async def test_each_version_is_the_adapter_that_was_loaded(served: Served) -> No
         assert len(await served.names()) == 1
 
 
-async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_path: Path) -> None:
+async def test_an_adapter_of_another_model_is_refused(served: Served, tmp_path: Path) -> None:
     other = World(tmp_path / "other", tied=False, num_models=1)
     (misfit,), _ = write_adapters(other.paths[0], tmp_path, 1)
     whole = (misfit / "adapter_model.safetensors").read_bytes()
@@ -163,7 +164,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_p
         assert versions(done) == [1]
 
 
-async def test_turns_outlast_a_sleep_and_wake_up_with_other_weights(served: Served) -> None:
+async def test_turns_continue_after_a_sleep_with_new_weights(served: Served) -> None:
     ids = prompt(5, 40)
     async with served.pool() as pool:
         pool.require("sleep")

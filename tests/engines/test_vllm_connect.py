@@ -1,4 +1,4 @@
-"""Connecting to vLLM: servers that lack what a run needs, and several servers behind one URL."""
+"""Connecting to vLLM: servers without a required feature, and several servers at one URL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def urls(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
             process.kill()
 
 
-# what is missing, as a proxy before a real server shows it
+# missing features, simulated by a proxy of a real server
 
 SETTINGS = ("vllm_config", "model_config")
 BY_ANSWER: dict[str, tuple[str, Change, str]] = {
@@ -74,20 +74,22 @@ BY_REQUEST: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", BY_ANSWER)
-async def test_a_setting_that_is_wrong(kind: str, urls: list[str]) -> None:
+async def test_a_wrong_setting_is_refused(kind: str, urls: list[str]) -> None:
     path, change, message = BY_ANSWER[kind]
     async with proxy(urls[:1], answers={path: change}) as server:
         await refused(server, message)
 
 
 @pytest.mark.parametrize("kind", BY_REQUEST)
-async def test_what_only_a_trial_shows(kind: str, urls: list[str]) -> None:
+async def test_a_fault_that_only_trial_requests_show_is_refused(kind: str, urls: list[str]) -> None:
     path, change, message = BY_REQUEST[kind]
     async with proxy(urls[:1], requests={path: change}) as server:
         await refused(server, message)
 
 
-async def test_a_tied_head_on_the_cpu(urls: list[str], tmp_path: Path) -> None:
+async def test_a_tied_head_on_the_cpu_requires_the_worker_extension(
+    urls: list[str], tmp_path: Path
+) -> None:
     tied = World(tmp_path, tied=True, num_models=1).paths[0]
     named = changed("data", 0, "root", to=str(tied))
     async with proxy(urls[:1], answers={"/v1/models": named}) as server:

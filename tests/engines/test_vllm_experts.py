@@ -1,5 +1,5 @@
-"""A model with experts, as the learner writes and sends it, in a real vLLM server: its loader knows
-experts by the names of published models, one tensor each, and packs them for the CPU."""
+"""A model with experts, as the learner writes and sends it, in a real vLLM server: its loader
+expects experts under the names of published models, one tensor each, and packs them for the CPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def url(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize("path", [0, 1], ids=["as started", "from another directory"])
-async def test_experts_are_those_of_the_learner_after_each_update(
+async def test_experts_equal_those_of_the_learner_after_each_update(
     path: int, url: str, paths: list[Path], tmp_path: Path
 ) -> None:
     """Tokens and log-probs are those of transformers, after a directory and after a broadcast."""
@@ -81,7 +81,7 @@ async def test_experts_are_those_of_the_learner_after_each_update(
         await check_updates(b, num_updates=1)
 
 
-async def test_without_the_extension_that_packs_them_again_they_are_refused(url: str) -> None:
+async def test_experts_without_the_repacking_extension_are_refused(url: str) -> None:
     plain = changed("vllm_config", "parallel_config", "worker_extension_cls", to="")
     async with proxy([url], answers={"/server_info": plain}) as server:
         client = VLLMServer(server.url)

@@ -34,7 +34,7 @@ def entropies(plugin: ModuleType, ranks: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 24])
-def test_a_rank_holds_the_bits_of_an_exact_entropy(
+def test_the_rank_of_a_token_encodes_the_exact_entropy(
     plugin: ModuleType, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of logits and of log-probs, some of them of tokens that cannot be sampled."""
@@ -48,7 +48,7 @@ def test_a_rank_holds_the_bits_of_an_exact_entropy(
         assert entropies(plugin, ranks) == pytest.approx(known, abs=1e-5)
 
 
-def test_of_the_only_token_that_can_be_sampled_the_entropy_is_zero(plugin: ModuleType) -> None:
+def test_the_entropy_of_a_single_allowed_token_is_zero(plugin: ModuleType) -> None:
     rows = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     assert plugin.ranks_of(rows, is_normalized=True).tolist() == [plugin.ENTROPY]
 
@@ -93,7 +93,7 @@ def test_a_request_ends_at_the_token_that_completes_a_stop_string(
 def test_the_first_server_info_runs_no_programs(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's router imports the function after the plugins are there."""
+    """vLLM's router imports the function after the plugins are loaded."""
     collect = ModuleType("vllm.collect_env")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.collect_env", collect)

@@ -17,8 +17,8 @@ LONG = 400  # tokens of a turn
 
 
 def start_many(subject: Subject, ids: list[int], number: int) -> list[asyncio.Task[Completion]]:
-    """Long requests that run side by side: some are still running when the test goes on, also
-    where the server's own processes have to wait for a processor."""
+    """Long requests that run side by side: some are still running when the test continues, also if
+    the server's processes wait for a processor."""
     long = SamplingParams(max_tokens=LONG)
     return [asyncio.create_task(subject.generate(ids, long)) for _ in range(number)]
 
@@ -40,7 +40,7 @@ class Traffic:
         self._tasks = [asyncio.create_task(self._again_and_again()) for _ in range(number)]
 
     async def finish(self) -> list[Completion]:
-        """All completions, when those that run have come to their ends."""
+        """All completions, after the running requests have ended."""
         self._over = True
         await asyncio.gather(*self._tasks)
         return self._completions

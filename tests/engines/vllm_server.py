@@ -26,7 +26,7 @@ ARGUMENTS = (
     *("--block-size", str(BLOCK)),
     *("--enforce-eager", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"),
 )
-# What a client refuses to go without.
+# Options that a client requires.
 SCALE_OUT = ("--enable-scale-out",)
 LOGPROBS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
 NO_PLUGIN = {"VLLM_PLUGINS": "agentenv_broadcast"}  # environment of a server without ours
@@ -62,13 +62,13 @@ def require_vllm() -> None:
 
 
 def forking_python() -> Path:
-    """The Python of servers that a launcher starts, in place of PYTHON; they are forks too."""
+    """The Python of servers that a launcher starts, instead of PYTHON; they are forks too."""
     name = "vllm.entrypoints.openai.api_server"
     return fork_server(str(PYTHON), MODULES, os.environ | ENVIRONMENT).stand_in(name)
 
 
 class VLLMProcess(ServerProcess):
-    """A server in a process group of its own, with its log in `log`."""
+    """A server in a separate process group, with its log in `log`."""
 
     def __init__(
         self,

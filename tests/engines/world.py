@@ -18,12 +18,12 @@ from agentenv.engines.remote.weight_sync import Server
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, write_model
 
-END = 300  # behind this token an EOS follows for certain
+END = 300  # an EOS always follows this token
 ORDINARY = range(16, 256)  # ids of prompts: neither END nor EOS
 
 
 class Subject(Protocol):
-    """What a check calls; `num_running` is what the engine itself says."""
+    """The interface of a check; `num_running` is the engine's own count."""
 
     async def generate(
         self,
@@ -62,7 +62,7 @@ class ServerSubject:
 
 
 class EngineSubject:
-    """An Engine that counts what is "running" and "waiting" in its stats."""
+    """An Engine that counts "running" and "waiting" requests in its stats."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -88,8 +88,7 @@ class EngineSubject:
 class World:
     """Models of one architecture in directories below `root`, by policy version.
 
-    Their turns end in the end-of-sequence token behind END and nowhere else, so that long turns
-    stay long.
+    Their turns end only in the end-of-sequence token after END, so that long turns stay long.
     """
 
     def __init__(self, root: Path, *, tied: bool, num_models: int = 4) -> None:

@@ -14,7 +14,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 def synchronize() -> None:
-    """Wait for what the device still has to do."""
+    """Wait for all pending work of the device."""
     if HAS_GPU:
         torch.cuda.synchronize()
 

@@ -59,9 +59,11 @@ def url(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         process.kill()
 
 
-async def test_vllm_takes_packed_updates_over_nccl(url: str, world: World, tmp_path: Path) -> None:
-    """Greedy tokens and log-probs are those of transformers after each; a trainer that goes away
-    in the middle leaves a server that loads a directory, then takes broadcasts again."""
+async def test_vllm_receives_packed_updates_over_nccl(
+    url: str, world: World, tmp_path: Path
+) -> None:
+    """Greedy tokens and log-probs are those of transformers after each; after a trainer disappears
+    during a transfer, the server loads a directory, then takes broadcasts again."""
     config = LearnerConfig(backend="torch", optimizer="muon_adamw", learning_rate=0.02)
     servers = [VLLMServer(url, vocab_size=VOCAB)]
     async with bench(servers, world.paths[1], tmp_path, config) as b:

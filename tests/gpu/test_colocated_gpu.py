@@ -1,5 +1,5 @@
 """Engine and learner give the memory of one GPU to each other: `python -m pytest tests/gpu`.
-Without one they do so on the CPU, where nothing counts the bytes."""
+Without one they do so on the CPU, where bytes are not counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
     try:
         whole = await engine.generate(prompt(1, 20), sampling, session="s")
         awake = allocated_bytes()
-        asking = asyncio.create_task(engine.generate(prompt(1, 20), sampling, session="s"))
+        pending = asyncio.create_task(engine.generate(prompt(1, 20), sampling, session="s"))
         await asyncio.sleep(0.02)
         await engine.sleep()
         num_weights = sum(p.nbytes for p in engine._scheduler._weights.targets.values())
@@ -40,12 +40,12 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
         left = [w.untyped_storage().size() for w in engine._scheduler._weights.targets.values()]
         assert not HAS_GPU or not any(left)  # on the CPU only the cache is given back
         await engine.wake()
-        assert (await asking).token_ids == whole.token_ids
+        assert (await pending).token_ids == whole.token_ids
     finally:
         await engine.close()
 
 
-def test_a_sleeping_rank_holds_nothing_and_trains_on_as_if_it_had_not_slept(
+def test_a_sleeping_rank_holds_no_memory_and_trains_unchanged_afterwards(
     tmp_path: Path,
 ) -> None:
     directory = save_tiny_model(tmp_path)

@@ -1,6 +1,6 @@
-"""The embedded engine on a GPU: `python -m pytest tests/gpu/test_embedded_gpu.py -s`, of which
-`-k ragged` prints the speed under turns of many lengths. Without a GPU it runs in small on the CPU,
-and its figures say nothing."""
+"""The embedded engine on a GPU: `python -m pytest tests/gpu/test_embedded_gpu.py -s`, of which `-k
+ragged` prints the speed under turns of many lengths. Without a GPU it runs scaled down on the CPU,
+and its figures are meaningless."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ async def test_logprobs_equal_transformers_before_and_after_an_update(
         await engine.close()
 
 
-async def test_many_turns_at_a_time_of_half_a_billion_weights(tmp_path: Path) -> None:
-    """New weights arrive in the middle; each token says whose it is."""
+async def test_concurrent_turns_of_a_model_of_half_a_billion_weights(tmp_path: Path) -> None:
+    """New weights arrive during the turns; each token has its version."""
     path = tmp_path / "model"
     random_policy("0.5B").model.save_pretrained(path)
     num_turns, num_tokens = (128, 256) if HAS_GPU else (4, 16)
@@ -92,7 +92,7 @@ SMALL = SMOLLM2 | {"vocab_size": 97, "hidden_size": 36, "intermediate_size": 48}
 
 
 class Mode(Struct, frozen=True):
-    """Which remedies are on; with both, what the engine does on a GPU."""
+    """The optimizations that are on; with both, the engine as on a GPU."""
 
     avoid_cudnn: bool = True
     finite_shapes: bool = True

@@ -1,4 +1,4 @@
-"""What passing weights and one GPU between learner and vLLM costs:
+"""The cost of passing weights and one GPU between learner and vLLM:
 
     AGENTENV_VLLM_PYTHON=PYTHON python -m pytest tests/gpu/test_handover_gpu.py -s
 
@@ -81,7 +81,7 @@ WAYS: list[tuple[bool, str, type[VLLMServer], bool]] = [  # in turn, name, clien
 
 
 class Bench:
-    """Learner, server and what happened so far."""
+    """Learner, server and the measurements so far."""
 
     def __init__(self, learner: DeepSpeedLearner, url: str, model: Path, folder: Path) -> None:
         self.learner, self.url, self.model, self.folder = learner, url, model, folder
@@ -139,7 +139,7 @@ class Bench:
         """Train and publish a few times; medians of the parts, and the last gap."""
         probe = ParityProbe(pool, self.learner, list(prompts("probe", 4)))
         found: list[dict[str, float]] = []
-        for _ in range(ROUNDS + 1):  # the first gets memory for what it copies
+        for _ in range(ROUNDS + 1):  # the first allocates memory for its copies
             handover.take()
             async with self.learner.turn():
                 await self.learner.imitate(some_sequences())
@@ -173,7 +173,7 @@ def used_gib() -> str:
     return f"{float(subprocess.check_output(command, text=True).split()[0]) / 1024:.1f}"
 
 
-async def test_what_a_handover_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_cost_of_a_handover(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = SHAPES[NAME] if HAS_GPU else {}
     make_model(tmp_path / "model", **shape, dtype=torch.bfloat16 if HAS_GPU else torch.float32)
     folder = MEMORY / f"agentenv-handover-{os.getpid()}"
@@ -205,7 +205,7 @@ async def test_what_a_handover_costs(tmp_path: Path, caplog: pytest.LogCaptureFi
 async def start_side_by_side(
     tmp_path: Path, folder: Path, factory: ServerFactory, stack: AsyncExitStack
 ) -> tuple[DeepSpeedLearner, str]:
-    """As a run does: the server waits for the learner before it looks at the GPU's memory."""
+    """As in a run: the server waits for the learner before it reads the GPU's memory."""
     model, gate = tmp_path / "model", folder / "learner-ready"
     served = Served(
         "vllm",
@@ -266,7 +266,8 @@ async def start_side_by_side(
 
 
 async def sleeps(pool: EnginePool) -> str:
-    """Seconds of two sleeps without new weights, of waking up again, and what is held meanwhile."""
+    """Seconds of two sleeps without new weights and of waking up, and the memory held during
+    them."""
     naps = []
     for _ in range(2):
         down, _ = await timed(pool.sleep())

@@ -1,8 +1,8 @@
 """A rank of DeepSpeed on a GPU, with the shape of Qwen2.5-0.5B: `python -m pytest tests/gpu -s`.
 
 Prints the seconds of an update, of publishing weights, of giving the GPU to engines and of taking
-it back, and the memory beside what the dry run counts. Without a GPU all of it runs in small on the
-CPU, where nothing counts the bytes.
+it back, and the memory compared with the estimate of the dry run. Without a GPU all of it runs
+scaled down on the CPU, where bytes are not counted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES if HAS_GPU else ["stage1"])
-async def test_an_update_fits_into_what_the_dry_run_counts(
+async def test_an_update_fits_into_the_memory_estimate_of_the_dry_run(
     model: Path, name: str, tmp_path: Path
 ) -> None:
     config = LearnerConfig(
@@ -104,7 +104,7 @@ async def test_an_update_fits_into_what_the_dry_run_counts(
         used = used_by_ranks() - before if HAS_GPU else 0.0
         publish_s, _ = await timed(learner.publish(tmp_path / "published"))
         naps = []
-        for _ in range(2):  # the first gets main memory for what it copies
+        for _ in range(2):  # the first allocates main memory for its copies
             sleep_s, _ = await timed(learner.sleep())
             asleep = used_by_ranks() - before if HAS_GPU else 0.0
             naps.append((sleep_s, (await timed(learner.wake()))[0]))
@@ -129,6 +129,6 @@ async def test_an_update_fits_into_what_the_dry_run_counts(
     )
     if HAS_GPU:
         assert allocated <= reserved < used
-        # What the allocator holds beyond its tensors it gives back before it runs out of memory.
+        # The allocator releases memory beyond its tensors before it runs out of memory.
         assert allocated + used - reserved <= counted.gpu_bytes / GIB
-        assert asleep < 2.5  # CUDA's context, and nothing else
+        assert asleep < 2.5  # only CUDA's context

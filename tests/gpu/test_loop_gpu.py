@@ -27,7 +27,7 @@ KEYS = [
 ]
 
 
-def test_two_updates_after_which_engine_and_learner_agree(tmp_path: Path) -> None:
+def test_engine_and_learner_agree_after_two_updates(tmp_path: Path) -> None:
     config = str(ROOT / "tests" / "support" / "small_quickstart.toml")
     keys = [*KEYS, f"engine.device={DEVICE}", f"run.dir={tmp_path}", "run.name=run"]
     assert train.main([config, *keys]) == 0

@@ -1,5 +1,5 @@
-"""Options that change how a step is computed, and what comes out by no more than rounding:
-`python -m pytest tests/gpu`. Without a GPU what can be compiled is, and the rest is refused."""
+"""Options that change the computation of a step, and its result by rounding only: `python -m pytest
+tests/gpu`. Without a GPU only compilation is tested, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
-# One compiler at a time, and nothing tried or compiled that few small kernels do not need.
+# One compiler at a time, and only the trials and kernels that small models need.
 SMALL = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
 WHOLE = 10**6  # tokens of a micro-batch that holds everything
 
 
 @pytest.fixture
 def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is compiled lies in the test's folder, and no process is left that compiles."""
+    """Compiled code is in the test's folder, and no compiler process remains."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     torch.compiler.reset()
     with inductor.patch(SMALL):
@@ -80,7 +80,7 @@ def check_equal(policy: Policy, plain: Policy, max_tokens: int) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_parts_change_nothing_but_rounding() -> None:
-    """Layers and micro-batches of other lengths share what is compiled; names stay."""
+    """Layers and micro-batches of other lengths share compiled code; names stay."""
     names = [name for name, _ in tiny_model("llama", head_dim=16).named_parameters()]
     policy = Policy(tiny_model("llama", head_dim=16).to(DEVICE), compiled=True)
     plain = Policy(tiny_model("llama", head_dim=16).to(DEVICE))

@@ -1,9 +1,9 @@
 """Tree training on a GPU: `python -m pytest tests/gpu/test_tree_gpu.py -s`.
 
-Checks FlexAttention and the log-prob head, then prints, for the shapes of Qwen2.5-0.5B, 1.5B and
-7B with random weights, tokens per second, peak memory and the share of the matrix peak of trees
-and of flat layouts, and the layout that the learner chooses; with `-k speed` the latter alone.
-Without a GPU all of it runs in small, and its figures say nothing.
+Checks FlexAttention and the log-prob head, then prints, for the shapes of Qwen2.5-0.5B, 1.5B and 7B
+with random weights, tokens per second, peak memory and the share of the matrix peak of trees and of
+flat layouts, and the layout that the learner chooses; with `-k speed` the latter alone. Without a
+GPU all of it runs scaled down, and its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
             f"{flops / times[layout] / peak:.1%} of the matrix peak"
         )
     for option in OPTIONS if (shape, size) == ("arpo_defaults", "1.5B") else []:
-        # Each in a process of its own, since both change what transformers' modules are.
+        # Each in a separate process, since both change transformers' modules.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             took = pool.submit(seconds_with, option, shape, size).result()
         print(f"  tree, {option}: {took:.3f} s")

@@ -4,8 +4,8 @@ share the GPU (1).
 
 Random weights in the shape of SmolLM2-135M in bfloat16. Without a GPU, one small layer in float32
 on vLLM's CPU build. Throughput is of requests as ARPO sends them (entropies, tags to stop at,
-tokens reported while they are sampled) beside a bare client of the same server, which wants
-neither.
+tokens reported while they are sampled) compared with a bare client of the same server, without
+these.
 """
 
 from __future__ import annotations
@@ -118,17 +118,19 @@ async def test_entropies_and_logprobs_are_those_of_the_whole_distribution(world:
     """Of the plugin, against transformers in float32; in bfloat16 both differ by its rounding."""
     from transformers import AutoModelForCausalLM
 
-    asked = list(prompts("exact", 16))
+    requests = list(prompts("exact", 16))
     pool = world.pool(entropies="all")
     try:
         await pool.start(fresh=True)
         sampling = SamplingParams(64, seed=1)
-        turns = await asyncio.gather(*(pool.generate(ids, sampling, session="s") for ids in asked))
+        turns = await asyncio.gather(
+            *(pool.generate(ids, sampling, session="s") for ids in requests)
+        )
     finally:
         await pool.close()
     model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32).to(DEVICE)
     gaps: dict[str, list[float]] = {"log-probs": [], "entropies": []}
-    for ids, turn in zip(asked, turns, strict=True):
+    for ids, turn in zip(requests, turns, strict=True):
         assert turn.entropy_kind == "exact"
         rows = _distributions(model, ids, turn)
         exact = -(rows.exp() * rows).sum(-1)
@@ -154,8 +156,10 @@ async def test_a_turn_ends_with_the_first_of_its_stop_strings(world: World) -> N
     try:
         await pool.start(fresh=True)
         sampling = SamplingParams(256, seed=2, stop=stops)
-        asked = prompts("stops", 32)
-        turns = await asyncio.gather(*(pool.generate(ids, sampling, session="s") for ids in asked))
+        requests = prompts("stops", 32)
+        turns = await asyncio.gather(
+            *(pool.generate(ids, sampling, session="s") for ids in requests)
+        )
     finally:
         await pool.close()
     assert any(turn.finish_reason == "stop" for turn in turns)
@@ -166,7 +170,7 @@ async def test_a_turn_ends_with_the_first_of_its_stop_strings(world: World) -> N
         assert not any(stop in before for stop in stops)
 
 
-async def test_throughput_beside_a_bare_client(world: World) -> None:
+async def test_throughput_compared_with_a_bare_client(world: World) -> None:
     """Prints the table of tests/gpu/RESULTS.md."""
     print("\n| streams x tokens | client | tokens/s | GPU % | client, API, engine: cores |")
     print("|---|---|---|---|---|")
@@ -180,7 +184,7 @@ async def test_throughput_beside_a_bare_client(world: World) -> None:
 
 async def bare(world: World, streams: int, length: int) -> None:
     """One request a turn, without entropies, stop strings and events in between."""
-    asked = iter(list(prompts(f"bare {streams} {length}", streams * rounds(length))))
+    requests = iter(list(prompts(f"bare {streams} {length}", streams * rounds(length))))
     body = {
         "sampling_params": {"max_tokens": length, "ignore_eos": True, "detokenize": False},
         "stream": False,
@@ -190,7 +194,7 @@ async def bare(world: World, streams: int, length: int) -> None:
 
         async def one(number: int) -> int:
             count, url = 0, world.urls[number % SERVERS] + GENERATE
-            for ids in asked:
+            for ids in requests:
                 count += length
                 whole = {**body, "request_id": f"bare-{time.time_ns()}-{number}", "token_ids": ids}
                 async with http.post(url, json=whole) as answer:
@@ -205,12 +209,12 @@ async def pooled(
     world: World, streams: int, length: int, entropies: str, kind: type[VLLMServer] = VLLMServer
 ) -> None:
     name = f"ARPO, {entropies}" + ", no plugin" * (kind is Unaware)
-    asked = iter(list(prompts(f"{name} {streams} {length}", streams * rounds(length))))
+    requests = iter(list(prompts(f"{name} {streams} {length}", streams * rounds(length))))
     pool = world.pool(kind, entropies=entropies)
 
     async def one(number: int) -> int:
         count, keys = 0, {"on_tokens": lambda _: None, "stream_interval": 20}
-        for ids in asked:
+        for ids in requests:
             sampling = SamplingParams(length, seed=number, stop=STOPS)
             turn = await pool.generate(ids, sampling, session=f"{number}", **keys)
             count += len(turn.token_ids)

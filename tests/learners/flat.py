@@ -1,7 +1,7 @@
-"""The flat computation that each algorithm's tree form must equal, and the tree form beside it.
+"""The flat computation that each algorithm's tree form must equal, and the tree form.
 
 Every trained token of the trees has one current log-prob, `theta`. The flat form gives each
-trajectory a row of its own and gathers from `theta`, so gradients add up over shared tokens.
+trajectory a separate row and gathers from `theta`, so gradients add up over shared tokens.
 """
 
 from __future__ import annotations

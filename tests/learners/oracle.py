@@ -1,5 +1,4 @@
-"""What an update has to compute, written down a second time: flat, in float64, without a line of
-`learners`.
+"""A second implementation of an update: flat, in float64, without code of `learners`.
 
 The Hugging Face model gets each trajectory whole, as a row of a batch; advantages, clips and means
 as the papers print them, clips by the derivative that they leave. A token that several trajectories
@@ -69,7 +68,7 @@ def grow(seed: int, index: int, vocabulary: int) -> TrajectoryTree:
     for number, leaf in enumerate(leaves):
         leaf.end = "terminated"
         leaf.reward = [0.0, 1.0, 0.4][(number + index) % 3] if index != 5 else 0.0
-    if index == 5:  # a group that has nothing to teach
+    if index == 5:  # a group without a signal
         for node in tree.nodes:
             node.reward = 0.0
     ends = {2: ("failed", None), 3: ("truncated", Limit.SECONDS), 4: ("truncated", Limit.TURNS)}
@@ -128,7 +127,7 @@ def is_stale(tree: TrajectoryTree, rows: Sequence[Row]) -> bool:
 
 class Oracle:
     """Gradients of one run: `update` yields the gradient of each step, as one vector, and its loss;
-    the caller moves the weights of `model` before it asks for the next."""
+    the caller moves the weights of `model` before it requests the next one."""
 
     def __init__(self, model: Any, kind: str, num_epochs: int, **settings: Any) -> None:
         self.model, self.kind, self.num_epochs = model, kind, num_epochs
@@ -224,8 +223,8 @@ class Oracle:
             parameter.copy_(weights[name])
 
     def _figures(self, rows: list[Row]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies of the sampled tokens, by trajectory. Short ones are filled up
-        behind their end, where a causal model does not look."""
+        """Log-probs and entropies of the sampled tokens, by trajectory. Short ones are padded after
+        their end, which a causal model does not read."""
         ids = pad_sequence([row.ids for row in rows], batch_first=True)
         found = []
         for row, logits in zip(

@@ -62,7 +62,7 @@ def uneven_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
 
 
 def undivided_tree() -> TrajectoryTree:
-    """One trajectory, and two empty ones, which to give to another rank would save nothing."""
+    """One trajectory, and two empty ones, whose assignment to another rank would save nothing."""
     tree = random_tree(Random(2), num_leaves=3)
     first = tree.nodes[1]
     del tree.nodes[2:]
@@ -107,7 +107,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return float(torch.stack(parts).max())
 
 
-def assert_gone(pids: list[int]) -> None:
+def assert_ended(pids: list[int]) -> None:
     """Within a time that only a process which does not end takes."""
     deadline = time.monotonic() + 30.0
     while any(map(_runs, pids)):

@@ -2,10 +2,10 @@
 
     python -m tests.learners.saving_forever FOLDER KILLS [STAGE]
 
-Forks itself KILLS times: one rank of plain torch, or with STAGE two of DeepSpeed ZeRO. The
-children save checkpoint after checkpoint, as a run does, with all weights and moments equal to
-the step, until one of them or both are killed at a random moment. The parent checks what it
-finds. Prints the number of checkpoints, and of kills that left a half-written one.
+Forks itself KILLS times: one rank of plain torch, or with STAGE two of DeepSpeed ZeRO. The children
+save checkpoint after checkpoint, as a run does, with all weights and moments equal to the step,
+until one of them or both are killed at a random moment. The parent checks the files. Prints the
+number of checkpoints, and of kills that left a half-written one.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def fill(backend: RankBackend, value: int) -> None:
             tensor.fill_(value)
 
 
-def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> None:
-    """Rank 0 does what the controller does, too; it tells when a checkpoint is complete."""
+def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) -> None:
+    """Rank 0 also acts as the controller; it reports complete checkpoints."""
     checkpoints = Checkpoints(folder / "checkpoints")
     while True:
         fill(backend, step)
@@ -88,7 +88,7 @@ def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> N
         if backend.rank == 0:
             save_state(partial, RunState(step=step))
             checkpoints.complete(partial)
-            os.write(told, b".")
+            os.write(report_fd, b".")
             checkpoints.prune(2)
             if step % 2:
                 checkpoints.keep_best(step)
@@ -110,29 +110,29 @@ def check(path: Path) -> int:
     return int(step)
 
 
-def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
+def kill_at_random(folder: Path, stage: int | None, step: int) -> None:
     """Start all ranks, and kill them after some checkpoints and a part of a further one."""
     (folder / "meeting").unlink(missing_ok=True)
-    hears, tells = os.pipe()
+    receiver, sender = os.pipe()
     children = []
     for rank in range(1 if stage is None else 2):
         children.append(os.fork())
         if children[-1] == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            save_for_ever(folder, make_backend(folder, rank, stage), step, tells)
-    os.close(tells)
+            save_forever(folder, make_backend(folder, rank, stage), step, sender)
+    os.close(sender)
     start = time.monotonic()
     for _ in range(random.randint(1, 3)):
         start, before = time.monotonic(), start
-        assert os.read(hears, 1), "a rank has ended by itself"
+        assert os.read(receiver, 1), "a rank has ended by itself"
     time.sleep(random.random() * min(time.monotonic() - before, 1.0))
-    # All at once, or one first; the others then wait for it or find it gone.
+    # All at once, or one first; the others then wait for it or detect its end.
     for child in random.sample(children, len(children)):
         os.kill(child, signal.SIGKILL)
         time.sleep(random.choice((0.0, 0.1)))
     for child in children:
         os.waitpid(child, 0)
-    os.close(hears)
+    os.close(receiver)
 
 
 def main(folder: Path, kills: int, stage: int | None = None) -> None:
@@ -144,7 +144,7 @@ def main(folder: Path, kills: int, stage: int | None = None) -> None:
     for number in range(10 * kills):
         if number >= kills and half:  # few kills may all fall between two saves
             break
-        kill_some_time(folder, stage, last + 1)
+        kill_at_random(folder, stage, last + 1)
         half += any(checkpoints.folder.glob("*.partial"))
         found = [check(path) for path in checkpoints.finished()]
         assert max(found) > last, (found, last)

@@ -1,4 +1,4 @@
-"""An engine that joins a group and then takes nothing, in a process of its own.
+"""An engine that joins a group and then receives nothing, in a separate process.
 
 python -m tests.learners.stalled_receiver HOST PORT NAME     ends when its standard input does
 """

@@ -37,7 +37,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "plan"), NAMES.items())
-def test_name_chooses_the_algorithm_and_its_plan(name: str, plan: type) -> None:
+def test_the_name_selects_the_algorithm_and_its_plan(name: str, plan: type) -> None:
     chosen = algorithm(name=name, group_size=6)
     assert type(chosen.plan(100)) is plan
     assert chosen.plan(100).group_size == 6
@@ -46,14 +46,14 @@ def test_name_chooses_the_algorithm_and_its_plan(name: str, plan: type) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_algorithm_reaches_the_ranks_whole(name: str) -> None:
+def test_an_algorithm_reaches_the_ranks_unchanged(name: str) -> None:
     chosen = algorithm(name=name, group_size=6, dual_clip=math.inf) if name == "arpo" else None
     chosen = chosen or algorithm(name=name, group_size=6)
     sent = msgspec.msgpack.encode(Init.of(LearnerConfig(), chosen, "model", seed=0))
     assert msgspec.msgpack.decode(sent, type=Init).make_algorithm() == chosen
 
 
-def test_a_rank_without_the_algorithms_module_says_what_to_do() -> None:
+def test_a_rank_without_the_module_of_the_algorithm_gives_a_hint() -> None:
     init = Init(LearnerConfig(), "mine.own:Best", msgspec.Raw(b""), "model", seed=0)
     with pytest.raises(ConfigError, match=r"mine\.own:Best.*install its module"):
         init.make_algorithm()
@@ -82,7 +82,7 @@ def test_every_key_is_described() -> None:
             assert (field.type.extra_json_schema or {})["description"], field.name
 
 
-def test_aepos_parts_are_switched_one_by_one() -> None:
+def test_each_part_of_aepo_is_switched_separately() -> None:
     off = {"budget_split": False, "branch_penalty": 0.0, "entropy_advantage": 0.0}
     plain = algorithm(name="aepo", **off)
     assert (plain.budget_split, plain.penalty_per_fork) == (False, 0.0)
@@ -101,9 +101,7 @@ def test_aepos_parts_are_switched_one_by_one() -> None:
         ({"name": "grpo", "token_mask": {"low": 1.5, "high": 2.0}}, "contain 1"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    keys: dict[str, object], message: str
-) -> None:
+def test_contradictory_settings_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithm(**keys)
 

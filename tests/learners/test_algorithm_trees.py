@@ -67,7 +67,7 @@ def test_tree_form_equals_flat_form(name: str, num_cuts: int) -> None:
 
 
 def test_clipping_happens_on_shared_tokens_with_both_signs() -> None:
-    """Else the equality above would prove nothing."""
+    """Otherwise the equality above would prove nothing."""
     found = figures(ALGORITHMS["grpo"], grown(4))
     batch, ratio = found.minibatch, np.exp(found.theta.detach().numpy() - found.minibatch.proximal)
     mixed = (batch.adv_pos > 0) & (batch.adv_neg < 0)
@@ -122,7 +122,7 @@ def test_the_maps_are_transposed() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_equal_returns_give_exactly_no_advantage(name: str) -> None:
+def test_equal_returns_give_exactly_zero_advantages(name: str) -> None:
     trees = grown(5, count=1)
     for node in trees[0].nodes:
         node.reward = 0.7 if node.end else 0.0
@@ -147,7 +147,7 @@ def test_extreme_log_probs_give_finite_losses_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("kept", [0, 1])
-def test_one_valid_token_and_none(name: str, kept: int) -> None:
+def test_the_loss_of_one_or_no_valid_token_is_finite(name: str, kept: int) -> None:
     algorithm = ALGORITHMS[name]
     tree = grown(4, count=1)[0]
     for number, node in enumerate(tree.nodes[1:]):
@@ -161,7 +161,7 @@ def test_one_valid_token_and_none(name: str, kept: int) -> None:
     assert kept or not loss
 
 
-def test_missing_entropies_are_an_error_where_they_are_read() -> None:
+def test_missing_entropies_raise_an_error_when_read() -> None:
     from agentenv.errors import DataError
 
     trees = grown(4, count=1)

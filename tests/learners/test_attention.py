@@ -159,7 +159,7 @@ def test_flex_attention_uses_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_a_layout_the_model_is_what_it_was(name: str) -> None:
+def test_a_model_without_a_layout_is_unchanged(name: str) -> None:
     """Also with padding: a registered name without a mask function would drop the mask."""
     ids = torch.randint(61, (2, 9))
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -200,7 +200,7 @@ def test_tree_positions_do_not_become_packed_sequences(name: str, form: str) -> 
     assert (trapped[5:] - second[2:]).abs().max() > 1e-3
 
 
-def test_a_layout_and_its_mask_go_together() -> None:
+def test_a_layout_without_its_mask_is_refused() -> None:
     model = tiny_model()
     use_tree_attention(model)
     ids, layout = torch.tensor([[3, 1, 4]]), TreeLayout(np.array([3, 3, 3]), CPU)
@@ -218,7 +218,8 @@ def test_a_layout_and_its_mask_go_together() -> None:
 def test_a_window_shows_the_last_tokens_of_the_path(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every form; FlexAttention forward only, by blocks that leave out what none sees."""
+    """In every form; FlexAttention forward only, by blocks that skip tokens outside every
+    window."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)
@@ -243,7 +244,7 @@ def test_a_window_shows_the_last_tokens_of_the_path(
     assert window > 40 or (some | full).sum() < (blocks.any(-1) | full).sum() + 3 * len(some)
 
 
-def test_what_is_not_computed_over_trees_is_refused() -> None:
+def test_computations_without_tree_support_are_refused() -> None:
     model = tiny_model()
     use_tree_attention(model)
     layout = TreeLayout(np.array([3, 3, 3]), CPU)
@@ -252,7 +253,7 @@ def test_what_is_not_computed_over_trees_is_refused() -> None:
         _attention(model, heads, heads, heads, NO_MASK, tree_layout=layout, s_aux=torch.zeros(4))
 
 
-def test_models_that_a_layout_does_not_describe_are_refused() -> None:
+def test_models_without_layout_support_are_refused() -> None:
     model = tiny_model("llama")
     model.config.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="attention_dropout"):

@@ -60,7 +60,7 @@ def test_each_action_token_is_trained_once(seed: int, max_tokens: int) -> None:
         assert len(batch.token_ids) <= max_tokens or is_one_path
 
 
-def test_parts_below_no_counted_leaf_are_left_out() -> None:
+def test_parts_without_a_counted_leaf_are_skipped() -> None:
     tree = random_tree(Random(5))
     whole = encode(tree, GRPO(group_size=6).credit(tree), 0)
     leaf = tree.leaves()[0]
@@ -82,7 +82,7 @@ def test_staleness_counts_from_the_version_of_each_token() -> None:
     assert (staleness == 1).sum() == len(staleness) - 1
 
 
-def test_encoding_survives_the_wire_and_refuses_nonsense() -> None:
+def test_encoding_survives_serialization_and_invalid_data_is_refused() -> None:
     tree = random_tree(Random(9))
     encoded = encode(tree, GRPO(group_size=6).credit(tree), 0)
     wire = msgspec.msgpack.encode(encoded)

@@ -52,7 +52,9 @@ def load(trainer: Trainer, directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    model_dir: Path, tmp_path: Path
+) -> None:
     whole, stopped = (plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
     train(stopped, uneven_trees(4), 3)
     save(stopped.backend, meta(moved=True), tmp_path / "checkpoint")
@@ -65,7 +67,7 @@ def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path
         assert torch.equal(weights_of(resumed)[name], weight)
 
 
-def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
+def test_a_resumed_rank_detects_whether_its_weights_are_published(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """Else it takes the engine's log-probs for its own, or hands out weights under another's
@@ -102,14 +104,14 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
     kills *= repeats
     command = ("-m", "tests.learners.saving_forever", str(tmp_path), str(kills), *stage)
     with Command(*command, log=tmp_path / "log") as saving:
-        said = saving.said()
-    assert saving.returncode == 0, said
-    steps, half = map(int, said.splitlines()[-1].split())
+        output = saving.read_log()
+    assert saving.returncode == 0, output
+    steps, half = map(int, output.splitlines()[-1].split())
     assert steps >= kills
     assert half, "no kill fell into a save"
 
 
-def test_a_half_written_checkpoint_is_recognized(model_dir: Path, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -> None:
     trainer = plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(num_ranks=2), path)
@@ -120,7 +122,9 @@ def test_a_half_written_checkpoint_is_recognized(model_dir: Path, tmp_path: Path
         Checkpoint(path)
 
 
-def test_the_older_one_stands_in_between_two_renames(model_dir: Path, tmp_path: Path) -> None:
+def test_the_older_checkpoint_is_used_between_the_two_renames(
+    model_dir: Path, tmp_path: Path
+) -> None:
     trainer = plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(policy_version=1), path)
@@ -131,7 +135,7 @@ def test_the_older_one_stands_in_between_two_renames(model_dir: Path, tmp_path: 
     assert Checkpoint(path).meta.policy_version == 2
 
 
-def test_another_optimizer_cannot_go_on_from_it(model_dir: Path, tmp_path: Path) -> None:
+def test_another_optimizer_cannot_resume_the_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     trainer = plain_torch(model_dir, two_ranks(num_ranks=1), torch.float32)
     train(trainer, uneven_trees(2), 3)
     save(trainer.backend, meta(), tmp_path / "checkpoint")
@@ -147,7 +151,7 @@ def make(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.complete(partial)
 
 
-def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
+def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.to_resume("latest") is None
     with pytest.raises(ConfigError, match="contains no best checkpoint"):
@@ -179,7 +183,7 @@ Checkpoints(Path(sys.argv[1])).keep_best(2)
 """
 
 
-def test_kill_9_between_the_two_renames_of_the_best_one_leaves_a_whole_one_to_resume(
+def test_kill_9_during_the_renames_of_the_best_checkpoint_leaves_a_complete_one(
     tmp_path: Path,
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -198,7 +202,7 @@ def test_kill_9_between_the_two_renames_of_the_best_one_leaves_a_whole_one_to_re
     assert (found / "model.safetensors").read_text() == "2"
 
 
-def test_rotation_and_newer_ones_set_aside(tmp_path: Path) -> None:
+def test_checkpoints_are_rotated_and_newer_ones_set_aside(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2, 3, 4):
         make(checkpoints, step)

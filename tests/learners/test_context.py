@@ -1,4 +1,4 @@
-"""Teams of ranks that compute a micro-batch together do what one rank does.
+"""Teams of ranks that compute a micro-batch together equal one rank.
 
 Threads of this process with real process groups of gloo, in float64; DeepSpeed's ranks are below.
 """
@@ -141,7 +141,7 @@ def assert_same(
 
 @pytest.mark.parametrize(("num_ranks", "size"), TEAMS)
 def test_a_path_of_four_budgets_trains_as_on_one_rank(num_ranks: int, size: int) -> None:
-    """And beside it short ones, of which a team may have none."""
+    """And with it short ones, of which a team may have none."""
     long = path_of_four_budgets()
     short = [encode_sequence([1, 2, i], [False, True, True]) for i in (3, 4, 5)]
     for sequences in ([long], [long, *short]):
@@ -178,7 +178,7 @@ def test_a_tree_of_three_forks_trains_as_on_one_rank(num_ranks: int, size: int) 
 
 @pytest.mark.parametrize("name", ["aepo", "kl in gspo", "both masks"])
 def test_updates_of_two_teams_equal_those_of_one_rank(name: str) -> None:
-    """What sums over tokens, trajectories and ranks counts each team once."""
+    """Sums over tokens, trajectories and ranks count each team once."""
     algorithm = WHOLE_UPDATES[name]
     minibatches = [encode_all(algorithm, trees) for trees in (grown(1, 2), grown(2, 1))]
     budget = 30
@@ -194,7 +194,7 @@ def test_updates_of_two_teams_equal_those_of_one_rank(name: str) -> None:
     assert_same(found, run(1, 1, algorithm, update, 2 * budget), rel=1e-5)
 
 
-def test_pairs_of_dpo_whole_and_cut() -> None:
+def test_whole_and_cut_pairs_of_dpo_train_as_on_one_rank() -> None:
     scored = [with_reference(pair, [-3.0] * pair.num_action_tokens) for pair in pairs([60, 3, 5])]
     for chosen in (scored, scored[1:]):
         shards = assign(chosen, 2)
@@ -208,8 +208,8 @@ def test_pairs_of_dpo_whole_and_cut() -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", pytest.param("lora", marks=pytest.mark.slow)])
-def test_windows_and_adapters(kind: str) -> None:
-    """Layers that look through a window of 8 tokens; and low-rank adapters."""
+def test_attention_windows_and_adapters_train_as_on_one_rank(kind: str) -> None:
+    """Layers with a window of 8 tokens; and low-rank adapters."""
     if kind == "window":
         changes = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
         model = exact(tiny_model("qwen2", torch.float64, **changes))
@@ -274,14 +274,14 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def test_numbers_that_cannot_be_divided_are_refused() -> None:
+def test_indivisible_numbers_of_ranks_and_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"context_parallel = 2 does not divide .*num_ranks = 3"):
         LearnerConfig(num_ranks=3, context_parallel=2)
     with pytest.raises(ConfigError, match=r"context_parallel = 3 does not divide .* 4 attention"):
         check_heads(4, 3)
 
 
-def test_layers_with_a_state_are_refused(tmp_path: Path) -> None:
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
     Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]).save_pretrained(
         tmp_path
     )
@@ -292,9 +292,11 @@ def test_layers_with_a_state_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-async def test_teams_of_processes_equal_one(stage: int, model_dir: Path, tmp_path: Path) -> None:
-    """At stage 3 two teams; updates, imitation, preferences, scores, and a checkpoint that a rank
-    by itself goes on from."""
+async def test_teams_of_processes_equal_one_process(
+    stage: int, model_dir: Path, tmp_path: Path
+) -> None:
+    """At stage 3 two teams; updates, imitation, preferences, scores, and a checkpoint that a single
+    rank resumes."""
     num_ranks = 4 if stage == 3 else 2
     config = two_ranks(
         num_ranks=num_ranks,

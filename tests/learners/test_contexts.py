@@ -1,4 +1,4 @@
-"""Training on trees with several contexts a leaf equals training on each context by itself, with
+"""Training on trees with several contexts per leaf equals training on each context separately, with
 the advantage of its leaf."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VOCABULARY = 60
 
 
 def planner_and_worker(seed: int) -> TrajectoryTree:
-    """Branch 0 asks a worker between two turns and forks behind its answer; a retry is thrown away;
-    branch 1 does nothing of the kind."""
+    """Branch 0 calls a worker between two turns and forks after its answer; a retry is discarded;
+    branch 1 has one context."""
     random = Random(seed)
     tree = TrajectoryTree(Task(f"t{seed}", "env", "?", ()), index=seed)
 

@@ -20,7 +20,7 @@ trees = st.builds(
 )
 
 
-def test_equal_and_single_rewards_give_exactly_zero() -> None:
+def test_equal_and_single_rewards_give_exactly_zero_advantages() -> None:
     assert not group_advantages([0.7] * 12).any()
     assert not group_advantages([0.7]).any()
     assert group_advantages([]).shape == (0,)
@@ -71,7 +71,7 @@ def test_failed_leaves_are_in_no_group() -> None:
 
 
 @pytest.mark.parametrize("mode", ["score", "zero", "mask"])
-def test_truncated_leaves_by_limit(mode: str) -> None:
+def test_truncated_leaves_are_credited_by_their_limit(mode: str) -> None:
     tree = random_tree(Random(2), num_leaves=6)
     for leaf in tree.leaves():
         leaf.reward = 1.0
@@ -102,7 +102,7 @@ def test_a_short_group_is_dropped() -> None:
     assert tree_credit(tree, group_size=1) is None
 
 
-def test_limits_left_out_keep_their_default() -> None:
+def test_omitted_limits_keep_their_default() -> None:
     tree = random_tree(Random(3), num_leaves=6)
     leaf = tree.leaves()[0]
     truncate(leaf, Limit.SECONDS)

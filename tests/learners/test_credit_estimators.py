@@ -1,4 +1,4 @@
-"""Advantage estimators beside GRPO's, the length penalty, and off-policy weights."""
+"""Advantage estimators other than GRPO's, the length penalty, and off-policy weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_batch_normalization_is_over_the_tokens_of_all_trajectories() -> None:
     assert copies.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_batch_normalization_is_over_the_groups_that_are_taken() -> None:
+def test_batch_normalization_is_over_the_accepted_groups() -> None:
     """One of equal returns is as far from the mean of an update as its 0 is."""
     trees, algorithm = grown(3), ReinforcePP(group_size=2)
     for node in trees[0].nodes:
@@ -86,7 +86,7 @@ def test_long_trajectories_lose_return() -> None:
     np.testing.assert_allclose(loss, np.minimum(lengths / 8, 1.0))
 
 
-def test_dapo_filters_what_a_token_limit_cut() -> None:
+def test_dapo_filters_trajectories_truncated_by_a_token_limit() -> None:
     tree = grown(3)[0]
     cut = tree.leaves()[0]
     truncate(cut, Limit.RESPONSE_TOKENS)
@@ -105,7 +105,7 @@ def test_dapo_filters_what_a_token_limit_cut() -> None:
         ("seq-mean-token-sum-norm", 20.0),
     ],
 )
-def test_denominators_leave_trajectories_without_tokens_out(mode: str, expected: float) -> None:
+def test_denominators_exclude_trajectories_without_tokens(mode: str, expected: float) -> None:
     lengths = np.array([2.0, 0.0, 3.0])
     assert denominator(mode, lengths, 10) == expected
     assert np.isfinite(coefficients(mode, lengths)).all()
@@ -152,7 +152,7 @@ def raises(returns: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "said"),
+    ("estimator", "problem"),
     [
         (raises, r"raises raised ValueError: my own bug \(test_credit_estimators\.py, line \d+\)"),
         (lambda returns: returns * np.nan, r"returned \[nan, nan\] for the returns \[0\.0, 1\.0\]"),
@@ -161,10 +161,10 @@ def raises(returns: np.ndarray) -> np.ndarray:
         (lambda returns, index: returns, "missing 1 required positional argument"),
     ],
 )
-def test_an_estimator_has_a_finite_advantage_for_each_return(estimator: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_estimator_has_a_finite_advantage_for_each_return(estimator: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         advantages_of(estimator, np.array([0.0, 1.0]))
 
 
-def test_advantages_may_be_a_list() -> None:
+def test_advantages_can_be_a_list() -> None:
     assert advantages_of(lambda returns: [1, -1], np.array([1.0, 0.0])).tolist() == [1.0, -1.0]

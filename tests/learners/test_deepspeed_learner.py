@@ -30,7 +30,7 @@ from agentenv.pipelines.run.terminal import is_shown
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     OF_THE_RANKS,
-    assert_gone,
+    assert_ended,
     largest_difference,
     plain_torch,
     weights_in,
@@ -107,7 +107,7 @@ async def test_update_equals_plain_torch(
     assert same(found, weights_of(plain))
 
 
-async def test_trees_without_entropies_come_back_with_those_of_the_learner(
+async def test_trees_without_entropies_get_those_of_the_learner(
     learner: DeepSpeedLearner, model_dir: Path
 ) -> None:
     trees = some_trees(4)
@@ -174,7 +174,9 @@ async def test_stale_tokens_are_corrected(learner: DeepSpeedLearner, tmp_path: P
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_nothing_to_learn_takes_no_step(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+async def test_an_update_without_a_signal_takes_no_step(
+    learner: DeepSpeedLearner, tmp_path: Path
+) -> None:
     before = weights_in(await learner.export(tmp_path / "before"))
     trees = some_trees(3)
     for tree in trees:
@@ -200,7 +202,7 @@ async def test_non_finite_steps_are_skipped(
     assert [is_shown(one) for one in caplog.records if "was skipped" in one.message] == [True]
 
 
-async def test_errors_come_back_and_the_rank_goes_on(
+async def test_errors_are_returned_and_the_rank_continues(
     learner: DeepSpeedLearner, tmp_path: Path
 ) -> None:
     with pytest.raises(LearnerError, match="IndexError"):
@@ -227,7 +229,7 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
         await learner.save(tmp_path / "late")
 
 
-async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_rank_ends_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
     script = (
         "import asyncio, os, pathlib, sys\n"
         "from tests.learners.test_deepspeed_learner import ALGORITHM, CONFIG, DeepSpeedLearner\n"
@@ -241,10 +243,10 @@ async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path
         sys.executable, "-c", script, model_dir, tmp_path / "log", stdout=asyncio.subprocess.PIPE
     )
     output, _ = await controller.communicate()
-    await asyncio.to_thread(assert_gone, [int(output)])
+    await asyncio.to_thread(assert_ended, [int(output)])
 
 
-async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
+async def test_invalid_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, tmp_path, log)

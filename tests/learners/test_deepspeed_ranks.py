@@ -24,7 +24,7 @@ from agentenv.learners.worker import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link, held_ports
 from tests.learners.ranks import (
     ALGORITHM,
-    assert_gone,
+    assert_ended,
     encoded,
     two_ranks,
     uneven_trees,
@@ -35,7 +35,7 @@ from tests.support.forks import Command
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-async def test_a_killed_rank_ends_all_with_its_number(
+async def test_a_killed_rank_ends_all_ranks_and_is_named(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "learner.log"
@@ -48,14 +48,14 @@ async def test_a_killed_rank_ends_all_with_its_number(
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(LearnerError, match=r"rank 1 was killed by SIGKILL.*learner-1\.log"):
         await asyncio.wait_for(waiting, 60.0)
-    assert_gone(pids)
+    assert_ended(pids)
     with pytest.raises(LearnerError, match="is closed"):
         await learner.score([encode_sequence([1, 2], [False, True])])
     await learner.close()
 
 
 @pytest.mark.slow
-async def test_a_rank_that_hangs_is_named_and_all_end(
+async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,14 +70,14 @@ async def test_a_rank_that_hangs_is_named_and_all_end(
     part = [encoded(uneven_trees(1))]
     with pytest.raises(LearnerError, match=r"rank 1 took longer than 5 s for Update.*stopped"):
         await learner.ranks.call([wire.Update(part, 1.0)] * 2, 5.0)
-    told = [one for one in caplog.messages if "no answer from the learner for" in one]
-    assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in told)
-    assert_gone(pids)
+    reported = [one for one in caplog.messages if "no answer from the learner for" in one]
+    assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in reported)
+    assert_ended(pids)
     assert "gather" in (tmp_path / "learner.log").read_text(), "where rank 0 was waiting"
     await learner.close()
 
 
-def test_running_out_of_memory_says_what_to_do() -> None:
+def test_an_out_of_memory_error_gives_a_hint() -> None:
     import torch
 
     for error in (
@@ -85,9 +85,9 @@ def test_running_out_of_memory_says_what_to_do() -> None:
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ):
-        told = failure(error, "traceback").error
-        assert told.startswith("ran out of memory (")
-        assert "learner.max_tokens_per_microbatch" in told
+        reported = failure(error, "traceback").error
+        assert reported.startswith("ran out of memory (")
+        assert "learner.max_tokens_per_microbatch" in reported
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 
 
@@ -95,7 +95,7 @@ def test_running_out_of_memory_says_what_to_do() -> None:
 async def controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """In whose environment two ranks find it; what is yielded makes an update with them."""
+    """Two ranks find it by its environment; yields a function that runs an update with them."""
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -144,15 +144,15 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
             modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
         ) as process:
             await update()
-            said = await asyncio.to_thread(process.said)
-            assert process.returncode == 0, said
+            output = await asyncio.to_thread(process.read_log)
+            assert process.returncode == 0, output
 
 
 @pytest.mark.slow
 async def test_tasks_of_slurm_connect_to_the_controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It starts each of them by itself."""
+    """Slurm starts each of them."""
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with ExitStack() as stack:
             tasks = []
@@ -167,8 +167,8 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     tasks.append(stack.enter_context(task))
             await update()
             for task in tasks:
-                said = await asyncio.to_thread(task.said)
-                assert task.returncode == 0, said
+                output = await asyncio.to_thread(task.read_log)
+                assert task.returncode == 0, output
 
 
 async def test_external_ranks_need_a_secret(
@@ -239,18 +239,20 @@ async def test_a_cancelled_start_keeps_no_connection(
     ],
     ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],
 )
-def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Position) -> None:
+def test_the_position_of_a_rank_comes_from_the_launcher(
+    environment: dict[str, str], place: Position
+) -> None:
     assert find_position(environment) == place
 
 
-def test_half_a_place_is_refused() -> None:
+def test_an_incomplete_position_is_refused() -> None:
     with pytest.raises(ConfigError, match="both of RANK and WORLD_SIZE"):
         find_position({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
         find_position({"RANK": "2", "WORLD_SIZE": "2"})
 
 
-async def test_an_update_is_nowhere_whole_on_its_way() -> None:
+async def test_an_update_is_streamed_tree_by_tree() -> None:
     """40 trees of 800 kB each, which the rank reads slower than they are packed."""
     trees = [encode_sequence([n, *[7] * 160_000], [False] + [True] * 160_000) for n in range(40)]
     update = wire.Update([trees[:25], trees[25:]], 0.5, "close")

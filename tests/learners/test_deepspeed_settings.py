@@ -23,7 +23,7 @@ def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:
     return LearnerConfig(**{**known, **keys})
 
 
-def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
+def test_a_file_adds_settings_without_a_key_of_ours(tmp_path: Path) -> None:
     theirs = {
         "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1000},
         "bf16": {"enabled": "auto"},
@@ -72,7 +72,7 @@ def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
         ("[]", {}, "expected a JSON object"),
     ],
 )
-def test_contradictions_name_both_sides(
+def test_contradictions_name_both_settings(
     theirs: object, keys: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -81,7 +81,7 @@ def test_contradictions_name_both_sides(
         deepspeed_settings(with_file(tmp_path, theirs, **keys))
 
 
-def test_offload_buffers_may_be_tuned(tmp_path: Path) -> None:
+def test_offload_buffers_can_be_tuned(tmp_path: Path) -> None:
     theirs = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     settings = deepspeed_settings(with_file(tmp_path, theirs, offload="optimizer"))
     wanted = {"device": "cpu", "pin_memory": True}
@@ -116,7 +116,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], text: str) -> None:
+def test_contradictory_keys_are_refused(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LearnerConfig(**keys)
 
@@ -149,7 +149,7 @@ def test_the_defaults_suit_a_pretrained_model() -> None:
         ({"backend": "torch"}, ("float32", 0), ("float32", 0)),
     ],
 )
-def test_dtype_and_stage_follow_the_device_unless_they_are_given(
+def test_dtype_and_stage_follow_the_device_unless_given(
     keys: dict[str, Any], on_cpu: tuple[str, int], on_gpu: tuple[str, int]
 ) -> None:
     for expected, is_gpu in ((on_cpu, False), (on_gpu, True)):
@@ -158,7 +158,7 @@ def test_dtype_and_stage_follow_the_device_unless_they_are_given(
         assert found.resolved(on_gpu=not is_gpu) == found
 
 
-def test_the_quick_start_trains_with_adamw_where_that_is_asked_for() -> None:
+def test_the_quick_start_trains_with_adamw_on_request() -> None:
     config = load_config(TrainConfig, QUICKSTART, ["learner.optimizer=adamw"])
     assert config.learner.zero_stage == 0, "whole matrices for the Muon of its cold start"
 

@@ -78,7 +78,7 @@ def answer_logprob(model: torch.nn.Module, answer: Answer) -> torch.Tensor:
     return logprobs(model, ids)[torch.tensor(mask[1:])].sum()
 
 
-def test_a_pair_stores_what_both_answers_share_once() -> None:
+def test_a_pair_stores_the_shared_prefix_of_both_answers_once() -> None:
     chosen = ([5, 6, 7, 8, 9], [False, False, True, False, True])
     rejected = ([5, 6, 7, 8, 3, 4], [False, False, True, False, True, True])
     pair = encode_pair(chosen, rejected)
@@ -99,7 +99,7 @@ def test_a_pair_of_equal_answers_is_refused() -> None:
         encode_pair(([1, 2], [False, True]), ([3, 2], [False, True]))
 
 
-def test_an_answer_that_begins_with_the_other_one_has_a_branch_of_its_own() -> None:
+def test_an_answer_that_extends_the_other_one_has_its_own_branch() -> None:
     pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 2], [False, True]))
     assert pair.ints("starts").tolist() == [0, 1, 3]
     assert PairTokens.of([pair]).sign.tolist() == [1, 1, -1]
@@ -157,7 +157,7 @@ def scored(reference: Trainer, pairs: list[EncodedTree]) -> list[EncodedTree]:
     return [with_reference(p, s.logprobs) for p, s in zip(pairs, scores, strict=True)]
 
 
-def test_the_first_step_begins_at_even_odds() -> None:
+def test_the_first_step_starts_at_even_odds() -> None:
     pairs = [encode_pair(*answers(Random(i))) for i in range(3)]
     model = trainer(tiny_model())
     metrics = prefer(model, scored(model, pairs), BETA, 1.0)
@@ -165,7 +165,7 @@ def test_the_first_step_begins_at_even_odds() -> None:
     assert metrics["margin"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_figures_of_preferences_by_hand() -> None:
+def test_metrics_of_preferences_by_hand() -> None:
     pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 4], [False, True]))
     tokens = PairTokens.of([with_reference(pair, [-1.0, -2.0, -0.5])])
     sums = preference_sums(tokens, np.array([-0.5, -1.0, -2.5]), 0.1)
@@ -178,7 +178,7 @@ def test_figures_of_preferences_by_hand() -> None:
 
 
 def test_packing_changes_neither_loss_nor_gradient_of_imitation() -> None:
-    """Several sequences in a row see only themselves: 1e-6 of each of them alone."""
+    """Several packed sequences see only themselves: within 1e-6 of each of them alone."""
     random = Random(3)
     sequences = [
         encode_sequence(

@@ -1,4 +1,4 @@
-"""DPO on two real ranks equals one process of plain torch, whatever falls to which rank."""
+"""DPO on two real ranks equals one process of plain torch, for any assignment to ranks."""
 
 from __future__ import annotations
 

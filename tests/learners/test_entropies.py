@@ -1,4 +1,4 @@
-"""Entropies of trained tokens come back from the ranks, exact, to the places where they belong."""
+"""The ranks return exact entropies of trained tokens, which are assigned to their tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.learners.trees import credited, random_tree
 ALGORITHM = ARPO(group_size=6)
 
 
-def forgotten(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
-    """Trees whose engine tells no entropies."""
+def without_entropies(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
+    """Trees of an engine without entropies."""
     trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(count)]
     forget_entropies(trees)
     return credited(trees, algorithm)
@@ -38,10 +38,10 @@ def known(trees: list[TrajectoryTree]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7])
-def test_each_entropy_finds_its_token(num_ranks: int) -> None:
-    """Told by what the ranks say: the number of each token. Trees that brought entropies
-    keep them."""
-    groups = forgotten(ALGORITHM)
+def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
+    """The ranks return the number of each token in place of its entropy. Trees with entropies of
+    the engine keep them."""
+    groups = without_entropies(ALGORITHM)
     kept = groups[1][0]
     for node in kept.nodes:
         node.entropies = array("f", [0.25]) * len(node.action_ids)
@@ -53,11 +53,11 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
     write_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
-        told = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
+        reported = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
         assert all(len(node.entropies) == len(node.action_ids) for node in tree.nodes)
         if tree is not kept:
             count = one.num_action_tokens
-            assert sorted(told) == [1000.0 * number + i for i in range(count)]
+            assert sorted(reported) == [1000.0 * number + i for i in range(count)]
             path = next(tree.trajectories()).path
             assert [h for node in path for h in node.entropies] == sorted(
                 h for node in path for h in node.entropies
@@ -65,7 +65,7 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
 
 
 def _marked(tree: EncodedTree, first: int) -> EncodedTree:
-    """With the number of each trained token in place of its log-prob."""
+    """With the number of each trained token instead of its log-prob."""
     values = tree.floats("behavior").copy()
     places = tree.actions() if len(values) == tree.num_tokens else slice(None)
     values[places] = first + np.arange(tree.num_action_tokens)
@@ -73,20 +73,20 @@ def _marked(tree: EncodedTree, first: int) -> EncodedTree:
 
 
 @pytest.mark.parametrize("agreement", ["close", "unknown"])
-def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> None:
-    """Whether they were computed for the proximal log-probs or with the loss; and plots read
-    them, and nothing of a tree that was not trained."""
+def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None:
+    """Both if they were computed for the proximal log-probs and with the loss; plots read them, and
+    no value of an untrained tree."""
     algorithm = GRPO(group_size=2)
-    groups = forgotten(algorithm)
+    groups = without_entropies(algorithm)
     one = trainer(algorithm)
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     _, expected, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
     write_back(groups, encoded, [(encoded, one.entropies[0])])
     trees = [tree for tree, _ in groups]
-    told = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
-    assert sorted(told) == pytest.approx(sorted(expected), rel=1e-6)
-    assert not torch.tensor(told).isnan().any()
+    reported = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
+    assert sorted(reported) == pytest.approx(sorted(expected), rel=1e-6)
+    assert not torch.tensor(reported).isnan().any()
     untrained = random_tree(Random(9), index=9)
     forget_entropies([untrained])
     metrics = rollout_metrics([*trees, untrained], 0)
@@ -96,7 +96,7 @@ def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> N
 
 
 @pytest.mark.parametrize("agreement", ["exact", "unknown"])
-def test_the_learners_logprobs_are_told_too(agreement: Agreement) -> None:
+def test_log_probs_of_the_learner_are_reported_too(agreement: Agreement) -> None:
     """Those before the update only where they were computed."""
     algorithm = GRPO(group_size=2)
     trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(3)]
@@ -105,11 +105,11 @@ def test_the_learners_logprobs_are_told_too(agreement: Agreement) -> None:
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     expected, _, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
-    shares = [[(encoded, told[0])] for told in (one.entropies, one.proximal, one.logprobs)]
+    shares = [[(encoded, reported[0])] for reported in (one.entropies, one.proximal, one.logprobs)]
     write_back(groups, encoded, *shares)
     scored = [figures for tree, _ in groups for figures in tree.scored]
-    told = sorted(value for figures in scored for value in figures.logprobs)
-    assert told == pytest.approx(sorted(expected), rel=1e-6)
+    reported = sorted(value for figures in scored for value in figures.logprobs)
+    assert reported == pytest.approx(sorted(expected), rel=1e-6)
     before = sorted(value for figures in scored for value in figures.proximal)
     assert before == (pytest.approx(sorted(expected), rel=1e-6) if agreement == "unknown" else [])
     assert all(len(tree.scored) == len(tree.nodes) for tree, _ in groups)

@@ -89,7 +89,7 @@ def test_every_step_has_the_gradient_of_all_groups_delivered(
 ) -> None:
     """Of the mean over every trajectory, also in a mini-batch in which no group has a signal."""
     parts = some_equal(number)
-    if settings.get("equal_groups") == "drop":  # the oracle takes no step on nothing
+    if settings.get("equal_groups") == "drop":  # the oracle takes no step on an empty batch
         parts = [[*parts[0], *parts[1][:2]], [grow(50, 1, VOCABULARY), *parts[1][2:]]]
     for metrics in compare(kind, settings, "qwen3", 60, parts):
         assert metrics["num_steps"] == 4
@@ -110,7 +110,7 @@ class Counting:
 
 
 PASSES: list[tuple[Algorithm, dict[str, str], bool, bool]] = [
-    # algorithm, what is known of the engine, are equal groups computed with and without gradient
+    # algorithm, agreement of the engine, are equal groups computed with and without gradient
     (ARPO(group_size=2), {"agreement": "unknown"}, False, False),
     (AEPO(group_size=2), {"agreement": "exact"}, False, False),
     (AEPO(group_size=2), {"agreement": "close"}, False, True),
@@ -138,15 +138,17 @@ def test_a_group_without_a_signal_costs_no_pass_unless_a_term_needs_it(
     encoded = encode_groups(groups, 0, config, algorithm)
     metrics = trainer.update([encoded], 1.0, **known)
     own = sum(tree.num_action_tokens for tree in encoded)
-    assert counting.tokens[True] == (own if trained else 1)  # of nothing, for gradients of 0
+    assert counting.tokens[True] == (
+        own if trained else 1
+    )  # of an empty micro-batch, for gradients of 0
     assert counting.tokens[False] == (own if scored else 0)
     assert metrics["num_tokens"] == (own if trained else 0)
     assert metrics["num_steps"] == 1
     assert metrics["loss"] == 0 or algorithm.entropy_bonus
 
 
-def test_a_step_without_a_signal_is_one_of_the_optimizer_on_zeros(model_dir: Path) -> None:
-    """Momentum goes on and weights decay, as in verl."""
+def test_a_step_without_a_signal_is_an_optimizer_step_on_zero_gradients(model_dir: Path) -> None:
+    """Momentum continues and weights decay, as in verl."""
     algorithm = GRPO(group_size=2)
     config = two_ranks(num_ranks=1, backend="torch", grad_clip=0.0, weight_decay=0.1)
     trainer = plain_torch(model_dir, config, torch.float32, algorithm)
@@ -180,9 +182,9 @@ RANKED: dict[str, Algorithm] = {
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_ranks_add_up_what_is_counted(name: str) -> None:
-    """The weights and metrics of two and four ranks are those of one, also where a rank has nothing
-    but counted groups, or no rank has a signal."""
+def test_ranks_sum_up_counted_groups(name: str) -> None:
+    """The weights and metrics of two and four ranks are those of one, also if a rank has only
+    counted groups, or no rank has a signal."""
     algorithm, limit = RANKED[name], 60
     config = LearnerConfig(
         backend="torch", optimizer="adamw", learning_rate=1e-3, max_tokens_per_microbatch=limit
@@ -216,7 +218,7 @@ MODEL = tiny_model(dtype=torch.float64)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-async def test_processes_take_as_many_steps_as_are_asked_for(
+async def test_processes_take_the_requested_number_of_steps(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
     algorithm = AEPO(group_size=2)
@@ -249,7 +251,7 @@ async def test_processes_take_as_many_steps_as_are_asked_for(
 @pytest.mark.parametrize("algorithm", [GRPO, ARPO, AEPO])
 @pytest.mark.parametrize("size", [3, 8, 12, 16])
 @pytest.mark.parametrize("compat", ["none", "reference"])
-def test_equal_is_decided_by_the_returns(
+def test_the_returns_decide_whether_a_group_is_equal(
     algorithm: type[GRPO | ARPO | AEPO], size: int, compat: str
 ) -> None:
     rules = released(algorithm(group_size=size, compat=compat))
@@ -270,19 +272,19 @@ class Absolute(ARPO, frozen=True, kw_only=True, tag="absolute"):
         return returns.copy()
 
 
-def test_an_estimator_that_compares_with_no_group_learns_from_equal_returns() -> None:
+def test_an_estimator_without_a_group_baseline_learns_from_equal_returns() -> None:
     tree = level(random_tree(Random(1), num_leaves=5), 1.1)
     assert Absolute(group_size=5).credit(tree).has_signal
 
 
-def test_equal_and_unequal_by_hand() -> None:
+def test_equal_and_unequal_groups_by_hand() -> None:
     assert are_equal(np.array([0.1 + 0.2, 0.3, 0.3]))
     assert are_equal(np.array([3e7 + 0.1 + 0.2, 3e7 + 0.3]))
     assert not are_equal(np.array([0.3, 0.3, 0.3 + 1e-9]))
     assert not are_equal(np.array([np.nan, np.nan]))
 
 
-def test_groups_are_cut_evenly_into_as_many_runs_as_there_can_be() -> None:
+def test_groups_are_divided_evenly_into_mini_batches() -> None:
     assert minibatches(range(16), 2) == [range(8), range(8, 16)]
     assert [len(one) for one in minibatches(range(13), 2)] == [6, 7]
     assert [len(one) for one in minibatches(range(1), 2)] == [1]

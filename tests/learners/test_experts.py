@@ -80,7 +80,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
+def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
     rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
     before, now = (
@@ -100,7 +100,7 @@ def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_pa
 
 
 def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path: Path) -> None:
-    """From the float32 weights beside it, not from those in the training dtype."""
+    """From its float32 weights, not from those in the training dtype."""
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
     kept = encoded(uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
 
 
 def test_the_experts_of_a_layer_are_gathered_once() -> None:
-    """At ZeRO stage 3 a bucket is what is gathered together."""
+    """At ZeRO stage 3 a bucket is gathered as a unit."""
     found = list(buckets(entries(tiny_model("qwen3_moe")), 1000))
     owners = [{id(entry.params[0]) for entry in bucket} for bucket in found]
     assert sum(map(len, owners)) == len(set().union(*owners)) > 10
@@ -154,8 +154,8 @@ async def test_two_ranks_at_stage_3_equal_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_adapters_leave_experts_and_router_alone(directory: Path, tmp_path: Path) -> None:
-    """They belong on linear layers; an expert is none. What is published is whole all the same."""
+def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Path) -> None:
+    """Adapters are for linear layers, unlike experts. The published weights are complete."""
     config = replace(CONFIG, lora=LoRAConfig(r=4))
     rank = Rank(wire.Init.of(config, ALGORITHM, str(directory), seed=0))
     trained = {n for n, p in rank.backend.policy.model.named_parameters() if p.requires_grad}

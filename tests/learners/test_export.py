@@ -1,4 +1,4 @@
-"""Hugging Face directories: while training, and from a checkpoint by itself."""
+"""Hugging Face directories: during training, and from a checkpoint alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A trained model's checkpoint as a run writes it, with what a tokenizer needs."""
+    """A trained model's checkpoint as a run writes it, with the files of a tokenizer."""
     source = save_tiny_model(tmp_path / "model")
     for name, text in FILES.items():
         (source / name).write_text(text)
@@ -61,7 +61,7 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_shard_holds_no_more_than_it_may(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_shard_does_not_exceed_its_limit(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_offline(checkpoint, out, dtype="float32", max_shard_bytes=20_000)
     index = json.loads((out / export.INDEX).read_text())
@@ -83,7 +83,7 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
     return {name: weights.tensor(name) for name in weights.names()}
 
 
-def test_the_directory_has_all_that_engines_read(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_directory_has_all_files_that_engines_read(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert command.main([str(checkpoint), str(out)]) == 0
     for name, text in FILES.items():
@@ -97,7 +97,7 @@ def test_the_directory_has_all_that_engines_read(checkpoint: Path, tmp_path: Pat
     assert command.main([str(checkpoint), str(out)]) == 2, "never over something"
 
 
-def test_a_real_tokenizer_loads_from_it(tmp_path: Path) -> None:
+def test_a_real_tokenizer_loads_from_the_export(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     source = save_tiny_model(tmp_path / "model")
@@ -111,7 +111,7 @@ def test_a_real_tokenizer_loads_from_it(tmp_path: Path) -> None:
     assert (text, tokenizer.eos_token_id) == ("a", 1)
 
 
-def test_an_index_is_written_last_and_stale_shards_go(tmp_path: Path) -> None:
+def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
     entries = [
         export.Entry(name, torch.float32, (10,), lambda w=weight: w)
@@ -135,7 +135,7 @@ def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
         assert torch.equal(load(tmp_path / "out")[name], weight)
 
 
-def test_what_is_no_checkpoint_is_refused(
+def test_a_directory_without_a_checkpoint_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2

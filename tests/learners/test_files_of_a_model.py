@@ -49,22 +49,22 @@ def test_a_model_of_the_cache_is_copied_and_not_linked(snapshot: Path, tmp_path:
     assert {path.name for path in (tmp_path / "copy").iterdir()} == names
 
 
-def test_a_link_that_leads_nowhere_is_refused_by_name(snapshot: Path, tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused_by_name(snapshot: Path, tmp_path: Path) -> None:
     (snapshot / "tokenizer.json").resolve().unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json: this link is broken"):
         copy_files(snapshot, tmp_path / "copy", "float32")
 
 
-def test_a_link_that_leads_nowhere_is_found_before_a_run_starts(snapshot: Path) -> None:
+def test_a_dangling_link_is_found_before_a_run_starts(snapshot: Path) -> None:
     check_model_directory(snapshot)
-    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # nobody reads it
+    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # it is never read
     check_model_directory(snapshot)
     (snapshot / "vocab.json").symlink_to("../../blobs/gone")
     with pytest.raises(DataError, match=r"vocab\.json: this link is broken"):
         check_model_directory(snapshot)
 
 
-def test_an_export_of_the_cache_is_whole_when_the_cache_is_gone(
+def test_an_export_of_the_cache_is_complete_after_the_cache_is_removed(
     snapshot: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "elsewhere" / "out"
@@ -74,7 +74,7 @@ def test_an_export_of_the_cache_is_whole_when_the_cache_is_gone(
     assert AutoTokenizer.from_pretrained(out).encode("What is 2 + 3?")
 
 
-def test_what_is_done_to_an_export_changes_nothing_else(model: Path, tmp_path: Path) -> None:
+def test_changes_to_an_export_do_not_affect_its_source(model: Path, tmp_path: Path) -> None:
     before = contents(model)
     out = tmp_path / "out"
     export(model, out)
@@ -88,7 +88,7 @@ def test_what_is_done_to_an_export_changes_nothing_else(model: Path, tmp_path: P
     assert contents(model) == before
 
 
-def test_templates_beside_the_files_come_along(model: Path, tmp_path: Path) -> None:
+def test_additional_templates_are_copied(model: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     copy_files(model, source, "float32")
     more = source / "additional_chat_templates" / "rag.jinja"
@@ -101,7 +101,9 @@ def test_templates_beside_the_files_come_along(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
 )
-def test_what_cannot_be_opened_is_not_written(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_directory_with_an_unreadable_file_is_refused(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in model.iterdir():
@@ -113,7 +115,7 @@ def test_what_cannot_be_opened_is_not_written(model: Path, tmp_path: Path, name:
         check_written(broken)
 
 
-def test_of_a_checkpoint_only_weights_are_linked_within_the_run(
+def test_only_weights_of_a_checkpoint_are_linked_within_the_run(
     snapshot: Path, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")

@@ -1,4 +1,5 @@
-"""Models with convolutions and recurrent layers: these go on at a fork where its path came from."""
+"""Models with convolutions and recurrent layers: at a fork these continue from the state of its
+path."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.learners.trees import HYBRIDS, flat_loss, tiny_model, tree_loss
 
 @pytest.fixture
 def _float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms and recurrent layers of transformers compute in float32 whatever the model's type."""
+    """Norms and recurrent layers of transformers compute in float32 for any dtype of the model."""
     plain = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
@@ -56,7 +57,7 @@ def test_checkpointing_changes_nothing(name: str) -> None:
 
 
 def test_segments_of_a_layout() -> None:
-    """Two trees side by side; the first forks behind token 1, its second branch behind token 3."""
+    """Two trees in one row; the first forks after token 1, its second branch after token 3."""
     end = np.array([7, 7, 3, 7, 5, 7, 7, 9, 9])
     starts, parents = TreeLayout(end, torch.device("cpu")).segments
     assert starts.tolist() == [0, 2, 3, 4, 5, 7, 9]

@@ -49,7 +49,7 @@ def trees() -> list[EncodedTree]:
 
 @pytest.fixture
 def _times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches take what SECONDS says."""
+    """Micro-batches take the times of SECONDS."""
     forward, passed = TorchBackend.forward, [0.0]
 
     def timed(self: TorchBackend, batch: MicroBatch) -> Any:
@@ -82,7 +82,7 @@ def test_costs_are_fitted_by_layout() -> None:
         Sample("tree", tokens, pairs, 2.0 + 0.01 * tokens + 1e-4 * pairs)
         for tokens, pairs in ((100, 5000), (200, 9000), (400, 80000))
     ] + [Sample("padded", tokens, tokens * 10, 0.5 + 0.01 * tokens) for tokens in (150, 300)]
-    costs = Costs([*samples, Sample("tree", 100, 5000, 300.0)])  # something else ran meanwhile
+    costs = Costs([*samples, Sample("tree", 100, 5000, 300.0)])  # another process ran at that time
     batches = {
         layout: pack([encode_sequence([1] * 9, [False] + [True] * 8)], 99, layout)
         for layout in LAYOUTS
@@ -109,7 +109,7 @@ def test_each_layout_is_tried_and_then_the_fastest_is_kept(model_dir: Path) -> N
 
 
 @pytest.mark.usefixtures("_times")
-def test_layouts_do_not_change_what_is_learned(model_dir: Path) -> None:
+def test_layouts_do_not_change_the_trained_weights(model_dir: Path) -> None:
     found = []
     for config in (measured(), two_ranks(num_ranks=1, backend="torch", layout="tree")):
         trainer = plain_torch(model_dir, config, torch.float32)
@@ -132,13 +132,13 @@ def test_a_resumed_run_keeps_its_layout(model_dir: Path, tmp_path: Path) -> None
     assert layout_of(resumed.run(update).metrics) == "padded"
 
 
-def test_a_checkpoint_from_before_has_no_trials() -> None:
+def test_a_checkpoint_of_an_older_format_has_no_trials() -> None:
     keys = dict.fromkeys(("num_ranks", "zero_stage", "policy_version", "optimizer_step"), 1)
     old = {**keys, "dtype": "float32", "optimizer": "adamw", "moved": False, "base_model": ""}
     assert msgspec.convert(old, Saved).trials == {}
 
 
-def test_what_takes_too_much_is_not_tried(
+def test_a_layout_that_exceeds_its_limits_is_not_tried(
     trees: list[EncodedTree], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Layouts(measured(), Policy(tiny_model()), CPU)
@@ -152,7 +152,7 @@ def test_what_takes_too_much_is_not_tried(
     assert {one.layout for one in found.trials["test on cpu"].samples} == {"tree"}
 
 
-def test_a_kernel_that_fails_or_is_wrong_is_not_used(
+def test_a_failing_or_wrong_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert segments.is_right_on.__wrapped__(CPU)
@@ -167,7 +167,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(
     assert segments.is_right_on.__wrapped__(CPU) is False
 
 
-def test_on_a_cpu_the_length_of_paths_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_paths_selects_the_layout_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no clock, so that equal runs stay equal to the bit."""
     monkeypatch.setattr(Layouts, "_clock", lambda self: pytest.fail("a time is measured"))
     found = Layouts(two_ranks(), Policy(tiny_model()), CPU)
@@ -181,7 +181,7 @@ def test_on_a_cpu_the_length_of_paths_decides(monkeypatch: pytest.MonkeyPatch) -
         assert found.now == "tree"
 
 
-def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) -> None:
+def test_a_configured_layout_is_used_or_refused(trees: list[EncodedTree], tmp_path: Path) -> None:
     policy, hybrid = Policy(tiny_model()), Policy(tiny_model("lfm2"))
     for layout in LAYOUTS:
         found = Layouts(two_ranks(layout=layout), policy, CPU)
@@ -204,7 +204,7 @@ def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-async def test_two_ranks_that_measure_equal_one_with_trees(
+async def test_two_ranks_that_measure_layouts_equal_one_rank_with_trees(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
     """Ranks have different numbers of micro-batches, which differ by layout too."""

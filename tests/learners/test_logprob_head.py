@@ -96,7 +96,7 @@ def test_half_precision_is_summed_in_float32() -> None:
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=5e-3, atol=1e-3)
 
 
-def test_extreme_logits_give_finite_figures() -> None:
+def test_extreme_logits_give_finite_log_probs_and_entropies() -> None:
     head, hidden, targets = example(torch.float32)
     found = head(hidden * 1e4, targets)
     (found[0] + found[1]).sum().backward()
@@ -104,7 +104,7 @@ def test_extreme_logits_give_finite_figures() -> None:
     assert found[1].abs().max() < 1e-3
 
 
-def test_it_is_a_linear_layer_with_the_same_parameters() -> None:
+def test_the_head_is_a_linear_layer_with_the_same_parameters() -> None:
     model = tiny_model("qwen3")
     head = LogprobHead.of(model.lm_head)
     assert head.weight is model.lm_head.weight is model.model.embed_tokens.weight

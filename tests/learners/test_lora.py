@@ -1,4 +1,4 @@
-"""Adapters: the frozen weights and the adapter are never changed by what is published."""
+"""Adapters: publishing never changes the frozen weights and the adapter."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_what_is_exported_is_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
+def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Path) -> None:
     rank = start(model_dir)
     train(rank)
     out = tmp_path / "step-000001"
@@ -140,7 +140,7 @@ def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [3])
-async def test_two_ranks_with_cut_weights_equal_one(
+async def test_two_ranks_with_sharded_weights_equal_one(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
     one = start(model_dir)
@@ -198,7 +198,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
         ("convolution", "conv.conv", "Conv1d"),
     ],
 )
-def test_layers_that_cannot_be_merged_are_refused_by_what_peft_makes_of_them(
+def test_layers_that_peft_cannot_merge_are_refused(
     tmp_path: Path, family: str, target: str, problem: str
 ) -> None:
     FAMILIES[family].save_pretrained(tmp_path)
@@ -216,7 +216,7 @@ def test_layers_that_cannot_be_merged_are_refused_by_what_peft_makes_of_them(
         ("convolution", ["in_proj"]),
     ],
 )
-def test_what_is_accepted_is_merged_as_peft_merges_it(family: str, targets: list[str]) -> None:
+def test_accepted_layers_are_merged_like_peft_merges_them(family: str, targets: list[str]) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
     add_adapters(model, LoRAConfig(r=2, target_modules=targets))
@@ -234,7 +234,7 @@ def test_what_is_accepted_is_merged_as_peft_merges_it(family: str, targets: list
 
 
 def plain(model: torch.nn.Module) -> list[Entry]:
-    """Entries of the weights as they are now, without what the adapters still hold."""
+    """Entries of the current weights, without those of the adapters."""
     for module in model.modules():
         if hasattr(module, "lora_A"):
             torch.nn.init.zeros_(module.lora_B["default"].weight)

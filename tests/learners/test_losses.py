@@ -15,7 +15,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 @pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.json")), ids=lambda path: path.stem)
-def test_reference_numbers(path: Path) -> None:
+def test_losses_equal_the_reference_numbers(path: Path) -> None:
     if path.stem not in check_fixtures.CHECKS:
         pytest.skip("another part's fixture")
     passed, failed = check_fixtures.check_file(path)
@@ -59,7 +59,7 @@ TARGETS = {
 @pytest.mark.parametrize("kind", TARGETS)
 def test_the_expected_gradient_of_each_kl_kind(kind: str, seed: int) -> None:
     """Through the objective of an algorithm: each word with its probability as weight, which makes
-    the sum an expectation over what the policy samples."""
+    the sum an expectation over the samples of the policy."""
     logits, reference = distributions(seed)
     logprobs = logits.log_softmax(0)
     known, zeros = logprobs.detach(), torch.zeros_like(reference)

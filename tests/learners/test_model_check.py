@@ -80,7 +80,7 @@ def test_the_log_probs_are_those_of_transformers(family: str, changes: dict[str,
 
 
 @pytest.mark.parametrize(("family", "changes", "why"), REFUSED, ids=name_of)
-def test_another_model_is_refused_by_its_family_and_the_reason(
+def test_an_unsupported_model_is_refused_with_its_family_and_the_reason(
     family: str, changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)

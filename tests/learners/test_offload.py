@@ -1,5 +1,5 @@
-"""A learner that sleeps between its updates, and gives the memory of its device back meanwhile,
-ends with the weights of one that does not, to the bit."""
+"""A learner that sleeps between its updates, and releases the memory of its device, ends with the
+weights of one that does not, to the bit."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ async def test_sleeping_between_updates_changes_nothing(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_what_a_rank_holds_is_freed_and_comes_back(tmp_path: Path) -> None:
-    """Weights and both moments of AdamW, and nothing but them, are in main memory."""
+def test_the_memory_of_a_rank_is_freed_and_restored(tmp_path: Path) -> None:
+    """Only the weights and both moments of AdamW are in main memory."""
     trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
     for param in trainer.backend.policy.parameters():
         param.data = param.data.clone()  # they are mapped from the file
@@ -105,10 +105,10 @@ def test_main_memory_is_kept_for_the_next_sleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_memory_is_page_locked_as_long_as_it_is_there(
+def test_memory_is_page_locked_while_it_is_allocated(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal, of which CUDA tells the next kernel, costs speed only."""
+    """A refusal, which CUDA reports to the next kernel, costs speed only."""
     locked: list[int] = []
     runtime = SimpleNamespace(
         cudaHostRegister=lambda place, size, flags: locked.append(place) or status,
@@ -127,7 +127,7 @@ def test_memory_is_page_locked_as_long_as_it_is_there(
     assert memory.take(4096, torch.device("cuda")) is found
     assert len(locked) == 1
     del memory, found
-    assert len(locked) == status  # what was refused is not given back
+    assert len(locked) == status  # refused memory is not unregistered
 
 
 def test_buckets_of_gradients_are_freed_without_a_copy(tmp_path: Path) -> None:

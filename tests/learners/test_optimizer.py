@@ -33,7 +33,7 @@ def add_gradients(model: torch.nn.Module, seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-def test_equal_to_both_torch_optimizers_step_for_step() -> None:
+def test_each_step_equals_that_of_both_torch_optimizers() -> None:
     ours, theirs = tiny_model("llama"), tiny_model("llama")
     optimizer = build_optimizer(ours, CONFIG)
     named = dict(theirs.named_parameters())
@@ -120,7 +120,7 @@ def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
             assert group["weight_decay"] == (0.0 if is_free else 0.1), name
 
 
-def test_rates_and_decays_are_replaced_but_not_the_kind() -> None:
+def test_rates_and_decays_can_be_replaced_but_not_the_kind() -> None:
     optimizer = build_optimizer(tiny_model(), OptimizerConfig(optimizer="adamw"))
     other = OptimizerConfig(
         optimizer="adamw", learning_rate=0.5, weight_decay=0.2, betas=(0.8, 0.9)

@@ -1,4 +1,4 @@
-"""Options that are asked for where they cannot be had, and how they reach a rank."""
+"""Options that are requested where they are unavailable, and their way to a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.learners.trees import tiny_model
 
 
 @pytest.mark.slow
-def test_without_a_compiler_it_is_refused_before_weights_load(
+def test_compilation_without_a_compiler_is_refused_before_weights_load(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -37,7 +37,7 @@ def test_a_model_without_parts_to_compile_is_refused() -> None:
         compile_parts(model)
 
 
-def test_liger_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_without_a_gpu_or_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kernels only run on GPUs; set learner.fused = none"):
         use_liger(tiny_model())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

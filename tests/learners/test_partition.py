@@ -1,4 +1,4 @@
-"""Trees and parts of trees on several ranks do what whole trees do on one."""
+"""Trees and parts of trees on several ranks equal whole trees on one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def encode_all(algorithm: Algorithm, trees: Sequence[TrajectoryTree], version: i
     return [encode(tree, credit, version) for tree, credit in pairs if credit is not None]
 
 
-def test_sequences_are_dealt_whole_by_cost() -> None:
+def test_whole_sequences_are_assigned_by_cost() -> None:
     trees = encoded(uneven_trees(8))
     assert assign(trees, 1) == [list(range(len(trees)))]
     shards = assign(trees, 3)
@@ -68,14 +68,14 @@ def test_sequences_are_dealt_whole_by_cost() -> None:
     assert assign(trees[:1], 2) == [[0], []]
 
 
-def test_one_rank_has_the_trees_themselves() -> None:
+def test_one_rank_gets_the_trees_unchanged() -> None:
     trees = encoded(uneven_trees(5))
     (own,), (load_of_it,) = partition(trees, 1, 10**6)
     assert all(one is tree for one, tree in zip(own, trees, strict=True))
     assert load_of_it == pytest.approx(sum(map(cost, trees)))
 
 
-def test_a_part_by_hand() -> None:
+def test_the_part_of_a_rank_by_hand() -> None:
     """A prompt of 2; a turn of 2 with leaves of 1 and 2 below it; a leaf of 3."""
     action = np.array([False, False, *[True] * 8])
     tree = from_arrays(range(10), action, [0, 2, 4, 5, 7], [-1, 0, 1, 1, 0], weight=[3, 2, 1, 1, 1])
@@ -137,8 +137,8 @@ def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
     return contexts
 
 
-def test_loads_are_what_ranks_compute() -> None:
-    """Up to what packing saves where pieces of a tree share a micro-batch."""
+def test_loads_equal_the_computations_of_ranks() -> None:
+    """Up to the savings of packing if pieces of a tree share a micro-batch."""
     trees = encode_all(ARPO(group_size=16), [grow_large(Random(i), i) for i in range(8)])
     for num_ranks in (1, 4, 8):
         shares, loads = partition(trees, num_ranks, 1500)
@@ -156,7 +156,7 @@ def grow_large(random: Random, index: int) -> TrajectoryTree:
     return tree
 
 
-def test_a_tree_is_divided_where_that_pays_and_stays_whole_where_not() -> None:
+def test_a_tree_is_divided_only_when_that_saves_time() -> None:
     leaves = 16
     wide = Paths([10, *[100] * leaves], [-1, *[0] * leaves], 10**6)
     (first, second) = assign_paths([wide], 2)
@@ -171,7 +171,7 @@ def test_a_tree_is_divided_where_that_pays_and_stays_whole_where_not() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("num_ranks", [2, 5])
-def test_losses_of_ranks_add_up(name: str, num_ranks: int) -> None:
+def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> None:
     """Parts of trees on all ranks: the sum of their losses is that of one rank with the trees."""
     algorithm, trees = ALGORITHMS[name], grown(4)
     whole = figures(algorithm, trees)
@@ -261,7 +261,7 @@ def _update(
     def update(rank: int) -> dict[str, float]:
         trainer = ranks[rank]
         metrics = trainer.update([parts[rank] for parts in shares], 1.0)
-        trainer.moved = False  # as if it was published
+        trainer.moved = False  # as if published
         return metrics
 
     return meeting.run(update)[0]

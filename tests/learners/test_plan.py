@@ -43,7 +43,7 @@ def arpo(**keys: object) -> ARPOPlan:
     return ARPOPlan(ARPO(group_size=8, **keys), V)
 
 
-def test_independent_starts_its_group_and_nothing_else() -> None:
+def test_independent_starts_only_its_group() -> None:
     tree, node = make_tree(0.5)
     plan = Independent(6)
     assert plan.on_start(tree) == 6
@@ -60,7 +60,7 @@ def test_arpo_forks_with_probability_alpha_plus_beta_times_the_rise() -> None:
     assert plan.on_fork_point(tree, node, after, Draws(0.61)) == 0
 
 
-def test_arpo_looks_at_the_window_only_and_at_a_mean() -> None:
+def test_arpo_reads_only_the_mean_over_the_window() -> None:
     tree, node = make_tree(0.0)
     plan = arpo(entropy_weight=1.0, base_probability=0.0, entropy_window=2)
     assert plan.fork_probability(tree, node, [0.2 * UNIT, 0.4 * UNIT, 99.0]) == pytest.approx(0.3)
@@ -90,7 +90,7 @@ def test_forks_stop_at_the_budget_and_the_rest_starts_at_once() -> None:
     assert plan.on_leaf_end(tree, node) == 3
 
 
-def test_a_relative_rise_has_no_scale_of_its_own() -> None:
+def test_a_relative_rise_is_scale_invariant() -> None:
     """It decides alike when training has made all entropies a hundred times smaller."""
     assert relative_rise(0.03, 0.01) == pytest.approx(0.5)
     assert relative_rise(0.0003, 0.0001) == pytest.approx(0.5)
@@ -104,7 +104,7 @@ def test_a_relative_rise_has_no_scale_of_its_own() -> None:
         assert arpo().fork_probability(tree, node, [base * UNIT]) == pytest.approx(0.5)
 
 
-def test_the_papers_signal_is_inert_at_the_published_weight() -> None:
+def test_the_signal_of_the_paper_is_negligible_at_the_published_weight() -> None:
     """dH of 0.02 in ln V, as measured on the quick start."""
     tree, node = make_tree(0.3, 0.3)
     assert arpo().fork_probability(tree, node, [0.32 * UNIT] * 2) == pytest.approx(0.504)
@@ -134,7 +134,7 @@ def test_aepo_splits_the_budget_by_the_probe(
     assert plan.on_leaf_end(tree, leaf) == num_roots - 1
 
 
-def test_aepo_never_promises_more_roots_than_the_probes_forks_have_left() -> None:
+def test_aepo_never_plans_more_roots_than_the_forks_of_the_probe_leave() -> None:
     tree, leaf = make_tree(0.9, 0.1, started=7)
     leaf.end = "terminated"
     assert aepo().num_roots(tree, leaf) == 10

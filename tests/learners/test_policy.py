@@ -17,7 +17,7 @@ SEQUENCES = [
 ]
 
 
-def test_policy_answers_for_predicted_tokens() -> None:
+def test_the_policy_returns_log_probs_and_entropies_of_predicted_tokens() -> None:
     plain, model = tiny_model("qwen2"), tiny_model("qwen2")
     (batch,) = pack(SEQUENCES, 100)
     policy = Policy(model)
@@ -77,7 +77,7 @@ def test_adapters_inside_the_layers_are_trained() -> None:
     assert all("lora_" in name and grad is not None for name, grad in grads.items())
 
 
-def test_a_head_that_is_no_linear_layer_is_refused() -> None:
+def test_a_nonlinear_head_is_refused() -> None:
     model = tiny_model()
     model.set_output_embeddings(nn.Sequential(nn.Linear(32, 61)))
     with pytest.raises(ConfigError, match="output head is a Sequential"):

@@ -36,8 +36,8 @@ class Answering:
         pass
 
 
-def told_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged while two ranks answer commands after these seconds."""
+def reports_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The log messages while two ranks answer commands after these seconds."""
     links: list[Any] = [Answering(0), Answering(1)]
 
     async def main() -> None:
@@ -52,18 +52,20 @@ def told_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture
     return [one for one in caplog.messages if "no answer" in one]
 
 
-def test_ten_times_the_usual_time_is_spoken_of_once_and_again_after_four_times_that(
+def test_a_silent_rank_is_reported_at_10_and_40_times_the_usual_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = told_of([(2.0, 2.0)] * 3 + [(2.0, 19.0), (2.0, 100.0)], caplog)
-    assert [one.partition(" in ")[0] for one in told] == [
+    reports = reports_of([(2.0, 2.0)] * 3 + [(2.0, 19.0), (2.0, 100.0)], caplog)
+    assert [one.partition(" in ")[0] for one in reports] == [
         "no answer from the learner for 20 s",
         "no answer from the learner for 80 s",
     ]
-    assert "in Abort, which usually takes 2 s: waiting for rank 1 (process 7, sleeping)" in told[0]
+    assert (
+        "in Abort, which usually takes 2 s: waiting for rank 1 (process 7, sleeping)" in reports[0]
+    )
 
 
-def test_quick_commands_and_first_ones_are_given_more(caplog: pytest.LogCaptureFixture) -> None:
-    assert told_of([(0.01, 0.01), (9.0, 9.0)], caplog) == []
-    (told,) = told_of([(301.0, 299.0)], caplog)
-    assert "waiting for rank 0 (process 7" in told
+def test_quick_and_first_commands_have_more_time(caplog: pytest.LogCaptureFixture) -> None:
+    assert reports_of([(0.01, 0.01), (9.0, 9.0)], caplog) == []
+    (reports,) = reports_of([(301.0, 299.0)], caplog)
+    assert "waiting for rank 0 (process 7" in reports

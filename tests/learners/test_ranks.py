@@ -1,7 +1,7 @@
 """Two real ranks at every ZeRO stage equal one process of plain torch.
 
-Each case below is one where DeepSpeed 0.19 is silently wrong, crashes or hangs when its calls are
-used as they come: ranks have different numbers of micro-batches, or none.
+In each case below DeepSpeed 0.19 is silently wrong, crashes or hangs when its calls are used
+directly: ranks have different numbers of micro-batches, or none.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def test_bfloat16_without_zero_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_refuses_is_named(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_refusing_rank_is_named(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(zero_stage=1)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     try:

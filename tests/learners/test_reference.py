@@ -76,7 +76,7 @@ async def test_two_ranks_equal_one(case: str, model_dir: Path, tmp_path: Path) -
         await learner.close()
 
 
-def test_the_policy_comes_back_to_the_bit_also_after_a_failure(model_dir: Path) -> None:
+def test_the_policy_is_restored_to_the_bit_even_after_a_failure(model_dir: Path) -> None:
     trainer = plain_torch(model_dir, two_ranks(num_ranks=1), torch.float32, ALGORITHM)
     trainer.update([encoded(uneven_trees(3))], 1.0)
     before = {name: weight.clone() for name, weight in weights_of(trainer).items()}
@@ -92,7 +92,7 @@ def test_the_policy_comes_back_to_the_bit_also_after_a_failure(model_dir: Path) 
 
 
 @pytest.mark.slow
-def test_with_adapters_only_they_are_kept(model_dir: Path, tmp_path: Path) -> None:
+def test_the_saved_reference_has_only_adapters(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2), learning_rate=1e-2)
     one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))
     trees = encoded(uneven_trees(3))

@@ -48,7 +48,7 @@ def test_the_score_of_a_step_by_hand() -> None:
     assert found["flow/filtered_tokens"] == pytest.approx(32 / 100)
 
 
-def test_a_step_that_trains_nothing_scores_nothing() -> None:
+def test_the_score_of_a_step_without_training_is_zero() -> None:
     found = step_score(
         [tree(0, (4, 0))], [], policy_version=0, seconds=1.0, groups_per_step=1, num_known={}
     )
@@ -56,7 +56,7 @@ def test_a_step_that_trains_nothing_scores_nothing() -> None:
     assert found["flow/filtered_tokens"] == 1.0
 
 
-def test_what_an_earlier_process_grew_makes_the_rate_of_a_resumed_run_no_higher() -> None:
+def test_branches_of_an_earlier_process_do_not_raise_the_rate_of_a_resumed_run() -> None:
     finished, begun = tree(0, (30, 5), (10, 5)), tree(1, (20, 5), (8, 5))
     trained = [credited(finished, 1.0, -1.0), credited(begun, 0.5, 1.0)]
     found = step_score(

@@ -41,7 +41,7 @@ def without(tree: TrajectoryTree) -> TrajectoryTree:
 
 
 @given(trees)
-def test_rewards_at_the_ends_alone_are_credited_as_ever(tree: TrajectoryTree) -> None:
+def test_rewards_only_at_the_leaves_are_credited_like_returns(tree: TrajectoryTree) -> None:
     whole, to_go = (
         tree_credit(without(tree), group_size=1, step_rewards=kind) for kind in ("return", "to_go")
     )
@@ -62,7 +62,7 @@ def test_the_first_turn_is_credited_with_the_whole_return(tree: TrajectoryTree, 
 
 
 @given(trees, st.integers(0, 1000))
-def test_a_turn_is_credited_above_the_mean_of_its_depth_with_what_was_to_come(
+def test_a_turn_is_credited_with_its_reward_to_go_minus_the_mean_of_its_depth(
     tree: TrajectoryTree, seed: int
 ) -> None:
     """From the definition: sum over the leaves below, one by one."""
@@ -81,7 +81,7 @@ def test_a_turn_is_credited_above_the_mean_of_its_depth_with_what_was_to_come(
     np.testing.assert_allclose(credit.adv_pos + credit.adv_neg, expected, atol=1e-6)
 
 
-def test_a_truncated_leaf_that_counts_as_zero_has_earned_nothing() -> None:
+def test_truncated_leaves_that_count_as_zero_have_no_rewards() -> None:
     tree = with_rewards(random_tree(Random(2), num_leaves=6), 0)
     for leaf in tree.leaves():
         truncate(leaf, Limit.TURNS)
@@ -104,8 +104,9 @@ def episode(rng: Random, chances: list[float]) -> TrajectoryTree:
     return TrajectoryTree(Task("t", "env", "q", ("a",)), nodes=nodes, num_roots=8)
 
 
-def test_the_gradient_is_that_of_the_return_with_less_variance() -> None:
-    """Of the chances of both actions, over 2,000 groups; the true one is known."""
+def test_rewards_to_go_have_the_gradient_of_the_return_with_less_variance() -> None:
+    """With respect to the probabilities of both actions, over 2,000 groups; the true gradient is
+    known."""
     rng, chances = Random(0), [0.5, 0.4]
     found: dict[str, list[np.ndarray]] = {"return": [], "to_go": []}
     for _ in range(2000):
@@ -127,7 +128,7 @@ def test_the_gradient_is_that_of_the_return_with_less_variance() -> None:
     assert variances["to_go"][0] == pytest.approx(variances["return"][0])
 
 
-def test_algorithms_that_need_an_advantage_a_trajectory_refuse_rewards_to_go() -> None:
+def test_algorithms_with_one_advantage_per_trajectory_refuse_rewards_to_go() -> None:
     assert ARPO(step_rewards="to_go").step_rewards == "to_go"
     for build in (
         lambda: GSPO(step_rewards="to_go"),

@@ -1,4 +1,4 @@
-"""Files of tensors are what the safetensors library reads, and are written one by one."""
+"""Files of tensors have the format of safetensors, and are written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
     write_tensors(path, places, [tensor.clone for tensor in tensors.values()], {"of": "üs"})
 
 
-def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+def test_safetensors_reads_the_written_file(tmp_path: Path) -> None:
     write(tmp_path / "file", TENSORS)
     found = load_file(tmp_path / "file")
     assert found.keys() == TENSORS.keys()
@@ -50,7 +50,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
     assert load_file(tmp_path / "empty") == {}
 
 
-def test_no_tensor_is_held_when_the_next_is_asked_for(tmp_path: Path) -> None:
+def test_a_tensor_is_released_before_the_next_one_is_read(tmp_path: Path) -> None:
     given: list[weakref.ref[Tensor]] = []
 
     def load() -> Tensor:
@@ -65,7 +65,7 @@ def test_no_tensor_is_held_when_the_next_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)])
-def test_a_tensor_that_was_not_announced_is_refused(wrong: Tensor, tmp_path: Path) -> None:
+def test_an_unannounced_tensor_is_refused(wrong: Tensor, tmp_path: Path) -> None:
     loads: list[Load] = [wrong.clone]
     with pytest.raises(ValueError, match=r"w: expected torch.float32 \(4,\), got torch"):
         write_tensors(tmp_path / "file", [Place("w", torch.float32, (4,))], loads, {})

@@ -1,4 +1,4 @@
-"""What runs where nothing may be compiled, and where weights lie in main memory."""
+"""The learner without compilation, and with weights in main memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_backends_agree_and_the_first_start_compiles_nothing(
         await learner.close()
 
 
-def test_weights_are_mapped_in_the_dtype_that_all_of_them_have(tmp_path: Path) -> None:
+def test_weights_are_mapped_in_their_common_dtype(tmp_path: Path) -> None:
     """Not in that of config.json, which need not be theirs, and not in a narrower one than one of
     them has."""
     one, other = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
@@ -84,8 +84,8 @@ def test_weights_are_mapped_in_the_dtype_that_all_of_them_have(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_weights_come_one_by_one_as_they_are_asked_for(copy: bool) -> None:
-    """In the dtype of the file until then; what is mapped from it stays as it is with `copy`."""
+def test_weights_are_loaded_one_by_one_on_request(copy: bool) -> None:
+    """In the dtype of the file until then; with `copy` the mapped tensors stay unchanged."""
     policy = Policy(tiny_model().bfloat16())
     before = [param.data for param in policy.parameters()]
     rotary = policy.model.model.rotary_emb.inv_freq

@@ -43,7 +43,7 @@ def test_without_a_kl_no_reference_model_is_built() -> None:
     assert "kl_to_reference" not in metrics
 
 
-def test_the_reference_is_the_policy_that_rl_started_from() -> None:
+def test_the_reference_is_the_initial_policy_of_rl() -> None:
     kl = trainer(ARPO(group_size=2, kl_loss=0.1), proximal="always")
     before = weights(kl)
     first = kl.update([encoded()], 1.0)
@@ -55,7 +55,7 @@ def test_the_reference_is_the_policy_that_rl_started_from() -> None:
     assert not torch.equal(weights(kl), before)
 
 
-def test_the_reference_is_renewed_every_so_many_updates() -> None:
+def test_the_reference_is_renewed_after_the_configured_number_of_updates() -> None:
     kl = trainer(ARPO(group_size=2, kl_reward=0.01, reference_every=2), proximal="always")
     gaps = [kl.update([encoded()], 1.0)["kl_to_reference"] for _ in range(4)]
     assert [abs(gap) < 1e-12 for gap in gaps] == [True, False, True, False]
@@ -71,7 +71,7 @@ def test_the_reference_is_renewed_every_so_many_updates() -> None:
     ],
     ids=["gspo", "sequences", "bonus and kl"],
 )
-def test_a_step_does_not_depend_on_how_trees_are_cut(algorithm: Algorithm) -> None:
+def test_a_step_does_not_depend_on_the_cuts_of_trees(algorithm: Algorithm) -> None:
     """Trajectories cut over micro-batches included; several epochs, so that ratios move. Adam
     blows rounding up where a gradient is nearly 0."""
     results = []
@@ -91,7 +91,7 @@ def test_a_step_does_not_depend_on_how_trees_are_cut(algorithm: Algorithm) -> No
         assert metrics["loss"] == pytest.approx(results[0][1]["loss"], rel=1e-3)
 
 
-def test_off_policy_figures_are_reported() -> None:
+def test_off_policy_metrics_are_reported() -> None:
     """Log-probs of the fixture's trees are made up, so the learner's differ from them."""
     metrics = trainer(ARPO(group_size=2), proximal="always").update([encoded()], 1.0)
     assert 0.0 < metrics["effective_sample_size"] < 1.0
@@ -126,7 +126,7 @@ def test_a_mask_acts_on_fresh_trees_too(mask: str) -> None:
         (AEPO(group_size=2), "close", True),  # entropies of the likeliest tokens are bounds
     ],
 )
-def test_figures_of_an_engine_are_taken_as_far_as_they_are_known_to_be_the_learners(
+def test_log_probs_of_an_engine_are_used_only_as_far_as_agreement_is_known(
     algorithm: ARPO, agreement: Agreement, is_computed: bool
 ) -> None:
     metrics = trainer(algorithm).update([encoded()], 1.0, agreement)
@@ -134,7 +134,8 @@ def test_figures_of_an_engine_are_taken_as_far_as_they_are_known_to_be_the_learn
 
 
 def test_without_a_cap_there_is_no_importance_weight() -> None:
-    """PPO against the learner's own log-probs, whatever the engine's were: only they differ."""
+    """PPO against the learner's own log-probs, for any log-probs of the engine: only these
+    differ."""
     updates = []
     for shift in (0.0, 0.7):
         trees = [
@@ -165,7 +166,7 @@ def test_stale_trees_get_the_entropies_of_the_policy_before_the_update() -> None
         np.testing.assert_array_equal(prepared.entropies, expected)
 
 
-def test_after_a_step_that_was_not_published_no_tree_is_fresh() -> None:
+def test_no_tree_is_fresh_after_an_unpublished_step() -> None:
     grpo = trainer(GRPO(group_size=2))
     trees = encoded()
     for moved in (False, True):

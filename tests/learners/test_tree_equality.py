@@ -1,8 +1,8 @@
 """Training on packed trees equals training on the flat trajectories, to rounding.
 
-Transformers computes its norms in float32 whatever the model's type; here they are kept in
-float64, so that nothing but the order of sums differs. Flat: every trajectory by itself through
-the untouched model, with its own advantage.
+Transformers computes its norms in float32 for any dtype of the model; here they are kept in
+float64, so that only the order of sums differs. Flat: every trajectory alone through the unmodified
+model, with its own advantage.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float32(name: str, algorithm: 
         assert relative(gradients(model, loss), expected) < 1e-5
 
 
-def test_the_trees_have_what_makes_them_hard() -> None:
+def test_the_trees_cover_both_signs_and_every_clip_edge() -> None:
     """Tokens with advantages of both signs, and ratios on every side of every clip edge."""
     _, encoded = some_trees(7)
     tokens = ActionTokens.of(encoded)

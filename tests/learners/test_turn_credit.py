@@ -14,7 +14,7 @@ from tests.learners.trees import random_tree
 
 
 def values(tree: TrajectoryTree, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By node, by itself: the mean return of the leaves below and their number."""
+    """By node, computed directly: the mean return of the leaves below and their number."""
     sums, number = np.zeros((2, len(tree.nodes)))
     for leaf in tree.leaves():
         if np.isnan(returns[leaf.index]):

@@ -1,10 +1,10 @@
-"""What plans and credits of turns are worth, on a toy whose true gradient is known.
+"""The signal of plans and credits of turns, on a toy whose true gradient is known.
 
-Five turns of three actions; the right one has the probability 0.55. `mend`: a state that is seen,
-good or bad; action 0 keeps the good one, action 1 mends the bad one, and the end must be good.
-`fatal`: every action must be 0, and nothing shows whether it was. The signal a call is the squared
-part of the mean gradient along the true one, over the variance of the gradient along it, over the
-turns that were sampled; a flat group of eight with GRPO's credit has 1.
+Five turns of three actions; the right one has the probability 0.55. `mend`: an observed state, good
+or bad; action 0 keeps the good one, action 1 repairs the bad one, and the end must be good.
+`fatal`: every action must be 0, and the state does not show whether it was. The signal per call is
+the squared part of the mean gradient along the true one, over the variance of the gradient along
+it, over the turns that were sampled; a flat group of eight with GRPO's credit has 1.
 """
 
 from __future__ import annotations
@@ -147,18 +147,18 @@ def test_a_flat_group_points_to_the_true_gradient() -> None:
         assert signal(is_fatal, "flat", 1.0)[1] > 0.99
 
 
-def test_forks_at_any_depth_are_worth_more_a_call_where_mistakes_can_be_mended() -> None:
+def test_forks_at_any_depth_have_more_signal_per_call_if_mistakes_are_reversible() -> None:
     assert worth(False, "uniform", 1.0) > 1.2
     assert worth(True, "uniform", 1.0) < 1.2
 
 
-def test_forks_where_a_call_teaches_most_are_worth_more_than_forks_anywhere() -> None:
-    """While leading an environment back costs nothing."""
+def test_forks_at_the_most_informative_turns_have_more_signal_than_uniform_ones() -> None:
+    """While replaying an environment costs nothing."""
     assert worth(False, "spread", 1.0) > worth(False, "uniform", 1.0)
     assert worth(True, "spread", 1.0) > worth(True, "uniform", 1.0)
 
 
-def test_a_smaller_weight_of_shared_turns_gives_no_more_signal_and_bends_the_gradient() -> None:
+def test_a_smaller_weight_of_shared_turns_adds_no_signal_and_biases_the_gradient() -> None:
     assert worth(False, "uniform", 0.5) < 1.1 * worth(False, "uniform", 1.0)
     assert signal(True, "uniform", 0.5)[1] < signal(True, "uniform", 1.0)[1]
 

@@ -147,7 +147,7 @@ def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryT
 
 
 @given(trees)
-def test_a_turn_has_the_mean_of_its_leaves_and_the_root_of_their_number(
+def test_a_turn_has_the_mean_of_its_leaves_and_the_square_root_of_their_number(
     tree: TrajectoryTree,
 ) -> None:
     group = credit_of(GRPO(group_size=SIZE), tree)
@@ -207,7 +207,7 @@ def test_tree_grpo_adds_the_comparison_within_a_root(tree: TrajectoryTree) -> No
 
 
 def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
-    """Four roots; two of them come to the state [5], where one goes right and one wrong."""
+    """Four roots; two of them reach the state [5], where one acts right and one wrong."""
     nodes = [Node(0, None, observation_ids=[7])]
     for branch, (seen, reward) in enumerate([([5], 1.0), ([5], 0.0), ([6], 1.0), ([8], 0.0)]):
         first = Node(len(nodes), 0, str(branch), action_ids=[1], observation_ids=seen)
@@ -240,6 +240,6 @@ def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
         ({"aggregation": "seq-mean-token-mean"}, "name"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, object], why: str) -> None:
+def test_incompatible_keys_are_refused(keys: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{why}: "):
         Turnwise(**keys)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where ranks gather what each of them has. Whoever fails lets the others go."""
+    """Gathers the values of all ranks. A rank that fails releases the others."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -139,7 +139,7 @@ def credits_of(algorithm: Algorithm, trees: Sequence[TrajectoryTree]) -> list[Tr
 
 
 def credited(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[CreditedTree]:
-    """What an update gets of these trees: those with a signal, with their credit."""
+    """The input of an update from these trees: those with a signal, with their credit."""
     pairs = zip(trees, credits_of(algorithm, trees), strict=True)
     return [(tree, credit) for tree, credit in pairs if credit is not None and credit.has_signal]
 

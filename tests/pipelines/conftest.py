@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import undrawn
+from tests.support import pictures
 from tests.support.warehouse import make_workspace
 
 
@@ -30,21 +30,21 @@ def here() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def drawing() -> dict[str, Any]:
     """The drawing functions by name."""
-    return undrawn.drawing()
+    return pictures.drawing()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _undrawn(drawing: dict[str, Any]) -> Iterator[None]:
+def _no_pictures(drawing: dict[str, Any]) -> Iterator[None]:
     """Only `finished` has pictures, and modules that use `drawn`."""
-    patch = undrawn.leave_out()
+    patch = pictures.disable()
     yield
     patch.undo()
 
 
 @pytest.fixture(scope="module")
-def drawn(_undrawn: None, drawing: dict[str, Any]) -> Iterator[None]:
+def drawn(_no_pictures: None, drawing: dict[str, Any]) -> Iterator[None]:
     """Runs and evaluations of this module have their pictures."""
-    with undrawn.undone(drawing):
+    with pictures.enabled(drawing):
         yield
 
 
@@ -79,6 +79,6 @@ def finished(warehouse: Path, drawing: dict[str, Any]) -> Path:
     from tests.support.rank_here import rank_here
 
     overrides = [text.format(folder=warehouse.parent) for text in SETS]
-    with rank_here(), undrawn.undone(drawing):
+    with rank_here(), pictures.enabled(drawing):
         assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
     return warehouse.parent / "runs" / "finished"

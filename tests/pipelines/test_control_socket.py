@@ -21,15 +21,15 @@ from agentenv.launchers import ctl
 from agentenv.pipelines.run import control
 from agentenv.pipelines.run.control import (
     MAX_REQUEST,
-    AskStatus,
     Checkpoint,
     Done,
+    GetStatus,
     Pause,
     Reply,
     Request,
     UnreachableError,
-    ask,
     listening,
+    send,
     short_path,
 )
 
@@ -93,14 +93,14 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
         folder, path = run / "ctl", run / "ctl" / "socket"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert ask(run, AskStatus()) == Done(["AskStatus"])
+        assert send(run, GetStatus()) == Done(["GetStatus"])
         with pytest.raises(ConfigError, match="not now"):
-            ask(run, Pause())
+            send(run, Pause())
 
     run_with_socket(run, look)
     assert not (run / "ctl").exists()
     with pytest.raises(UnreachableError, match="no process listens"):
-        ask(run, AskStatus())
+        send(run, GetStatus())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -125,7 +125,7 @@ def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
 
     def look() -> None:
         assert stat.S_IMODE((deep / "ctl" / "socket").stat().st_mode) == 0o600
-        assert ask(deep, AskStatus()) == Done(["AskStatus"])
+        assert send(deep, GetStatus()) == Done(["GetStatus"])
 
     run_with_socket(deep, look)
     assert not (deep / "ctl").exists()
@@ -136,8 +136,8 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(run / "ctl" / "socket"))
     with pytest.raises(UnreachableError, match="no process listens"):
-        ask(run, AskStatus())
-    run_with_socket(run, lambda: ask(run, AskStatus()))
+        send(run, GetStatus())
+    run_with_socket(run, lambda: send(run, GetStatus()))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
             assert expected in reply_to(run, data)
         except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
             assert len(data) > MAX_REQUEST
-        assert ask(run, AskStatus()) == Done(["AskStatus"])
+        assert send(run, GetStatus()) == Done(["GetStatus"])
 
     run_with_socket(run, say)
 
@@ -174,7 +174,7 @@ def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
         with socket.socket(socket.AF_UNIX) as silent:
             silent.settimeout(20)
             silent.connect(str(run / "ctl" / "socket"))
-            assert ask(run, AskStatus()) == Done(["AskStatus"])
+            assert send(run, GetStatus()) == Done(["GetStatus"])
             assert b"no request within 0.5 s" in silent.recv(4096)
 
     run_with_socket(run, say)
@@ -195,7 +195,7 @@ def test_a_run_that_does_not_answer_is_distinguished_from_an_ended_one(run: Path
         deaf.bind(str(run / "ctl" / "socket"))
         deaf.listen(1)
         with pytest.raises(UnreachableError, match="event loop is blocked"):
-            ask(run, Checkpoint(), timeout_s=0.2)
+            send(run, Checkpoint(), timeout_s=0.2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.launchers import ctl
-from agentenv.pipelines.run.control import AskStatus, Status, UnreachableError, ask
+from agentenv.pipelines.run.control import GetStatus, Status, UnreachableError, send
 from tests.support.forks import Command
 from tests.support.runs import rows_of
 
@@ -42,7 +42,7 @@ def slow(warehouse: Path) -> Path:
 def has_begun(run: Path) -> bool:
     """It trains, and has done a step."""
     try:
-        status = ask(run, AskStatus()) if run.exists() else None
+        status = send(run, GetStatus()) if run.exists() else None
     except UnreachableError:
         return False
     return isinstance(status, Status) and status.phase == "RL" and status.step > 0
@@ -58,7 +58,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
     with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
         deadline = time.monotonic() + START_S
         while not has_begun(run):
-            assert process.poll() is None, process.said()
+            assert process.poll() is None, process.read_log()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield run, process

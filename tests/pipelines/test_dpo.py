@@ -74,7 +74,7 @@ def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}}
     config = build_config(DPORunConfig, raw, "t")
     assert config.learner.lora is not None

@@ -81,7 +81,7 @@ def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
         file.write(b'{"dataset":"a","task":"a-1","sam')
     begun, kept = len(command.begun_questions()), command.stored()
     with command.start() as process:
-        out = process.said()
+        out = process.read_log()
     assert process.returncode == 0, out
     assert kept.isdisjoint(command.begun_questions()[begun:])
     assert command.stored() == set(questions)
@@ -102,7 +102,7 @@ def test_an_interrupted_evaluation_can_be_continued(
         while process.poll() is None and len(command.begun_questions()) < 6:
             time.sleep(0.005)
         process.send_signal(number)
-        out = process.said()
+        out = process.read_log()
     assert process.returncode == 130, out
     assert "the same command continues" in out
     assert "Traceback" not in out

@@ -19,8 +19,8 @@ from agentenv.launchers import export
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows
 from agentenv.pipelines.run.transcript import Question, of_row, of_tree, redacted, turns_of
 from agentenv.pipelines.viewing.transcripts import atif_document
+from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import failed, row, write_evaluation
-from tests.support.told_tree import SECRET, told_tree
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def encode(tokenizer: Any) -> Any:
 
 
 def told(tokenizer: Any, *, with_secret: bool = False) -> Question:
-    kept = told_tree(encode(tokenizer), with_secret=with_secret)
+    kept = example_tree(encode(tokenizer), with_secret=with_secret)
     return of_tree(kept, tokenizer.decode, with_tokens=True)
 
 
@@ -153,7 +153,7 @@ def test_a_row_of_an_evaluation_is_a_trajectory_too() -> None:
 
 
 def test_training_rows_match_the_tree(tokenizer: Any) -> None:
-    kept = told_tree(encode(tokenizer))
+    kept = example_tree(encode(tokenizer))
     rows = list(trajectory_rows(kept.tree, tokenizer.decode))
     whole = of_tree(kept, tokenizer.decode)
     for one in rows:
@@ -177,7 +177,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     archive = Archive(folder / "trees", ArchiveConfig())
     for step in (1, 2):
         header = StepHeader(step, 2, 1, "settings", len(tokenizer), 1)
-        archive.write(header, [told_tree(encode(tokenizer), with_secret=step == 2)])
+        archive.write(header, [example_tree(encode(tokenizer), with_secret=step == 2)])
     return folder
 
 

@@ -14,7 +14,7 @@ import pytest
 from agentenv.archive import Archive, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.frames import ArchiveConfig
-from tests.support.told_tree import SECRET, told_tree
+from tests.support.example_tree import SECRET, example_tree
 
 pytestmark = [pytest.mark.inspect, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect") / "small"
     tokenizer.save_pretrained(folder / "model")
     (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
-    kept = told_tree(lambda text: tokenizer.encode(text) if text else [], with_secret=True)
+    kept = example_tree(lambda text: tokenizer.encode(text) if text else [], with_secret=True)
     header = StepHeader(1, 2, 1, "settings", len(tokenizer), 1)
     Archive(folder / "trees", ArchiveConfig()).write(header, [kept])
     return folder

@@ -34,7 +34,7 @@ def read_and_killed(process: Command, journal: Reader, num_steps: int) -> list[F
     found: list[Frame] = []
     while len(of(Trained, found)) < num_steps:
         found += journal.read()
-        assert process.poll() is None, process.said()
+        assert process.poll() is None, process.read_log()
     process.kill()
     process.wait()
     return found + list(journal.read())

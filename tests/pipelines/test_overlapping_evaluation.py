@@ -83,7 +83,7 @@ def test_an_interrupted_evaluation_is_repeated_with_its_own_weights(warehouse: P
     with Command(*command, log=folder / "cut-off.log", path=[folder]) as process:
         deadline = time.monotonic() + 90
         while not ((run / "metrics.jsonl").is_file() and rows_of(run)[-1]["step"] == 3):
-            assert process.poll() is None, process.said()
+            assert process.poll() is None, process.read_log()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from agentenv.errors import EngineError
 from agentenv.guard import GUARD, LIST
 from agentenv.link import hold_port, port_of
 from agentenv.pipelines.serving.servers import ServerProcess, ServerSpec, root_cause
-from tests.support.small_server import SERVER, alive, gone, processes, script, until
+from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
 from tests.support.warehouse import ROOT
 
 HOLDER = """
@@ -82,10 +82,10 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
     await process.start()
     child, server = processes(process.log)
     os.kill(server, signal.SIGKILL)
-    await asyncio.to_thread(gone, [child, server])
+    await asyncio.to_thread(assert_ended, [child, server])
     await asyncio.to_thread(until, lambda: processes(process.log)[1] != server)
     await process.close()
-    gone(processes(process.log))
+    assert_ended(processes(process.log))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> N
         assert len(alive(pids)) == 2
         holder.send_signal(how)
         holder.wait(30)
-    gone(pids)
+    assert_ended(pids)
 
 
 def test_a_terminated_guard_stops_the_server(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_terminated_guard_stops_the_server(tmp_path: Path) -> None:
         until(lambda: "child" in log.read_text())
         guard.terminate()
         assert guard.wait(20) == 128 + signal.SIGTERM
-    gone(processes(log))
+    assert_ended(processes(log))
 
 
 LEAVING = """
@@ -197,7 +197,7 @@ def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> N
         begin_another(tmp_path)
         assert all(path.exists() for path in left)
         os.kill(server, signal.SIGKILL)
-        gone([server])
+        assert_ended([server])
         begin_another(tmp_path)
     assert not any(path.exists() for path in left)
     assert not list(tmp_path.glob("agentenv-server-*"))

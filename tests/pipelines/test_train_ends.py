@@ -37,7 +37,7 @@ def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Comma
     log = warehouse.parent / f"{name}.log"
     with Command(*command, log=log, path=[warehouse.parent]) as process:
         while not (run / "trajectories" / "step-000001.jsonl").exists():
-            assert process.poll() is None, process.said()
+            assert process.poll() is None, process.read_log()
             time.sleep(0.05)
         yield process, run
 
@@ -48,10 +48,10 @@ def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> Non
     with started(warehouse, "interrupted", *endless) as (process, run):
         learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGINT)
-        said = process.said()
-    assert process.returncode == 130, said
-    assert "--resume" in said
-    assert "Traceback" not in said
+        log = process.read_log()
+    assert process.returncode == 130, log
+    assert "--resume" in log
+    assert "Traceback" not in log
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     steps = int(checkpoints[-1].name.removeprefix("step-"))
     assert steps >= 1
@@ -109,10 +109,10 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
         victims = [child for child in children if "learners" in " ".join(child.cmdline())]
         assert victims
         victims[0].kill()
-        said = process.said()
+        log = process.read_log()
     assert process.returncode == 1
-    assert "the learner was killed by SIGKILL" in said.replace("\n", " ")
-    assert "Traceback (most recent call last)" not in said
+    assert "the learner was killed by SIGKILL" in log.replace("\n", " ")
+    assert "Traceback (most recent call last)" not in log
 
 
 @pytest.mark.slow

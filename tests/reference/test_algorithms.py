@@ -1,4 +1,4 @@
-"""Where the update differs from the released code by default, and what compat brings back."""
+"""Differences of the update from the released code by default, and the effect of compat."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_difference_aepo_scales_by_the_micro_batch_and_current_entropies() -> No
     torch.testing.assert_close(compat, 1 + 0.2 * (current - current.mean()) / current.std())
 
 
-def test_difference_the_multiplier_may_turn_an_advantage_round_in_compat_only() -> None:
+def test_difference_the_multiplier_can_flip_an_advantage_in_compat_only() -> None:
     entropies = torch.tensor([3.0] * 60 + [0.0], dtype=torch.float64)
     low, high = (
         kind(group_size=2).advantage_scale(batch(61, entropies), entropies)
@@ -124,7 +124,7 @@ def test_difference_the_multiplier_may_turn_an_advantage_round_in_compat_only() 
     assert high.min() == 0.0
 
 
-def test_one_token_has_no_spread_and_is_not_scaled() -> None:
+def test_the_advantage_of_a_single_token_is_not_scaled() -> None:
     """The released code gives nan, here as in the fixture `single_valid_token`."""
     entropies = torch.ones(1, dtype=torch.float64)
     for kind in (ReleasedAEPO, AEPO):
@@ -132,7 +132,7 @@ def test_one_token_has_no_spread_and_is_not_scaled() -> None:
         assert torch.as_tensor(scale).item() == 1.0
 
 
-def test_equal_entropies_are_not_told_apart_by_rounding() -> None:
+def test_equal_entropies_are_not_separated_by_rounding() -> None:
     entropies = torch.full((7,), 0.1, dtype=torch.float64)
     mean = entropies.mean() * (1 + 1e-15)
     std = torch.tensor(1e-17, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_equal_entropies_are_not_told_apart_by_rounding() -> None:
     assert torch.equal(multiplier, torch.ones_like(multiplier))
 
 
-def test_compat_equals_the_default_where_neither_guard_acts() -> None:
+def test_compat_equals_the_default_when_neither_guard_acts() -> None:
     trees = grown(4)
     found = figures(DEFAULT, trees)
     torch.testing.assert_close(tree_form(COMPAT, found), tree_form(DEFAULT, found))

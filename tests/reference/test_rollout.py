@@ -64,7 +64,7 @@ def traces() -> list[dict]:
 
 
 class Observed(ReferenceLoop):
-    """A loop that also asks the event-driven plan at each fork point."""
+    """A loop that also queries the event-driven plan at each fork point."""
 
     def _fork(self, survivors):
         for one in survivors:
@@ -72,11 +72,11 @@ class Observed(ReferenceLoop):
             tree = self.trees[one.prompt]
             assert self.plan.rise(tree, one.cursor) == pytest.approx(rise, abs=1e-12)
             left = self.plan.group_size - tree.num_started
-            asked = Recorded(self.draws.draws[len(self.draws.used) :])
-            count = self.plan.on_fork_point(tree, one.cursor, [], asked)
+            draws_left = Recorded(self.draws.draws[len(self.draws.used) :])
+            count = self.plan.on_fork_point(tree, one.cursor, [], draws_left)
             used, started = len(self.draws.used), len(self.everything)
             new = super()._fork([one])
-            assert (count, asked.used) == (len(new), self.draws.used[used:])
+            assert (count, draws_left.used) == (len(new), self.draws.used[used:])
             assert len(new) == len(self.everything) - started <= left
             yield from new
 
@@ -86,14 +86,14 @@ class Observed(ReferenceLoop):
     [c for c in traces() if c["algorithm"] == "arpo" and not c["stale_initial_entropy"]],
     ids=lambda case: case["name"],
 )
-def test_the_event_driven_plan_decides_as_the_recorded_loop(case: dict) -> None:
+def test_the_event_driven_plan_decides_like_the_recorded_loop(case: dict) -> None:
     """Baselines of this batch only and no counter: then trees alone hold all that is needed."""
     found = Observed(case, case["char_vocab"], case["eos"], case["pad"]).replay()
     assert not found["problems"]
     assert found["final_rows"] == case["final_rows"]
 
 
-def test_a_replay_notices_another_decision() -> None:
+def test_a_replay_detects_a_different_decision() -> None:
     case = next(case for case in traces() if case["uniform_draws"])
     case["uniform_draws"] = [1.0 - draw for draw in case["uniform_draws"]]
     found = ReferenceLoop(case, case["char_vocab"], case["eos"], case["pad"]).replay()
@@ -106,8 +106,8 @@ def test_difference_sum_against_mean_over_the_window() -> None:
     assert paper().entropy(entropies) == pytest.approx(0.2)
 
 
-def test_difference_truncated_distribution_against_what_the_engine_gives() -> None:
-    """Two of four equally likely symbols: half of the entropy is left out."""
+def test_difference_truncated_entropy_against_that_of_the_engine() -> None:
+    """Two of four equally likely symbols: half of the entropy is missing."""
     assert truncated_entropy([math.log(0.25)] * 2) == pytest.approx(math.log(4) / 2)
 
 
@@ -120,7 +120,7 @@ def test_difference_decides_on_the_segment_before_the_tool_result() -> None:
     ) == pytest.approx(0.2)
 
 
-def test_difference_a_first_decision_is_a_toss() -> None:
+def test_difference_the_first_decision_is_random() -> None:
     tree, node = make_tree(0.7)
     assert reference().rise(tree, node) == 0.0
     assert paper().rise_term(tree, node, [0.9 * UNIT]) == pytest.approx(0.2 * 0.2)
@@ -142,7 +142,7 @@ def test_difference_one_refill_at_a_time_against_all_at_once() -> None:
     assert reference().on_leaf_end(tree, leaf) == 0
 
 
-def test_difference_draws_until_the_budget_is_used_not_as_many_as_it_has() -> None:
+def test_difference_draws_until_the_budget_is_used_not_a_fixed_number() -> None:
     tree, node = make_tree(0.1, started=7)
     draws = Recorded([0.9, 0.1, 0.1])
     assert reference(beam_size=4).on_fork_point(tree, node, [], draws) == 1
@@ -173,7 +173,7 @@ def test_difference_aepo_mirrors_the_base_probability_and_counts_by_prompt() -> 
     assert ours.fork_probability(tree, other, [0.3 * UNIT]) == pytest.approx(0.5)
 
 
-def test_compat_split_keeps_its_probe_and_lets_it_not_fork() -> None:
+def test_compat_split_keeps_its_probe_without_forks() -> None:
     tree, leaf = make_tree(0.2, 0.2, started=1)
     plan = reference_aepo(group_size=16, base_probability=1.0)
     assert plan.on_start(tree) == 1

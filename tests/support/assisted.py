@@ -27,7 +27,7 @@ ANSWER = "<think>so</think><answer>2</answer>"
 
 @tool
 async def search(query: str) -> str:
-    """Finds what is there."""
+    """Search the documents."""
     if query.startswith("bad"):
         raise ToolError(f"the index does not know {query}")
     return f"found {query}"
@@ -44,7 +44,7 @@ def look(query: str) -> str:
 
 
 class Watched(ScriptedEngine):
-    """Keeps what it was asked."""
+    """Records its requests."""
 
     def __init__(self, script: Callable[[str, Random], str]) -> None:
         super().__init__(ScriptedConfig(max_model_len=100_000), CharTokenizer(), script=script)
@@ -60,7 +60,7 @@ class Watched(ScriptedEngine):
 
 
 class Turns:
-    """A policy that says these turns, whatever it reads."""
+    """A policy that samples these turns for any prompt."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
@@ -70,7 +70,7 @@ class Turns:
 
 
 class Rollout:
-    """One tree of a scripted policy with helpers, and everything that can be asked about it."""
+    """One tree of a scripted policy with helpers, and its counts, records and texts."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Rollout:
         self.tree = TrajectoryTree(TASK)
 
     async def grow(self) -> Rollout:
-        """Grow it; no env stays open, whatever happens."""
+        """Grow it; no env stays open under any faults."""
         await self.assist.start()
         try:
             self.tree = await self.actor.rollout(TASK, Independent(1))

@@ -121,7 +121,7 @@ LLAMA31 = """\
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-# puts the tools before the last message, as some do: what was written before changes
+# puts the tools before the last message, as some do: the earlier text changes
 MOVES_TOOLS = """\
 {%- for message in messages %}
 {%- if loop.last and tools %}{{- '<tools>' + (tools | tojson) + '</tools>' }}{%- endif %}
@@ -142,8 +142,7 @@ LLAMA_SPECIAL = (
 
 
 def make_tokenizer(template: str) -> Any:
-    """A byte tokenizer of that family; Llama's puts a begin-of-text token before what it
-    encodes."""
+    """A byte tokenizer of that family; Llama's puts a begin-of-text token before each text."""
     llama = "begin_of_text" in template or "bos_token" in template
     if llama:
         return byte_tokenizer(template, LLAMA_SPECIAL, eos="<|eot_id|>", bos=LLAMA_SPECIAL[0])
@@ -160,7 +159,7 @@ def byte_tokenizer(
     bos: str | None = None,
 ) -> Any:
     """A token for each byte, for each of the `special` texts and for each of the `added` ones; a
-    `bos` is put before what it encodes."""
+    `bos` is put before each text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

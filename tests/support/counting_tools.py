@@ -19,7 +19,7 @@ def call(name: str = "counter", **arguments: Any) -> Message:
 
 
 class LastMessage:
-    """Right when the last message is the answer; remembers what it was shown."""
+    """Right when the last message is the answer; records the messages."""
 
     def __init__(self) -> None:
         self.seen: list[Message] = []

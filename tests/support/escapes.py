@@ -1,5 +1,5 @@
 """Attacks on the host, on other sessions and on the sandbox itself: snippets that a sandbox must
-stop, and what becomes of them on a rung.
+stop, and their outcomes on a rung.
 
 In a snippet {SECRET_FILE}, {SECRET_DIR} and {HOST_SOCKET} are filled in. One that prints PWNED got
 through; so did one after which the host misses something, or the next call is not served.
@@ -31,7 +31,7 @@ FILES = [FIXTURES / name for name in ("sandbox_attacks.json", "sandbox_attack_gr
 
 
 class Outcome(NamedTuple):
-    """What became of one snippet: "" or what got through, how its call ended, what it said."""
+    """The outcome of one snippet: "" or the breach, how its call ended, its output."""
 
     hole: str
     end: str
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What the host has to lose."""
+    """The secrets and files of the host."""
 
     file: Path
     server: socket.socket
@@ -55,7 +55,7 @@ class Places(NamedTuple):
         return snippet
 
     def damage(self) -> str:
-        """What is no longer as it was; "" if nothing."""
+        """The damage to the host; "" if none."""
         if not self.file.exists() or self.file.read_text() != SECRET:
             return "the secret file was changed"
         if self.file.stat().st_mode & 0o777 != 0o644:
@@ -95,28 +95,29 @@ def host_secrets() -> Iterator[Places]:
 
 
 def printed(result: RunResult) -> str:
-    """What a cell printed; a traceback shows lines of the snippet, which nobody printed."""
+    """The output of a cell, without a traceback, which shows lines of the snippet that were not
+    printed."""
     if result.problem.startswith("SystemExit"):
         return result.output
     return result.output.removesuffix(result.problem)
 
 
 async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) -> Outcome:
-    """Run one snippet in a session of its own, then see whether all is well."""
+    """Run one snippet in a separate session, then check the host and other sessions."""
     session = sandbox.session(1)
     try:
         result = await session.run(code, timeout_s)
-        said = printed(result)
+        text = printed(result)
         served = False
         for _ in range(3):  # a snippet may break its own interpreter, which is then replaced
             following = await session.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
-            said += printed(following)
+            text += printed(following)
             served = "next 42" in following.output
             if served:
                 break
         other = sandbox.session(2)
         try:
-            beside = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
+            neighbor = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
         finally:
             other.close()
     except AgentEnvError as error:
@@ -126,9 +127,9 @@ async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) 
     finally:
         session.close()
     hole = places.damage()
-    if MARK in said or SECRET in said or SECRET in result.output:
-        hole = f"it printed {MARK}" if MARK in said else "it printed the secret"
-    elif not served or beside.output != "next 42":
+    if MARK in text or SECRET in text or SECRET in result.output:
+        hole = f"it printed {MARK}" if MARK in text else "it printed the secret"
+    elif not served or neighbor.output != "next 42":
         hole = "the next call was not served"
     return Outcome(hole, result.end, result.output)
 

@@ -12,12 +12,12 @@ from tests.support import tea_house
 
 
 class Item(NamedTuple):
-    """What is asked, its group, the gold, what the policy says, and what the judge makes of it."""
+    """A question, its group, the gold, the answer of the policy, and the judge's verdict."""
 
     question: str
     group: Any
     gold: str
-    said: str
+    answer: str
     judged: str
 
 
@@ -59,15 +59,15 @@ def write_exams(folder: Path) -> tuple[Path, Path]:
 
 
 def turn(prompt: str, rng: Random) -> str:
-    """Answers at once what it knows, and plays the world of the tea houses otherwise."""
+    """Answers known questions at once, and plays the world of the tea houses otherwise."""
     for question, item in BY_QUESTION.items():
         if question in prompt:
-            return f"<think>I know.</think><answer>\\boxed{{{item.said}}}</answer>"
+            return f"<think>I know.</think><answer>\\boxed{{{item.answer}}}</answer>"
     return tea_house.turn(prompt, rng)
 
 
 def judged(messages: list[dict[str, str]]) -> str:
-    """The verdict about the question in the judge's prompt; what it does not know is right."""
+    """The verdict about the question in the judge's prompt; unknown questions are right."""
     found = re.search(r"Question: (\".*\")", messages[1]["content"])
     assert found is not None
     item = BY_QUESTION.get(json.loads(found[1]))

@@ -3,8 +3,8 @@
     python tests/support/fork_law.py URL '[{"content": ".."}, ..]' ['{"seed": 1}']
 
 The actions are one episode, the last of which ends it; they should change the state of the
-environment. Needs aiohttp and nothing of this project: it is meant to be copied. An AssertionError
-says which part of the law does not hold.
+environment. Needs only aiohttp, nothing of this project: it is meant to be copied. An
+AssertionError names the part of the law that does not hold.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Peer:
     def __init__(self, ws: aiohttp.ClientWebSocketResponse, id: str) -> None:
         self.ws, self.id = ws, id
 
-    async def ask(self, kind: str, data: Any = None) -> Any:
-        """The data of the answer, without what names the session."""
+    async def request(self, kind: str, data: Any = None) -> Any:
+        """The data of the answer, without the names of the session."""
         await self.ws.send_json({"type": kind, "data": data or {}})
         answer = await self.ws.receive_json(timeout=TIMEOUT_S)
         assert answer["type"] != "error", f"{kind}: {answer['data']}"
@@ -37,20 +37,20 @@ class Peer:
 
     async def step(self, action: Any) -> Any:
         """The step, without times."""
-        found = await self.ask("step", action)
+        found = await self.request("step", action)
         found.pop("metadata", None)
         found["observation"].pop("metadata", None)
         return found
 
 
 async def check_fork_law(url: str, actions: Sequence[Any], reset: Any = None) -> None:
-    """Raises AssertionError with what does not hold."""
+    """Raises AssertionError with the part that does not hold."""
     async with aiohttp.ClientSession() as http:
         api = await (await http.get(f"{url}/openapi.json")).json()
         declared = api["info"].get("x-openenv-capabilities", ())
         assert "fork" in declared, f"the capability is not declared: {declared}"
         async with opened(http, url) as one:
-            await one.ask("reset", reset or {"seed": 1})
+            await one.request("reset", reset or {"seed": 1})
             expected = [await one.step(action) for action in actions]
         assert expected[-1]["done"], "the last action does not end the episode"
         for place in range(len(actions)):
@@ -61,10 +61,10 @@ async def check_fork_law(url: str, actions: Sequence[Any], reset: Any = None) ->
 async def _check_at(
     http: aiohttp.ClientSession, url: str, actions: Any, expected: Any, place: int, reset: Any
 ) -> None:
-    """Forks act first, one after the other, then their parent, then forks of whom it has ended."""
+    """Forks act first, one after the other, then their parent, then forks of its ended episode."""
     where = f"after {place} actions"
     async with opened(http, url) as parent:
-        await parent.ask("reset", reset)
+        await parent.request("reset", reset)
         for action in actions[:place]:
             await parent.step(action)
         first, second, third = await forked(http, url, parent.id, COUNT)
@@ -88,13 +88,13 @@ async def _check_at(
 
 
 async def _check_refusals(http: aiohttp.ClientSession, url: str, actions: Any, reset: Any) -> None:
-    """What cannot be forked is refused by an error, and leaves nothing."""
+    """Sessions that cannot be forked are refused with an error, and no session remains."""
     unknown = await rpc(http, url, "openenv/session/fork", session_id="nobody", count=1)
     assert "error" in unknown, "an unknown session is forked"
     async with opened(http, url) as one:
         early = await rpc(http, url, "openenv/session/fork", session_id=one.id, count=1)
         assert "error" in early, "a session without an episode is forked"
-        await one.ask("reset", reset)
+        await one.request("reset", reset)
         for count in (0, -1, "two"):
             refused = await rpc(http, url, "openenv/session/fork", session_id=one.id, count=count)
             assert "error" in refused, f"count {count!r} is taken"
@@ -109,8 +109,8 @@ async def opened(http: aiohttp.ClientSession, url: str, id: str = "") -> AsyncIt
     """A new session, or that of an id; it ends with the connection."""
     async with http.ws_connect(f"{url}/ws" + (f"?session_id={id}" if id else "")) as ws:
         peer = Peer(ws, id)
-        asked = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create", "params": {}}
-        peer.id = (await peer.ask("mcp", asked))["result"]["session_id"]
+        body = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create", "params": {}}
+        peer.id = (await peer.request("mcp", body))["result"]["session_id"]
         assert id in ("", peer.id), "a session that was attached has another id"
         yield peer
 
@@ -126,8 +126,8 @@ async def forked(http: aiohttp.ClientSession, url: str, id: str, count: int) -> 
 
 async def rpc(http: aiohttp.ClientSession, url: str, method: str, **params: Any) -> Any:
     """An answer of JSON-RPC by HTTP."""
-    asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-    async with http.post(f"{url}/mcp", json=asked) as response:
+    body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+    async with http.post(f"{url}/mcp", json=body) as response:
         return await response.json()
 
 

@@ -27,12 +27,12 @@ MODULES = (
     "agentenv.pipelines.workers.env_worker",
     "agentenv.pipelines.workers.rollout_worker",
     "agentenv.pipelines.evaluation.report",
-    "tests.support.undrawn:leave_out",
+    "tests.support.pictures:disable",
 )
 
 
 def project() -> ForkServer:
-    """The fork server of what this project starts."""
+    """The fork server of the processes that this project starts."""
     chosen = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return fork_server(sys.executable, MODULES, os.environ | chosen)
 
@@ -47,7 +47,7 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
 
 
 class Rank(Forked):
-    """What is used of an `asyncio.subprocess.Process`."""
+    """The interface of an `asyncio.subprocess.Process` that is used."""
 
     async def wait(self) -> int:  # type: ignore[override]
         while self.poll() is None:  # noqa: ASYNC110 (any number of tasks wait, and are cancelled)
@@ -57,7 +57,7 @@ class Rank(Forked):
 
 
 class Worker(Rank):
-    """A rollout worker below its guard, which ends with what `stdin` is the end of."""
+    """A rollout worker below its guard, which ends when its `stdin` is closed."""
 
     def __init__(self, minder: socket.socket, stdin: BinaryIO) -> None:
         super().__init__(minder)
@@ -83,9 +83,9 @@ async def start_worker(
 
 
 class Command(Forked):
-    """A launcher as users type it: `python ARGUMENTS ...` at the top of the repository, with
-    `path` in front of its PYTHONPATH, and what it says in `log`. Killed at the end of `with`.
-    Of the processes that it starts, those of `modules` are forks too."""
+    """A launcher as users type it: `python ARGUMENTS ...` at the top of the repository, with `path`
+    in front of its PYTHONPATH, and its output in `log`. Killed at the end of `with`. Of the
+    processes that it starts, those of `modules` are forks too."""
 
     def __init__(
         self, *arguments: str, log: Path, path: Sequence[Path] = (), modules: Sequence[str] = ()
@@ -105,7 +105,7 @@ class Command(Forked):
                 )
             )
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         """Everything, when it has ended."""
         self.wait()
         return self.log.read_text()

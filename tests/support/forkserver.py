@@ -1,12 +1,12 @@
-"""Processes for tests, forked by one that has imported what they run.
+"""Processes for tests, forked by one that has imported their modules.
 
 A rank, a command and an engine server import for 4 to 20 CPU seconds before they begin, and tests
-start over a hundred. Here each is a fork; what it then does, and how it ends, is the same.
+start over a hundred. Here each is a fork; its behavior and its end are the same.
 
     fork server, one process --- minder of each: waits for it and tells how it ended --- the process
                          --- guard of pipelines/serving, where it is a server ---
 
-What a test cannot start itself, since a launcher does, gets a program that stands in for Python:
+Processes that a launcher starts, not the test, get a program that replaces Python:
 
     launcher --- the stand-in, alive as long as the process --- minder --- the process
 
@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
 MAX_REQUEST = 1 << 20  # bytes
 TICKS = os.sysconf("SC_CLK_TCK")
-PYTHON = "AGENTENV_TESTS_PYTHON"  # in an environment: what a fork has as sys.executable
+PYTHON = "AGENTENV_TESTS_PYTHON"  # in an environment: sys.executable of a fork
 STAND_IN = """\
 #!{python} -IS
 import sys
@@ -67,7 +67,7 @@ def pids() -> set[int]:
 
 
 def cpu_seconds() -> float:
-    """Of the fork servers, and of what they have forked and that has ended."""
+    """Of the fork servers, and of their forks that have ended."""
     total = 0.0
     for one in _open.values():
         with suppress(OSError):
@@ -84,7 +84,7 @@ def close_all() -> None:
 
 class ForkServer:
     """The process that imports and forks; it starts at once, its first fork waits for it. Of
-    "module:function" it also calls the function, which keeps what it finds out."""
+    "module:function" it also calls the function, which caches its findings."""
 
     def __init__(self, python: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._python = python
@@ -127,10 +127,10 @@ class ForkServer:
         guard: Sequence[str] = (),
         stdin: int | None = None,
     ) -> socket.socket:
-        """Run `arguments` as `python *arguments` does: a file or "-m module", and what it reads
-        from its command line. Its output goes to the file `output`. With `guard`, the path of
-        `guard.py` and its seconds, that one minds it, whose input is `stdin`. What comes
-        back is the end of a connection that a `Forked` is made of."""
+        """Run `arguments` as `python *arguments` does: a file or "-m module", and the rest of its
+        command line. Its output goes to the file `output`. With `guard`, the path of `guard.py` and
+        its seconds, that one guards it, whose input is `stdin`. Returns the end of a connection,
+        for a `Forked`."""
         request = {
             "arguments": list(arguments),
             "environment": dict(environment),
@@ -139,7 +139,7 @@ class ForkServer:
         }
         with open(os.devnull, "rb") as null:
             fds = [output, null.fileno() if stdin is None else stdin]
-            return ask(self._control, request, fds)
+            return send_request(self._control, request, fds)
 
     def close(self) -> None:
         """Idempotent."""
@@ -148,7 +148,7 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def ask(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
+def send_request(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
@@ -156,25 +156,26 @@ def ask(control: socket.socket, request: dict[str, Any], fds: list[int]) -> sock
 
 
 class Forked:
-    """What is used of a `subprocess.Popen`; `pid` is that of the guard, where it has one."""
+    """The interface of a `subprocess.Popen` that is used; `pid` is that of the guard, if it has
+    one."""
 
     def __init__(self, minder: socket.socket) -> None:
         self._minder = minder
-        told = minder.recv(16)  # blocks for the imports, the first time, and for a fork
-        assert told, "the fork server has ended"
-        self.pid = int(told)
+        report = minder.recv(16)  # blocks for the imports, the first time, and for a fork
+        assert report, "the fork server has ended"
+        self.pid = int(report)
         self.returncode: int | None = None
-        self._told = -signal.SIGKILL
+        self._reported = -signal.SIGKILL
         minder.setblocking(False)
 
     def poll(self) -> int | None:
-        """It has ended when the fork server has waited for its minder, which tells first."""
+        """It has ended when the fork server has waited for its minder, which reports first."""
         if self.returncode is None:
             with suppress(BlockingIOError):
-                while told := self._minder.recv(16):
-                    self._told = int(told)
+                while report := self._minder.recv(16):
+                    self._reported = int(report)
                 self._minder.close()
-                self.returncode = self._told
+                self.returncode = self._reported
         return self.returncode
 
     def wait(self, timeout: float = float("inf")) -> int:
@@ -187,7 +188,7 @@ class Forked:
         return self.returncode
 
     def watch(self) -> None:
-        """Until something is told of it, which is that it has ended."""
+        """Until its end is reported."""
         select.select([self._minder], [], [])
 
     def send_signal(self, number: int) -> None:
@@ -198,7 +199,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-# below: in the process that stands in for Python
+# below: in the process that replaces Python
 
 
 def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
@@ -216,7 +217,7 @@ def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
         control.connect(address)
-        process = Forked(ask(control, request, [1, 0]))
+        process = Forked(send_request(control, request, [1, 0]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
     process.watch()
@@ -251,14 +252,14 @@ def main(listening: str, *modules: str) -> NoReturn:
     signal.signal(signal.SIGCHLD, reap)
     control, listener = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(listening))
     while True:
-        asks = control
+        connection = control
         if control not in select.select([control, listener], [], [])[0]:
-            asks, _ = listener.accept()
-        request, fds, _, _ = socket.recv_fds(asks, MAX_REQUEST, 3)
-        if asks is not control:
-            asks.close()
+            connection, _ = listener.accept()
+        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+        if connection is not control:
+            connection.close()
         if not fds:
-            if asks is control:
+            if connection is control:
                 os._exit(0)
             continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -266,15 +267,15 @@ def main(listening: str, *modules: str) -> NoReturn:
         if pid == 0:
             for fd in (*reports.values(), control.fileno(), listener.fileno()):
                 os.close(fd)
-            mind(json.loads(request), *fds)
+            run_minder(json.loads(request), *fds)
         reports[pid] = fds[0]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         for fd in fds[1:]:
             os.close(fd)
 
 
-def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoReturn:
-    """In the minder or guard: start the process, wait for it, tell how it ended."""
+def run_minder(request: dict[str, Any], report: int, output: int, stdin: int) -> NoReturn:
+    """In the minder or guard: start the process, wait for it, report how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -303,7 +304,7 @@ def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoRet
 
 
 def watch(process: Fork, report: int) -> None:
-    """Until it ends; it does so when nobody is left whom to tell."""
+    """Until it ends, which it also does when its receiver is gone."""
     pidfd = os.pidfd_open(process.pid)
     if pidfd not in select.select([pidfd, report], [], [])[0]:
         for kill in (os.killpg, os.kill):  # it may not lead its group yet
@@ -350,7 +351,7 @@ class Fork:
 
 
 def run(request: dict[str, Any], report: int, minder: int = 0) -> NoReturn:
-    """In the process itself: what `python *arguments` does, to its end."""
+    """In the process itself: run like `python *arguments`, until it ends."""
     code: object = 1
     try:
         os.close(report)
@@ -381,7 +382,8 @@ def run(request: dict[str, Any], report: int, minder: int = 0) -> NoReturn:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take the environment of the request, and what is read of it at the start of a process."""
+    """Take the environment of the request, and apply the variables that Python reads at its
+    start."""
     environment = request["environment"]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -404,7 +406,7 @@ def become(request: dict[str, Any]) -> None:
 
 def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before
+    if os.getppid() != parent:  # ended before
         os._exit(1)
 
 

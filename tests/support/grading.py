@@ -16,7 +16,7 @@ def equality() -> Equality:
 
 
 def is_right(gold: str, answer: str) -> bool:
-    """What `Layered().verdict` says of an answer and one gold."""
+    """`Layered().verdict` of an answer and one gold."""
     right, _ = compare(answer, gold)
     if right is not None:
         return right

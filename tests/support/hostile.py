@@ -1,4 +1,4 @@
-"""Bytes that a server, a process or a model could say: valid ones, damaged on purpose.
+"""Bytes that a server, a process or a model could send: valid ones, damaged on purpose.
 
 The shape is damaged (a value of another type, huge or deep, a key too few) or the bytes are.
 """
@@ -51,7 +51,7 @@ def damaged(*valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def edits(one_in: int) -> st.SearchStrategy[list[tuple[int, int, int]]]:
-    """Places, numbers of bytes that go there, and what comes in their place; most are without."""
+    """Positions, numbers of removed bytes, and their replacements; most lists are empty."""
     one = st.tuples(st.integers(0, 10_000), st.integers(0, 9), st.integers(0, len(BYTES) - 1))
     some = st.lists(one, min_size=1, max_size=3)
     return st.builds(
@@ -83,7 +83,7 @@ def _damaged_json(
 
 
 def _places(value: Any, level: int = 0) -> Iterator[tuple[Any, Any]]:
-    """The parts of a value, each as what holds it and its key there."""
+    """The parts of a value, each as its container and its key there."""
     for key in value if isinstance(value, dict) else range(len(value)):
         yield value, key
         if isinstance(value[key], dict | list) and level < 20:
@@ -127,7 +127,7 @@ def http_replies(bodies: Sequence[bytes]) -> st.SearchStrategy[bytes]:
 
 
 class RawServer:
-    """Answers each request with `answer`, whatever it is, and hangs up."""
+    """Answers any request with `answer`, and closes the connection."""
 
     def __init__(self) -> None:
         self.answer = b""

@@ -22,7 +22,7 @@ def work(payload: dict[str, Any]) -> str:
 
 
 def read(payload: dict[str, Any]) -> str:
-    """In place of the text of a page: the page itself, unless it is one that hangs or dies."""
+    """Instead of the text of a page: the page itself, unless it is one that hangs or dies."""
     while b"hang" in payload["body"]:
         pass
     if b"die" in payload["body"]:

@@ -14,12 +14,12 @@ from agentenv.envs.grading.keys import JudgeConfig
 
 
 class Cut:
-    """A reply that never comes: the connection is closed."""
+    """A reply that never arrives: the connection is closed."""
 
 
 class JudgeServer:
-    """Answers each request with the next reply, the last one for ever: the message's text, a
-    status, a whole body, nothing in time (None), or whatever a model that reads the messages says.
+    """Answers each request with the next reply, and repeats the last one: the message's text, a
+    status, a whole body, nothing in time (None), or the result of a function of the messages.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class JudgeServer:
         self.url = ""
 
     async def answer(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.requests.append(asked)
+        body = await request.json()
+        self.requests.append(body)
         self.headers.append(request.headers)
         reply = self.replies[min(len(self.requests), len(self.replies)) - 1]
         self.num_running += 1
@@ -46,7 +46,7 @@ class JudgeServer:
             return web.Response(status=reply, text="busy", headers=self.reply_headers)
         if isinstance(reply, dict):
             return web.json_response(reply)
-        text = reply(asked["messages"]) if callable(reply) else reply
+        text = reply(body["messages"]) if callable(reply) else reply
         return web.json_response({"choices": [{"message": {"content": text}}]})
 
 

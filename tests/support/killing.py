@@ -2,8 +2,8 @@
 
     python -m tests.support.killing PLAN ARGUMENT ...        the arguments of launchers/train.py
 
-What the product calls at a point is replaced by what kills, by SIGKILL, before it, after it or in
-the middle of it; the product knows nothing of it. Points are named by what happens there:
+The product's call at a point is replaced by one that kills by SIGKILL before it, after it or in the
+middle of it; the product does not know of it. Points are named by the event there:
 
     frame Grown         a write of the journal that has such a frame in it
     sync NAME           os.fsync and os.fdatasync of a file or folder, digits as 0; of the files
@@ -13,7 +13,7 @@ the middle of it; the product knows nothing of it. Points are named by what happ
     command Update      of the learner, from the side of the controller or of the rank
     publish             new weights, from the learner's command to the engine's answer
     load                the engine takes them
-    turn                a request to an engine server, "within" behind its first tokens
+    turn                a request to an engine server, "within" after its first tokens
     update              of an engine server's weights; "within" while the server is paused
     cell, fork, spawn   what the sandbox does for a session
 
@@ -56,12 +56,11 @@ Role = str  # controller, rank
 
 
 class Plan(Struct, frozen=True):
-    """`role` is the process that comes to the point; `victim` the one that is killed there: itself,
+    """`role` is the process that reaches the point; `victim` the one that is killed there: itself,
     "tree" for the controller and all below it, "other" for the engine server or the zygote that the
-    point is about, or what has this word in its command line. Without a point nothing is killed.
-    `seen`: a file for the names of all points, a line each; `killed`: one that is there when it has
-    come to the point. `servers` has the processes of engine
-    servers, by their URL."""
+    point is about, or the process with this word in its command line. Without a point no process is
+    killed. `seen`: a file for the names of all points, a line each; `killed`: one that exists when
+    it has reached the point. `servers` has the processes of engine servers, by their URL."""
 
     point: str = ""
     side: str = "before"  # after, within
@@ -74,12 +73,12 @@ class Plan(Struct, frozen=True):
     servers: dict[str, int] = {}
 
     def __str__(self) -> str:
-        whom = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
-        return f"{whom}: {self.side} {self.point} {self.nth}"
+        target = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
+        return f"{target}: {self.side} {self.point} {self.nth}"
 
 
 class Killer:
-    """Counts how often each point is come to, and kills at that of the plan."""
+    """Counts how often each point is reached, and kills at that of the plan."""
 
     def __init__(self, plan: Plan, role: Role) -> None:
         self.plan, self.role = plan, role
@@ -99,26 +98,26 @@ class Killer:
             return
         if plan.victim == "other":
             assert other is not None
-            self._tell()
+            self._mark_killed()
             os.kill(other(), signal.SIGKILL)
         else:
             self.kill()
 
     def wants_within(self, point: str) -> bool:
-        """Whether the write that comes now is to be cut."""
+        """Whether the next write is to be cut."""
         plan = self.plan
         if (self.role, point, "within") != (plan.role, plan.point, plan.side):
             return False
         self._seen[f"within {point}"] += 1
         return self._seen[f"within {point}"] == plan.nth
 
-    def _tell(self) -> None:
+    def _mark_killed(self) -> None:
         if self.plan.killed:
             with open(self.plan.killed, "x", encoding="utf-8"):
                 pass
 
     def kill(self) -> None:
-        self._tell()
+        self._mark_killed()
         victim = self.plan.victim
         below = psutil.Process(self._root).children(recursive=True)
         if victim in ("self", "tree"):
@@ -134,7 +133,7 @@ class Killer:
 
 
 def name_of(path: Any) -> str:
-    """The last part of a path, or of what a descriptor has open, digits as 0."""
+    """The last part of a path, or of the file of a descriptor, digits as 0."""
     if isinstance(path, int):
         path = os.readlink(f"/proc/self/fd/{path}")
     name = re.sub(r"\d+", "0", Path(os.fsdecode(path)).name)
@@ -142,7 +141,7 @@ def name_of(path: Any) -> str:
 
 
 def install(killer: Killer) -> None:
-    """Put the points into what the product calls."""
+    """Patch the points into the product."""
 
     def around(owner: Any, name: str, label: Callable[..., str]) -> None:
         inner = getattr(owner, name)
@@ -196,24 +195,24 @@ def install(killer: Killer) -> None:
 
 
 def install_servers(killer: Killer) -> None:
-    """Points of engine servers over HTTP, as far as their processes are known."""
+    """Points of engine servers over HTTP whose processes are known."""
     server = VLLMServer
     sample, replace, reload = server._sample, server._replace, server._reload
 
     def pid_of(self: VLLMServer) -> int:
         return killer.plan.servers[self.name]
 
-    async def sampling(self: VLLMServer, name: str, request: Any, size: int, tell: Any) -> Any:
+    async def sampling(self: VLLMServer, name: str, request: Any, size: int, on_chunk: Any) -> Any:
         if not request.session:  # of a probe
-            return await sample(self, name, request, size, tell)
+            return await sample(self, name, request, size, on_chunk)
         pid = functools.partial(pid_of, self)
 
-        def told(chunk: Any) -> None:
+        def count_chunk(chunk: Any) -> None:
             killer.at("turn", "within", pid)
-            tell(chunk)
+            on_chunk(chunk)
 
         killer.at("turn", "before", pid)
-        found = await sample(self, name, request, size, told)
+        found = await sample(self, name, request, size, count_chunk)
         killer.at("turn", "after", pid)
         return found
 
@@ -230,7 +229,7 @@ def install_servers(killer: Killer) -> None:
 
 
 def install_sandbox(killer: Killer) -> None:
-    """Points of what a zygote, or a session that is a fork of the zygote, is asked for."""
+    """Points of the requests to a zygote, or to a session, which is a fork of the zygote."""
 
     def around(
         owner: Any, name: str, point: str, zygote_of: Callable[[Any], ZygoteProcess]
@@ -240,19 +239,19 @@ def install_sandbox(killer: Killer) -> None:
         async def called(self: Any, *arguments: Any) -> Any:
             pid = functools.partial(pid_of_zygote, zygote_of(self))
             killer.at(point, "before", pid)
-            asked = asyncio.ensure_future(inner(self, *arguments))
+            pending = asyncio.ensure_future(inner(self, *arguments))
             try:
                 await asyncio.sleep(0)  # until the request is sent
                 killer.at(point, "within", pid)
-                found = await asked
+                found = await pending
             finally:
-                asked.cancel()
+                pending.cancel()
             killer.at(point, "after", pid)
             return found
 
         setattr(owner, name, called)
 
-    around(SessionProcess, "ask", "cell", lambda session: session.zygote)
+    around(SessionProcess, "request", "cell", lambda session: session.zygote)
     around(ZygoteProcess, "fork", "fork", lambda zygote: zygote)
     around(ZygoteProcess, "spawn", "spawn", lambda zygote: zygote)
 
@@ -284,28 +283,28 @@ def command_name(command: Any) -> str:
 
 
 class SpareRank:
-    """The learner's rank: a fork that waits until it is told its environment, as far as the
-    controller knows a process."""
+    """The learner's rank: a fork that waits for its environment, with the interface of a process
+    that the controller uses."""
 
     def __init__(self, killer: Killer) -> None:
-        inner, self._told = os.pipe()
+        inner, self._settings_fd = os.pipe()
         self.returncode: int | None = None
         self.stdin = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._told)
+            os.close(self._settings_fd)
             self._be(inner, killer)
         os.close(inner)
 
     def _be(self, inner: int, killer: Killer) -> None:
         os.setsid()
         killer.role = "rank"
-        told = b""
+        settings = b""
         while part := os.read(inner, 1 << 16):
-            told += part
-        if not told:
+            settings += part
+        if not settings:
             os._exit(0)
-        environment, log = json.loads(told)
+        environment, log = json.loads(settings)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(file, number)
@@ -317,8 +316,8 @@ class SpareRank:
         os._exit(0)
 
     def start(self, environment: dict[str, str], log: Path) -> None:
-        os.write(self._told, json.dumps([environment, str(log)]).encode())
-        os.close(self._told)
+        os.write(self._settings_fd, json.dumps([environment, str(log)]).encode())
+        os.close(self._settings_fd)
 
     def _poll(self) -> int | None:
         if self.returncode is None:

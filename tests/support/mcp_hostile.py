@@ -1,5 +1,5 @@
-"""A server of the Model Context Protocol, on its standard streams, that answers the call of its
-one tool with the bytes that it is told to say, hexadecimal."""
+"""A server of the Model Context Protocol, on its standard streams, that answers the call of its one
+tool with the bytes of its argument, hexadecimal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def answer(request: dict[str, Any]) -> bytes:
     elif method == "tools/list":
         result = {"tools": [{"name": "say", "inputSchema": {"type": "object", "properties": {}}}]}
     elif method == "tools/call":
-        said = bytes.fromhex(params["arguments"]["said"])
-        return said.replace(NUMBER, json.dumps(request["id"]).encode())
+        reply = bytes.fromhex(params["arguments"]["said"])
+        return reply.replace(NUMBER, json.dumps(request["id"]).encode())
     return json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}).encode()
 
 

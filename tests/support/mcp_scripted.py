@@ -1,4 +1,4 @@
-"""An MCP server over its standard streams that answers with what a file of JSON says.
+"""An MCP server over its standard streams that answers from a JSON file.
 
 `python mcp_scripted.py FILE`; the file holds {"pages": {CURSOR: {"tools": [..], "nextCursor": ..}},
 "results": {TOOL: result}}, where the first page has the cursor "".

@@ -1,4 +1,4 @@
-"""A scripted OpenAI-compatible endpoint in a thread of its own."""
+"""A scripted OpenAI-compatible endpoint in a separate thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 from aiohttp import web
 
 Json = dict[str, Any]
-# what it answers: a reply, a status, raw bytes, or a number of seconds to be silent
+# its answers: a reply, a status, raw bytes, or a number of seconds to be silent
 Answer = Json | int | bytes | float
 
 

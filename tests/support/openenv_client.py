@@ -1,5 +1,5 @@
-"""OpenEnv's own clients, models and validator against a server: python .. URL. Prints what they
-saw as JSON. Run by the Python of .venv-openenv, without this project."""
+"""OpenEnv's own clients, models and validator against a server: python .. URL. Prints their results
+as JSON. Run by the Python of .venv-openenv, without this project."""
 
 import asyncio
 import json

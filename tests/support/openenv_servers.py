@@ -23,7 +23,7 @@ class Echo(MCPEnvironment):
 
         @mcp.tool
         def echo(message: str) -> str:
-            """Says it again."""
+            """Repeats the text."""
             return message
 
         @mcp.tool
@@ -79,7 +79,7 @@ class Chance(Guessing):
     is_seeded = False
 
 
-class Asking(Guessing):
+class TaskServer(Guessing):
     """Its tasks are an argument."""
 
     def list_splits(self):
@@ -100,7 +100,7 @@ SERVERS = {
     "echo": (Echo, CallToolAction, CallToolObservation),
     "guessing": (Guessing, Guess, Seen),
     "chance": (Chance, Guess, Seen),
-    "asking": (Asking, Guess, Seen),
+    "asking": (TaskServer, Guess, Seen),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs that ask the endpoint, coroutines in place of processes, and the environment that turns
+"""Programs that call the endpoint, coroutines instead of processes, and the environment that turns
 their calls into steps: the smallest one that agentenv/endpoint describes."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 
 class Client:
-    """A client of chat completions, with what a program gets of its variables."""
+    """A client of chat completions, with the variables of a program."""
 
     def __init__(self, variables: dict[str, str], task: Task) -> None:
         self.task = task
@@ -104,10 +104,10 @@ class ProgramEnv:
     async def _next(self) -> ProgramCall | None:
         """The next call; None: the program has ended."""
         assert self.running is not None
-        asking = asyncio.create_task(self.session.next())
-        await asyncio.wait({asking, self.running}, return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return asking.result()
-        asking.cancel()
+        pending = asyncio.create_task(self.session.next())
+        await asyncio.wait({pending, self.running}, return_when=asyncio.FIRST_COMPLETED)
+        if pending.done():
+            return pending.result()
+        pending.cancel()
         self.running.result()
         return None

@@ -1,5 +1,5 @@
-"""What the shipped configurations need in small: a model that has had a cold start, and data in
-the published schemas."""
+"""The inputs of the shipped configurations, scaled down: a model that has had a cold start, and
+data in the published schemas."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def make_workspace(folder: Path) -> Path:
     write(folder / "rl.jsonl", (published(row, i) for i, row in enumerate(questions)))
     write(folder / "sharegpt.jsonl", dialogues(set(world.reserved())))
     write(folder / "pairs.jsonl", pairs(set(world.reserved())))
-    asked = [{"question": q["question"], "answer": q["answer"]} for q in questions[:8]]
+    rows = [{"question": q["question"], "answer": q["answer"]} for q in questions[:8]]
     for name in ("gsm8k", "hotpotqa", "webwalker"):
-        write(folder / f"{name}.jsonl", asked)
+        write(folder / f"{name}.jsonl", rows)
     registry = {
         "final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"},
     }
@@ -79,13 +79,13 @@ def published(row: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def dialogues(reserved: set[str]) -> Iterator[dict[str, Any]]:
-    """ShareGPT rows as LLaMA-Factory reads them; results stand within the answer."""
+    """ShareGPT rows as LLaMA-Factory reads them; results are within the answer."""
     rng = Random("published dialogues")
     for number in range(NUM_DIALOGUES):
         demo = demonstration(rng, KINDS[number % 2], reserved, HABITS[number // 2 % 2])
-        asked = {"from": "human", "value": demo.question.question}
+        human = {"from": "human", "value": demo.question.question}
         answered = {"from": "gpt", "value": chain(demo.turns)}
-        yield {"system": SYSTEM, "conversations": [asked, answered]}
+        yield {"system": SYSTEM, "conversations": [human, answered]}
 
 
 def pairs(reserved: set[str]) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """The learner's rank inside the test's own process.
 
-A rank of its own costs a process that imports torch, transformers and DeepSpeed, several seconds
-for a run of a few updates. Where a test is about the controller (the loop, evaluations, files,
+A separate rank costs a process that imports torch, transformers and DeepSpeed, several seconds for
+a run of a few updates. Where a test is about the controller (the loop, evaluations, files,
 resuming), the rank can be here: the same model, trainer, checkpoints and commands, each packed and
-unpacked as on the wire. What is left out is the process, and DeepSpeed for plain torch; tests of
-ranks, of both backends and of the whole job have them.
+unpacked as on the wire. Left out are the process, and DeepSpeed for plain torch; tests of ranks, of
+both backends and of the whole job have them.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def ranks(
     gpus: Sequence[str] = (),
     remote: RemoteRanks | None = None,
 ) -> RankGroup:
-    """Here if it is one rank that needs nothing of DeepSpeed, and nobody says where it is."""
+    """Here if it is one rank without DeepSpeed, and no launcher gives its position."""
     is_plain = config.num_ranks == 1 and not config._needs_deepspeed() and remote is None
     return (RankHere if is_plain else RankGroup)(config, log_path, gpus, remote)
 
 
 @contextmanager
 def rank_here() -> Iterator[None]:
-    """Learners that start meanwhile have their rank here where they can."""
+    """Learners that start within this context have their rank here if possible."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ranks)

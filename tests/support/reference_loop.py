@@ -1,9 +1,9 @@
 """The barrier-synchronised rollout loop of the released code, fed with recorded segments.
 
 Each pass: all active trajectories get one segment, then tools run, then survivors may fork, then
-prompts without survivors get one refill. What forks and what is refilled is decided by the real
-plans of `reference.algorithms` on real trees; the loop adds what only a barrier over a batch has:
-baselines by list index that outlive a batch, and the count of passes in a row per prompt.
+prompts without survivors get one refill. Forks and refills are decided by the real plans of
+`reference.algorithms` on real trees; the loop adds what only a barrier over a batch has: baselines
+by list index that outlive a batch, and the count of passes in a row per prompt.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ReferenceLoop:
         self.problems: list[str] = []
 
     def replay(self) -> dict[str, Any]:
-        """The figures of the recorded case, found anew; `problems` names what did not fit."""
+        """The figures of the recorded case, computed again; `problems` names the differences."""
         for number, tree in enumerate(self.trees):
             tree.add(None)
             for _ in range(self.plan.on_start(tree)):
@@ -136,7 +136,7 @@ class ReferenceLoop:
         return [*kept, *forks, *refills]
 
     def _segment(self, one: Running, segment: dict[str, Any]) -> bool:
-        """Append a recorded segment; whether the trajectory goes on, with a call in `pending`."""
+        """Append a recorded segment; whether the trajectory continues, with a call in `pending`."""
         tree = self.trees[one.prompt]
         if f"pp{one.prompt} " + self._text(one.token_ids) != segment["prefix_text"]:
             self.problems.append(f"trajectory {one.index} has another prefix")
@@ -206,7 +206,7 @@ class ReferenceLoop:
 
 
 def response_mask(token_ids: Sequence[int], eos: Collection[int]) -> list[int]:
-    """1 up to and including the first end token, 0 behind it; all 1 without one."""
+    """1 up to and including the first end token, 0 after it; all 1 without one."""
     first = next((i for i, token in enumerate(token_ids) if token in eos), len(token_ids))
     return [int(i <= first) for i in range(len(token_ids))]
 

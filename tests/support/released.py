@@ -18,7 +18,10 @@ from tests.pipelines.benchmark_files import encrypted
 Row = dict[str, Any]
 
 SYSTEM = "Think, then use <search> or <python>, and answer in <answer> with \x08oxed{}."
-ASKED = (("What is 6 times 7?", "42", "math"), ("Who wrote Hamlet?", "William Shakespeare", "qa"))
+QUESTIONS = (
+    ("What is 6 times 7?", "42", "math"),
+    ("Who wrote Hamlet?", "William Shakespeare", "qa"),
+)
 NUM_ROWS = 6
 CHAIN = (
     "<think>a sum</think><python>print(6 * 7)</python><result>42</result>"
@@ -40,7 +43,7 @@ MODELS = (
 
 def arpo_row(place: int, *, system: bool = True, answer: str | None = None) -> Row:
     """A row of ARPO's parquet files; Tool-Star's have the same columns without a system prompt."""
-    question, gold, ability = ASKED[place % len(ASKED)]
+    question, gold, ability = QUESTIONS[place % len(QUESTIONS)]
     messages = [{"content": question, "role": "user"}]
     if system:
         messages.insert(0, {"content": SYSTEM, "role": "system"})
@@ -55,7 +58,7 @@ def arpo_row(place: int, *, system: bool = True, answer: str | None = None) -> R
 
 def tool_star_row(place: int, *, answer: str | None = None) -> Row:
     """A row of Tool-Star's parquet files, whose prompt its code builds as it loads them."""
-    question, gold, ability = ASKED[place % len(ASKED)]
+    question, gold, ability = QUESTIONS[place % len(QUESTIONS)]
     return {
         "data_source": "grpo_mix",
         "question": question,
@@ -67,14 +70,14 @@ def tool_star_row(place: int, *, answer: str | None = None) -> Row:
 
 def sharegpt_row(place: int, chain: str = CHAIN) -> Row:
     """A row of ARPO-SFT-54K."""
-    asked = {"from": "human", "value": f"{ASKED[0][0]} ({place})"}
-    return {"conversations": [asked, {"from": "gpt", "value": chain}], "system": SYSTEM}
+    human = {"from": "human", "value": f"{QUESTIONS[0][0]} ({place})"}
+    return {"conversations": [human, {"from": "gpt", "value": chain}], "system": SYSTEM}
 
 
 def preference_row(place: int) -> Row:
     """A row of a set of preferences as LLaMA-Factory reads it."""
     return {
-        "conversations": [{"from": "human", "value": f"{ASKED[0][0]} ({place})"}],
+        "conversations": [{"from": "human", "value": f"{QUESTIONS[0][0]} ({place})"}],
         "chosen": {"from": "gpt", "value": CHAIN},
         "rejected": {"from": "gpt", "value": CHAIN.replace("\\boxed{42}", "41")},
         "system": SYSTEM,
@@ -93,7 +96,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 def benchmark_rows(name: str) -> list[Row]:
     """Rows as the released evaluation has them: of gated sets in the columns of their source."""
-    question, gold, _ = ASKED[name not in ("aime24", "aime25", "gsm8k", "math500", "math")]
+    question, gold, _ = QUESTIONS[name not in ("aime24", "aime25", "gsm8k", "math500", "math")]
     text: Row = {"question": question, "answer": [gold]}
     made: Row = {
         "aime24": {"id": 60, "problem": question, "solution": "6 * 7", "answer": gold},
@@ -132,7 +135,7 @@ def make_data(folder: Path) -> None:
     write_rows(data / "sft-tool-star" / "final.jsonl", dialogues)
     registry = {"final_5w4_still": entry, "tool_star": entry | {"file_name": STAR}}
     (data / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
-    found = json.dumps({ASKED[1][0]: "Page 1: A play by William Shakespeare."})
+    found = json.dumps({QUESTIONS[1][0]: "Page 1: A play by William Shakespeare."})
     (data / "search_cache.json").write_text(found, encoding="utf-8")
     for name in BENCHMARKS:
         write_rows(data / "eval" / f"{name}.jsonl", benchmark_rows(name))

@@ -1,4 +1,4 @@
-"""launchers/retriever.py as a process of its own."""
+"""launchers/retriever.py as a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import agentenv.launchers.retriever
 
 @contextmanager
 def retriever(*overrides: str) -> Iterator[str]:
-    """The address of a server that is started with these keys; it ends well when it is told to."""
+    """The address of a server that is started with these keys; it ends cleanly on request."""
     command = [
         sys.executable,
         str(Path(agentenv.launchers.retriever.__file__)),

@@ -98,8 +98,8 @@ def tag_count(text: str, tag: str) -> int:
 
 
 def rollback(text: str) -> str:
-    """Tool-Star's backtracer (evaluation/tools/rollback_code.py): the last Python call goes, a
-    thought that ends right before it, and the rest of its line; without a call the text stays."""
+    """Tool-Star's backtracer (evaluation/tools/rollback_code.py): it removes the last Python call,
+    a thought that ends right before it, and the rest of its line; without a call the text stays."""
     before, call, _ = text.rpartition("<python>")
     if not call:
         return text

@@ -1,4 +1,4 @@
-"""What a run has written."""
+"""The files of a run."""
 
 from __future__ import annotations
 

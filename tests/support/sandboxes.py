@@ -1,4 +1,4 @@
-"""Looking at sandboxes from outside: their processes, and what a session says."""
+"""Sandboxes from outside: their processes, and the output of a session."""
 
 from __future__ import annotations
 

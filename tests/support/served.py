@@ -24,7 +24,7 @@ class ServedPolicy:
         )
         self.subject = Subject(model.name, {}, model, model)
         self.url = ""
-        self.said: list[str] = []
+        self.reports: list[str] = []
         self._ready, self._error = threading.Event(), BaseException()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -49,8 +49,8 @@ class ServedPolicy:
             self._ready.set()
 
     def _report(self, text: str) -> None:
-        self.said.append(text)
+        self.reports.append(text)
         if " is at " in text:
             self.url = text.rpartition(" is at ")[2]
-        if len(self.said) >= 3:
+        if len(self.reports) >= 3:
             self._ready.set()

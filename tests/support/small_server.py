@@ -1,4 +1,4 @@
-"""A server of a few lines, with a child that is hard to end, and what became of both."""
+"""A server of a few lines, with a child that is hard to end, and the state of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 # Answers on the port that is its last argument. Its child ignores SIGTERM and has left the process
-# group. Both say in the log who they are.
+# group. Both log their process ids.
 SERVER = """
 import http.server, os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c",
@@ -31,7 +31,7 @@ def script(folder: Path, text: str = SERVER) -> Path:
 
 
 def processes(log: Path) -> list[int]:
-    """Child and server of the last start, by the server's own account."""
+    """Child and server of the last start, from the server's log."""
     words = [line.split() for line in log.read_text().splitlines() if line.startswith("child")][-1]
     return [int(words[1]), int(words[3])]
 
@@ -54,5 +54,5 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     assert condition()
 
 
-def gone(pids: list[int]) -> None:
+def assert_ended(pids: list[int]) -> None:
     until(lambda: alive(pids) == [])

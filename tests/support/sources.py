@@ -9,5 +9,5 @@ PACKAGES = ("agentenv", "envs", "learners", "reference", "pipelines", "launchers
 
 
 def sources(*packages: str) -> list[Path]:
-    """The Python files of these packages, or of all; `agentenv` without what is linked into it."""
+    """The Python files of these packages, or of all; `agentenv` without its links."""
     return sorted(path for one in packages or PACKAGES for path in (ROOT / one).rglob("*.py"))

@@ -112,7 +112,7 @@ def write_evaluation(
 
 
 def row(task: str = "1", sample: int = 0, success: bool = True, **keys: Any) -> EvalRow:
-    """A trajectory that answered 7, which is right, unless told otherwise."""
+    """A trajectory that answered 7, which is right, by default."""
     answer = str(keys.pop("answer", "7"))
     filled = {"task": task, "sample": sample, "success": success, "answers": ["7"], **keys}
     return trajectory(answer, **filled)

@@ -23,7 +23,8 @@ FACT = "{}\u4f4d\u4e8e\u4e34\u6c5f\u5e02\uff0c\u7531{}\u4e8e{}\u5e74\u521b\u7acb
 
 
 def write_world(folder: Path) -> tuple[Path, Path]:
-    """Corpus, and questions encrypted as the benchmark is published: who founded it, how old."""
+    """Corpus, and questions encrypted as the benchmark is published: its founder, and the founder's
+    age."""
     corpus, questions = folder / "corpus.jsonl", folder / "DeepSearch.csv"
     with corpus.open("w", encoding="utf-8") as file:
         for number, (house, (founder, year)) in enumerate(HOUSES.items()):
@@ -51,18 +52,18 @@ def _rows() -> Iterator[dict[str, str]]:
 
 
 def turn(prompt: str, rng: Random) -> str:
-    """Searches, computes where it is asked how old, and answers with a sentence round the box.
-    It plays only if it was told how in Chinese."""
+    """Searches, computes an age if the question requires it, and answers with a sentence around the
+    box. It plays only if its instructions are in Chinese."""
     if "\u641c\u7d22\u5f15\u64ce" not in prompt:  # a search engine
         return "<think>?</think><answer>\\boxed{?}</answer>"
-    asked, *results = prompt.split("<result>\n")
-    house = next(house for house in HOUSES if house in asked)
+    question_text, *results = prompt.split("<result>\n")
+    house = next(house for house in HOUSES if house in question_text)
     if not results:
         return f"<think>\u67e5\u4e00\u4e0b</think><search>{house}\u7684\u521b\u7acb</search>"
     fact = re.search(r"\u7531(.*?)\u4e8e(\d+)\u5e74", results[0])
     if fact is None:
         return "<think>?</think><answer>\\boxed{\u4e0d\u77e5\u9053}</answer>"
-    old = AGE.partition("{}")[2] in asked
+    old = AGE.partition("{}")[2] in question_text
     if old and len(results) == 1:
         return f"<think>\u8ba1\u7b97</think><python>2025 - {fact[2]}</python>"
     answer = results[1].partition("\n</result>")[0] if old else fact[1]

@@ -1,4 +1,4 @@
-"""A tokenizer of characters and an env without tools of its own, for tests of the core."""
+"""A tokenizer of characters and an env without tools, for tests of the core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CharTokenizer:
 
 
 class CountingEnv:
-    """Answers each call with the number of calls so far; counts what is open.
+    """Answers each call with the number of calls so far; counts open envs.
 
     Reward of a terminated episode: the number of calls made. `faults` maps a method name to the
     probability that it raises EnvError; `latency_s` is the mean of an exponential step time.

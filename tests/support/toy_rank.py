@@ -1,8 +1,8 @@
-"""A learner's rank that computes nothing: its weights are a count of what it was told to train.
+"""A learner's rank that computes nothing: its weights are a count of its trained trees.
 
-Runs with it show what the controller does at each point of a run, in a fraction of a second. The
+Runs with it show the controller's actions at each point of a run, in a fraction of a second. The
 count is in the weights and in the learner's state of every checkpoint, where a test compares it
-with what the run's state says.
+with the run's state.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STEP_S = 0.02  # of any command
 
 
 class ToyRank(RankGroup):
-    """`at` is called with the name of each command while it is at work, and says how many seconds
-    more it takes."""
+    """`at` is called with the name of each command while it works, and returns its remaining
+    seconds."""
 
     at: Callable[[str], float | None] = staticmethod(lambda name: None)
     alive: list[ToyRank] = []  # noqa: RUF012 - of all
@@ -136,7 +136,7 @@ class ToyRank(RankGroup):
 
 @contextmanager
 def toy_ranks() -> Iterator[type[ToyRank]]:
-    """Learners that start meanwhile have such a rank."""
+    """Learners that start within this context have such a rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ToyRank)
         yield ToyRank

@@ -1,8 +1,8 @@
 """A whole run without a model, for the virtual clock: the real `Training` with its queue, feeder,
-actor, journal, saver and evaluator, on an engine, envs and a learner that do as `Faults` say.
+actor, journal, saver and evaluator, on an engine, envs and a learner that follow `Faults`.
 
-The learner's weights are the list of the trees that they were trained on, and the policy version:
-a checkpoint holds them, so that a test reads there what was trained in the line that survives.
+The learner's weights are the list of the trees that they were trained on, and the policy version: a
+checkpoint holds them, so that a test reads there the training of the surviving line.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ def toy_config(folder: Path, *overrides: str) -> TrainConfig:
 
 
 class Faults:
-    """What goes wrong next, by the name of the call: "generate", "reset", "step", "grade", "fork",
-    "finish", "close". Each entry is met once, by the next such call."""
+    """The next faults, by the name of the call: "generate", "reset", "step", "grade", "fork",
+    "finish", "close". Each entry applies once, to the next such call."""
 
     def __init__(self) -> None:
         self.next: dict[str, list[str]] = {}
-        self.num_met: Counter[str] = Counter()
+        self.num_applied: Counter[str] = Counter()
 
     def add(self, call: str, kinds: Sequence[str]) -> None:
         """`kinds`: fail, outage, crash, or hang."""
         self.next.setdefault(call, []).extend(kinds)
 
-    async def meet(self, call: str, failure: type[Exception]) -> None:
+    async def apply(self, call: str, failure: type[Exception]) -> None:
         if not self.next.get(call):
             return
         kind = self.next[call].pop()
-        self.num_met[kind] += 1
+        self.num_applied[kind] += 1
         if kind == "fail":
             raise failure("on purpose")
         if kind == "outage":
@@ -113,7 +113,7 @@ class ToyEngine(ScriptedEngine):
     async def generate(self, *arguments: Any, **keys: Any) -> Completion:
         self.num_running += 1
         try:
-            await self.faults.meet("generate", EngineError)
+            await self.faults.apply("generate", EngineError)
             return await super().generate(*arguments, **keys)
         finally:
             self.num_running -= 1
@@ -140,13 +140,13 @@ class ToyEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], Info]:
-        await self.world.faults.meet("reset", EnvError)
+        await self.world.faults.apply("reset", EnvError)
         return [Message("user", self.task.question)], {"tools": [TOOL]}
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
-        await self.world.faults.meet("step", EnvError)
+        await self.world.faults.apply("step", EnvError)
         if not action.tool_calls:
-            await self.world.faults.meet("grade", GraderError)
+            await self.world.faults.apply("grade", GraderError)
             reward = float("1" in action.content)
             return [], reward, True, False, {"success": bool(reward)}
         seconds = 0.2 * self.rng.paretovariate(1.1)
@@ -158,22 +158,22 @@ class ToyEnv:
         return [Message("tool", f"{self.num_calls}")], 0.0, False, False, {"tool_calls": records}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        await self.world.faults.meet("finish", EnvError)
+        await self.world.faults.apply("finish", EnvError)
         return 0.0, {"success": False}
 
     async def fork(self) -> ToyEnv:
-        await self.world.faults.meet("fork", EnvError)
+        await self.world.faults.apply("fork", EnvError)
         other = ToyEnv(self.world, self.task, Random(self.rng.random()))
         other.num_calls = self.num_calls
         return other
 
     async def close(self) -> None:
         self.num_closed += 1
-        await self.world.faults.meet("close", EnvError)
+        await self.world.faults.apply("close", EnvError)
 
 
 class ToyLearner:
-    """Its weights are what it was trained on. It refuses tokens that are older than the bound."""
+    """Its weights are its trained trees. It refuses tokens that are older than the bound."""
 
     def __init__(self, max_staleness: int, update_s: float = 20.0) -> None:
         self.trained: list[int] = []
@@ -226,7 +226,7 @@ class ToyLearner:
 
 
 class ToyWorld:
-    """What the processes of one run meet, one after the other."""
+    """The faults of the processes of one run, in order."""
 
     def __init__(self) -> None:
         self.faults = Faults()
@@ -242,7 +242,7 @@ class ToyWorld:
         stack: AsyncExitStack,
         report: Callable[[str], None],
     ) -> Parts:
-        """In place of `build_parts`."""
+        """Replaces `build_parts`."""
         learner: Any = ToyLearner(config.queue.max_staleness)
         engine = ToyEngine(self.faults)
         if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, each with a tokenizer that knows its markers."""
+"""The chat templates that TRL ships, each with a tokenizer that has its markers."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def server(turns: list[dict[str, Any]]) -> ThreadingHTTPServer:
             pass
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            number = sum(one["role"] == "assistant" for one in asked["messages"])
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            number = sum(one["role"] == "assistant" for one in request["messages"])
             turn = turns[number]
             calls = [
                 {
@@ -37,18 +37,18 @@ def server(turns: list[dict[str, Any]]) -> ThreadingHTTPServer:
                 }
                 for place, call in enumerate(turn.get("calls", ()))
             ]
-            said = {"role": "assistant", "content": turn.get("text") or None}
-            said |= {"tool_calls": calls} if calls else {}
+            message = {"role": "assistant", "content": turn.get("text") or None}
+            message |= {"tool_calls": calls} if calls else {}
             finish = "tool_calls" if calls else "stop"
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             reply = {"id": "1", "created": 0, "model": "policy", "usage": usage}
-            if asked.get("stream"):
+            if request.get("stream"):
                 kind = {"object": "chat.completion.chunk"}
-                choices = [{"index": 0, "delta": said, "finish_reason": finish}]
+                choices = [{"index": 0, "delta": message, "finish_reason": finish}]
                 text = f"data: {json.dumps({**reply, **kind, 'choices': choices})}\n\n"
                 body, media = f"{text}data: [DONE]\n\n".encode(), "text/event-stream"
             else:
-                choices = [{"index": 0, "message": said, "finish_reason": finish}]
+                choices = [{"index": 0, "message": message, "finish_reason": finish}]
                 whole = {**reply, "object": "chat.completion", "choices": choices}
                 body, media = json.dumps(whole).encode(), "application/json"
             self.send_response(200)
@@ -61,10 +61,10 @@ def server(turns: list[dict[str, Any]]) -> ThreadingHTTPServer:
 
 
 class Classic:
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         import verifiers as vf
 
-        self.env = vf.load_environment(asked["name"], **asked["args"])
+        self.env = vf.load_environment(settings["name"], **settings["args"])
         self.row = dict(self.env.get_dataset()[0])
 
     async def play(self, url: str) -> dict[str, Any]:
@@ -77,12 +77,12 @@ class Classic:
 
 
 class Taskset:
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         from verifiers.v1.utils import loaders
 
-        args = asked["args"]
+        args = settings["args"]
         agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-        raw = {**args, "taskset": {"id": asked["name"]}, asked["role"] or "agent": agent}
+        raw = {**args, "taskset": {"id": settings["name"]}, settings["role"] or "agent": agent}
         self.env = loaders.load_environment(loaders.resolve_env_config(raw))
         self.task = next(iter(self.env.taskset))
         self.row = self.task.data.model_dump(mode="json")
@@ -105,12 +105,12 @@ class Taskset:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asked = json.loads(sys.stdin.readline())
-    os.chdir(asked["folder"])
-    sys.path[0] = os.environ["PYTHONPATH"] = asked["folder"]
+    settings = json.loads(sys.stdin.readline())
+    os.chdir(settings["folder"])
+    sys.path[0] = os.environ["PYTHONPATH"] = settings["folder"]
     os.environ["THE_KEY"] = "key"
-    module = __import__(asked["name"].replace("-", "_"))
-    own = (Classic if hasattr(module, "load_environment") else Taskset)(asked)
+    module = __import__(settings["name"].replace("-", "_"))
+    own = (Classic if hasattr(module, "load_environment") else Taskset)(settings)
     print(json.dumps(own.row), file=out, flush=True)
     running = server(json.loads(sys.stdin.readline()))
     threading.Thread(target=running.serve_forever, daemon=True).start()

@@ -1,5 +1,5 @@
-"""A small run to look at, written by the parts that write real ones: trees with forks, failures and
-filters, metrics, evaluations. What the policy and the tools have written in it is hostile."""
+"""A small run for the viewer, written by the parts that write real ones: trees with forks, failures
+and filters, metrics, evaluations. Texts of the policy and the tools in it are hostile."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class ViewedRun:
         root = tree.add(None, observation_ids=self.ids(f"user: {task.question}\n"))
         call = {"name": "shop", "arguments": {"query": HOSTILE}, "ok": True, "error": None}
         call |= {"duration_s": 0.25, "waited_s": 0.05, "info": {"cached": True}}
-        asked = self.turn(tree, root, "0", f"look {HOSTILE}", version, num_forks=1)
-        asked.observation_ids, asked.info = self.ids(RESULT), {"tool_calls": [call]}
-        self.end(tree, self.turn(tree, asked, "0", "it is seven", version), 1.0)
-        right = self.turn(tree, asked, "0.1+1", "it is 8", version)
+        first = self.turn(tree, root, "0", f"look {HOSTILE}", version, num_forks=1)
+        first.observation_ids, first.info = self.ids(RESULT), {"tool_calls": [call]}
+        self.end(tree, self.turn(tree, first, "0", "it is seven", version), 1.0)
+        right = self.turn(tree, first, "0.1+1", "it is 8", version)
         self.end(tree, right, 1.0 if kind == "filtered" else -1.0)
         other = self.turn(tree, root, "1", "no idea", version)
         if kind == "failed":

@@ -1,10 +1,10 @@
 """A virtual clock: asyncio.run with a clock that jumps to the next timer.
 
-A virtual clock cannot wait for what is outside of its loop. `replaced(Inline())` runs functions on
-the loop at once, in no time of that clock, and refuses processes, threads and sockets. So what a
-program does under it happens in an order that nothing outside decides: the same program does the
-same again, and hours of waiting cost nothing. Where every task waits and no timer is set, nothing
-can ever happen again: DeadlockError names who waits where.
+A virtual clock cannot wait for events outside its loop. `replaced(Inline())` runs functions on the
+loop at once, in no time of that clock, and refuses processes, threads and sockets. So a program
+under it runs in an order that does not depend on its surroundings: it is repeatable, and hours of
+waiting cost nothing. If every task waits and no timer is set, the program is deadlocked:
+DeadlockError names the waiting tasks and their lines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class Inline(Machine):
-    """Functions run on the loop, at once; there are no processes and no threads. Nobody looks a
-    second time: a timer that is always set would keep a clock running after the last event."""
+    """Functions run on the loop, at once; there are no processes and no threads. Nothing is polled:
+    a timer that is always set would keep a clock running after the last event."""
 
     async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
         await asyncio.sleep(0)  # others have their turn, as they would

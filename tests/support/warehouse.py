@@ -1,4 +1,5 @@
-"""What the launcher tests train on: the README's environment, a script that plays it, and files."""
+"""The training data of the launcher tests: the README's environment, a script that plays it, and
+files."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def readme_env() -> str:
 
 
 def warehouse_turn(prompt: str, rng: Random) -> str:
-    """A scripted policy: asks the stock tool, then answers right two times in three."""
+    """A scripted policy: calls the stock tool, then answers right two times in three."""
     if "<result>" not in prompt:
         item = next(item for item in STOCK if item in prompt)
         return f"<think>look</think><stock>{item}</stock>"

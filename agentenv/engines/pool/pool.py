@@ -314,12 +314,12 @@ class EnginePool(TurnEngine[PooledServer]):
         request = Request(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
         found: dict[str, Completion] = {}
 
-        async def ask(server: PooledServer) -> None:
+        async def probe(server: PooledServer) -> None:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(within_s):
                     found[server.name] = await sampled(server.client, request)
 
-        await asyncio.gather(*(ask(server) for server in self.servers if server.is_there))
+        await asyncio.gather(*(probe(server) for server in self.servers if server.is_there))
         return found
 
     # weights

@@ -286,7 +286,7 @@ class ChatModel:
         self.endpoint = Endpoint(config, table)
         self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
 
-    async def ask(self, system: str, user: str) -> ModelReply:
+    async def complete(self, system: str, user: str) -> ModelReply:
         """Ask one question. Raises EngineError if the endpoint rejects it, or all attempts fail."""
         return read_reply(await self.reply(self.body(system, user)))
 

@@ -386,8 +386,8 @@ async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     Temperature 2 halves the distance between two of them, compared to greedy sampling, which
     reports the distribution at temperature 1.
     """
-    plain = await _ask(http, 0.0, vocab_size)
-    scaled = await _ask(http, PROBE_TEMPERATURE, vocab_size)
+    plain = await _top_logprobs(http, 0.0, vocab_size)
+    scaled = await _top_logprobs(http, PROBE_TEMPERATURE, vocab_size)
     both = plain.keys() & scaled.keys()
     if not both:
         raise ConfigError(
@@ -417,7 +417,7 @@ class _Probed(Struct, frozen=True):
     meta_info: _TopLogprobs
 
 
-async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
+async def _top_logprobs(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
     """The largest log-probs after a fixed prompt, by token id."""
     body = {
         "input_ids": [index % vocab_size for index in range(8)],

@@ -141,10 +141,10 @@ class WeightSync(RemoteServer[F]):
         refused = False
         try:
             loop = asyncio.get_running_loop()
-            asked_s = loop.time()
+            requested_s = loop.time()
             if not self._is_asleep:  # otherwise it is paused
                 await self._pause()
-            self.pause_wait_s = loop.time() - asked_s
+            self.pause_wait_s = loop.time() - requested_s
             try:
                 await change()
             except RefusedError:

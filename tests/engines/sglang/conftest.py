@@ -69,7 +69,7 @@ async def server(clients: Clients, untied: World) -> SGLangServer:
 
 @pytest.fixture
 async def slow(processes: dict[str, SGLangProcess], server: SGLangServer) -> AsyncIterator[None]:
-    """What the untied server runs is still running when a test does something to it."""
+    """Requests of the untied server are still running when a test acts on them."""
     http = HttpClient(processes["untied"].url)
     await http.call("POST", "/slow_down", {"forward_sleep_time": STEP_S})
     yield

@@ -46,7 +46,7 @@ class Reply:
         self._news.set()
 
 
-async def ask(
+async def generate(
     server: SGLangServer, prompt_ids: list[int], max_tokens: int, **fields: Any
 ) -> Completion:
     return await Reply(server, prompt_ids, max_tokens, **fields).task

@@ -1,4 +1,4 @@
-"""Connecting to SGLang: servers that lack what a run needs, or could do better."""
+"""Connecting to SGLang: servers without a required feature, or with a better setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines.sglang_server import SGLangProcess
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
 
 
-async def test_what_a_server_says_of_itself(server: SGLangServer) -> None:
+async def test_a_connected_server_reports_its_version_and_features(server: SGLangServer) -> None:
     info = await server.connect(0)
     assert (info.engine, info.version) == ("sglang", "0.5.23")
     assert MAX_LENGTH - 8 < info.max_model_len <= MAX_LENGTH
@@ -56,7 +56,7 @@ LACKING: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("what", LACKING)
-async def test_a_server_that_lacks_something_is_refused(
+async def test_a_server_without_a_required_feature_is_refused(
     what: str, processes: dict[str, SGLangProcess]
 ) -> None:
     """As a proxy before the real one shows it."""
@@ -68,7 +68,7 @@ async def test_a_server_that_lacks_something_is_refused(
 async def test_a_server_with_log_probs_before_temperature_is_refused(
     processes: dict[str, SGLangProcess],
 ) -> None:
-    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, whatever it is."""
+    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, at any temperature."""
     unscaled = changed("sampling_params", "temperature", to=1.0)
     async with proxy([processes["untied"].url], requests={"/generate": unscaled}) as before:
         await refused(before.url, "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
@@ -81,7 +81,7 @@ async def refused(url: str, message: str) -> None:
     await client.close()
 
 
-async def test_a_server_that_does_not_count_preemptions_is_named(
+async def test_a_server_without_preemption_counts_is_warned_about(
     processes: dict[str, SGLangProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     off = changed("enable_metrics", to=False)
@@ -92,7 +92,7 @@ async def test_a_server_that_does_not_count_preemptions_is_named(
     assert "--enable-metrics" in caplog.text
 
 
-async def test_a_server_that_was_left_paused_goes_on(server: SGLangServer) -> None:
+async def test_a_paused_server_is_resumed_on_connect(server: SGLangServer) -> None:
     await server._http.call("POST", "/pause_generation", {"mode": "retract"})
     waiting = Reply(server, PROMPT, 3)
     await asyncio.sleep(0.3)

@@ -14,7 +14,7 @@ from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines import contract
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distribution
-from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.world import ServerSubject, World, prompt
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
@@ -54,7 +54,7 @@ async def test_concurrent_requests(server: SGLangServer, untied: World) -> None:
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
     server: SGLangServer, untied: World
 ) -> None:
-    """At any temperature, and also beside greedy requests in one batch."""
+    """At any temperature, and also with greedy requests in the same batch."""
     model = untied.models[0]
     scaled = Reply(server, PROMPT, 12, temperature=0.6)
     plain = Reply(server, PROMPT, 12)
@@ -67,11 +67,11 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     [{"top_k": 3}, {"top_k": 1, "temperature": 0.5}, {"top_p": 0.6}, {"min_p": 0.2, "top_k": 50}],
     ids=str,
 )
-async def test_truncated_sampling_reports_what_is_left(
+async def test_truncated_sampling_reports_renormalized_log_probs(
     server: SGLangServer, untied: World, fields: dict[str, Any]
 ) -> None:
     temperature = fields.get("temperature", 1.0)
-    completion = await ask(server, PROMPT, 4, **{"temperature": 1.0} | fields)
+    completion = await generate(server, PROMPT, 4, **{"temperature": 1.0} | fields)
     found = distribution(untied.models[0], PROMPT, completion.token_ids, temperature).exp()
     for place, token in enumerate(completion.token_ids):
         p, order = found[place].sort(descending=True)
@@ -90,10 +90,10 @@ async def test_truncated_sampling_reports_what_is_left(
 async def test_all_log_probs_give_the_exact_entropy(
     clients: Clients, server: SGLangServer, untied: World
 ) -> None:
-    part = await ask(server, PROMPT, 3)
+    part = await generate(server, PROMPT, 3)
     exact = clients("untied", entropy_top_k=-1, vocab_size=VOCAB)
     await exact.connect(0)  # takes the server: it names the weights
-    whole = await ask(exact, PROMPT, 3)
+    whole = await generate(exact, PROMPT, 3)
     rows = distribution(untied.models[0], PROMPT, whole.token_ids)
     assert whole.entropies == pytest.approx((-(rows.exp() * rows).sum(1)).tolist(), abs=1e-3)
     assert all(low < high for low, high in zip(part.entropies, whole.entropies, strict=True))
@@ -108,15 +108,15 @@ async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> No
     sampling = SamplingParams(max_tokens=400, temperature=0.0)
     with pytest.raises(KeyError):
         await server.generate(Request("test-callback", PROMPT, sampling), fail)
-    async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end by itself
+    async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end normally
         while await ServerSubject(server).num_running():  # noqa: ASYNC110 (only it knows)
             await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("slow")
-async def test_an_abort_is_of_one_request(server: SGLangServer) -> None:
-    """Also among requests whose ids begin alike, and where an id comes again: SGLang itself aborts
-    by beginnings, and aborts what has its rid 2 s after a stream has ended."""
+async def test_an_abort_affects_only_its_request(server: SGLangServer) -> None:
+    """Also among requests whose ids share a prefix, and where an id is reused: SGLang itself aborts
+    by prefix, and aborts requests with the same rid 2 s after a stream has ended."""
 
     def start(name: str, max_tokens: int) -> asyncio.Task[Completion]:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -145,15 +145,15 @@ async def test_an_abort_is_of_one_request(server: SGLangServer) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-async def test_what_the_server_would_clamp_or_do_in_another_way_is_refused(
+async def test_parameters_that_the_server_would_clamp_or_change_are_refused(
     server: SGLangServer, prompt_ids: list[int], fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
-        await ask(server, prompt_ids, **{"max_tokens": 4} | fields)
+        await generate(server, prompt_ids, **{"max_tokens": 4} | fields)
 
 
-async def test_the_longest_turn_is_sampled_to_its_end(server: SGLangServer) -> None:
-    """Prompt and turn together as long as the client allows: nothing is clamped in silence."""
+async def test_the_longest_turn_is_sampled_completely(server: SGLangServer) -> None:
+    """Prompt and turn together as long as the client allows: nothing is clamped silently."""
     info = await server.connect(0)
-    completion = await ask(server, prompt(seed=2, size=500), info.max_model_len - 500)
+    completion = await generate(server, prompt(seed=2, size=500), info.max_model_len - 500)
     assert len(completion.token_ids) == info.max_model_len - 500 > 1

@@ -17,14 +17,14 @@ from agentenv.errors import EngineError
 from agentenv.types import VersionSpan
 from tests.engines import contract
 from tests.engines.reference import check_sampled, greedy
-from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.world import ServerSubject, World
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
 
 
-async def test_weights_that_someone_else_names_are_known_as_foreign(
+async def test_weights_labeled_by_another_client_are_detected_as_foreign(
     server: SGLangServer, untied: World
 ) -> None:
     assert await server.keeps_label()
@@ -32,7 +32,7 @@ async def test_weights_that_someone_else_names_are_known_as_foreign(
     await server._http.call("POST", "/update_weight_version", body)
     assert not await server.keeps_label()
     with pytest.raises(ForeignWeightsError, match="weights labeled 'default'"):
-        await ask(server, PROMPT, 3)
+        await generate(server, PROMPT, 3)
     await server.load_weights(untied.paths[1], 1)
     assert await server.keeps_label()
 
@@ -46,14 +46,14 @@ async def test_prefixes_never_cross_versions(server: SGLangServer, untied: World
 async def test_update_in_the_middle_of_a_request_gives_two_spans(
     server: SGLangServer, untied: World
 ) -> None:
-    """And no prefix of the old weights is used, neither by it nor by a new request."""
+    """Neither this request nor a new one uses a prefix of the old weights."""
     running = Reply(server, PROMPT, 200)
     await running.started(4)
     await server.load_weights(untied.paths[1], 1)
     assert not running.task.done()
-    first = await ask(server, PROMPT, 4)
-    check_sampled(untied.models, PROMPT, first)  # it may share what was computed again
-    second = await ask(server, PROMPT, 4)
+    first = await generate(server, PROMPT, 4)
+    check_sampled(untied.models, PROMPT, first)  # it may share the recomputed prefix
+    second = await generate(server, PROMPT, 4)
     assert second.num_cached_tokens == len(PROMPT) - 1
     assert not running.task.done()
     completion = await running.task
@@ -64,7 +64,8 @@ async def test_update_in_the_middle_of_a_request_gives_two_spans(
 
 @pytest.mark.usefixtures("slow")
 async def test_concurrent_requests_around_an_update(server: SGLangServer, untied: World) -> None:
-    """Those that run, those that wait in the server and those that come meanwhile."""
+    """Running requests, requests queued in the server and requests that arrive during the
+    update."""
     prompts = [[*PROMPT, 100 + index] for index in range(16)]
     before = [Reply(server, ids, 12, temperature=1.0) for ids in prompts[:8]]
     await before[0].started(2)
@@ -102,10 +103,10 @@ def spoil(source: Path, target: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["no files", "a layer is missing", "another shape", "cut short"])
 @pytest.mark.usefixtures("slow")
-async def test_a_bad_directory_is_refused_and_the_old_weights_go_on(
+async def test_a_bad_directory_is_refused_and_the_old_weights_stay_in_service(
     server: SGLangServer, untied: World, tmp_path: Path, kind: str
 ) -> None:
-    """By itself SGLang would keep old layers in silence, or die of a shape."""
+    """SGLang alone would silently keep old layers, or crash on a shape."""
     spoil(untied.paths[1], tmp_path / "bad", kind)
     running = Reply(server, PROMPT, 30)
     await running.started(2)
@@ -118,7 +119,7 @@ async def test_a_bad_directory_is_refused_and_the_old_weights_go_on(
     check_sampled(untied.models, PROMPT, completion, greedy=True)
 
 
-async def test_a_directory_that_only_the_server_refuses(
+async def test_a_directory_refused_only_by_the_server_keeps_the_old_weights(
     server: SGLangServer, untied: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As when it does not see our files: it answers 400 before it touches a weight."""
@@ -128,7 +129,7 @@ async def test_a_directory_that_only_the_server_refuses(
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
     assert not isinstance(caught.value, ServerLostError)
-    check_sampled(untied.models, PROMPT, await ask(server, PROMPT, 4), greedy=True)
+    check_sampled(untied.models, PROMPT, await generate(server, PROMPT, 4), greedy=True)
 
 
 async def test_kill_9_loses_the_server_but_no_token(
@@ -150,4 +151,4 @@ async def test_kill_9_loses_the_server_but_no_token(
     with pytest.raises(ServerLostError):
         await server.load_weights(tied.paths[1], 1)
     with pytest.raises(ServerLostError):
-        await ask(server, PROMPT, 2)
+        await generate(server, PROMPT, 2)

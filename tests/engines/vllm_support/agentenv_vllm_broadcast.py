@@ -49,7 +49,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 
 class GlooGroup:
-    """What the receiver asks of a PyNcclCommunicator."""
+    """The interface of a PyNcclCommunicator that the receiver uses."""
 
     def __init__(self, info: GroupInfo, rank: int) -> None:
         timeout = timedelta(seconds=info.timeout_s)

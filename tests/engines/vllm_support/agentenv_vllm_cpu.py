@@ -1,4 +1,4 @@
-"""What vLLM lacks on the CPU to take new weights; loaded by its workers, not by agentenv.
+"""The missing part of vLLM's weight updates on the CPU; loaded by its workers, not by agentenv.
 
 Start the server with --worker-extension-cls agentenv_vllm_cpu.WorkerExtension.
 """
@@ -17,7 +17,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called through /collective_rpc."""
 
     def reload_and_repack(self: Any, weights_path: str) -> None:
-        """Load a directory, and pack again what stays packed as it was.
+        """Load a directory, and repack the weights that stay packed.
 
         On the CPU the head multiplies with a packed copy of its weight. Loading new weights
         packs each layer that was loaded; a tied head is not loaded, it shares the embeddings.

@@ -1,6 +1,6 @@
-"""The agent of everybody: asks, calls its one tool, asks again.
+"""The usual agent: calls the model, calls its one tool, calls the model again.
 
-python agent.py QUESTION TOOL ARGUMENT ...      known.json has what the tool knows
+python agent.py QUESTION TOOL ARGUMENT ... known.json has the data of the tool
 """
 
 import json
@@ -15,7 +15,7 @@ schema = {"type": "object", "properties": {argument: {"type": "string"}}, "requi
 tool = {"name": name, "description": "What is known.", "parameters": schema}
 
 
-def ask(messages: list) -> dict:
+def complete(messages: list) -> dict:
     """The policy's next message."""
     body = {"model": "policy", "messages": messages}
     body["tools"] = [{"type": "function", "function": tool}]
@@ -29,7 +29,7 @@ def ask(messages: list) -> dict:
 
 messages = [{"role": "user", "content": question}]
 while True:
-    message = ask(messages)
+    message = complete(messages)
     messages.append(message)
     for one in message.get("tool_calls") or ():
         result = str(known.get(json.loads(one["function"]["arguments"]).get(argument)))

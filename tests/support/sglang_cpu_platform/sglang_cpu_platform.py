@@ -1,8 +1,8 @@
 """A platform plugin with which SGLang runs on a plain CPU, without its compiled kernels.
 
-SGLang's own CPU platform needs a kernel package that no index offers. This one is what SGLang
-provides for unknown hardware: it asks for torch's own operators and changes nothing else, so the
-scheduler, prefix cache, sampler, HTTP server and weight loader are SGLang's.
+SGLang's own CPU platform needs a kernel package that no index offers. This one is SGLang's platform
+for unknown hardware: it selects torch's own operators and changes nothing else, so the scheduler,
+prefix cache, sampler, HTTP server and weight loader are SGLang's.
 """
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin

@@ -1,8 +1,8 @@
-"""Lets the torchvision of PyPI, linked against CUDA, be imported over a CPU build of torch.
+"""Makes the torchvision of PyPI, linked against CUDA, importable with a CPU build of torch.
 
-SGLang imports torchvision unconditionally. Its compiled library cannot be loaded here, and then
-its Python code fails because it describes operators that nobody has declared. They are declared,
-not implemented: a text model never calls one.
+SGLang imports torchvision unconditionally. Its compiled library cannot be loaded here, and then its
+Python code fails because it describes undeclared operators. They are declared, not implemented: a
+text model never calls one.
 """
 
 import torch

@@ -16,11 +16,11 @@ PICTURES = (
 
 
 def drawing() -> dict[str, Any]:
-    """What draws them, by its name."""
+    """The function that draws them, by its name."""
     return {name: resolve_name(name) for name in PICTURES}
 
 
-def leave_out() -> pytest.MonkeyPatch:
+def disable() -> pytest.MonkeyPatch:
     """In this process, until that is undone."""
     patch = pytest.MonkeyPatch()
     for name in PICTURES:
@@ -29,8 +29,8 @@ def leave_out() -> pytest.MonkeyPatch:
 
 
 @contextmanager
-def undone(drawing: dict[str, Any]) -> Iterator[None]:
-    """Pictures are drawn again meanwhile."""
+def enabled(drawing: dict[str, Any]) -> Iterator[None]:
+    """Pictures are drawn within this context."""
     with pytest.MonkeyPatch.context() as patch:
         for name, draw in drawing.items():
             patch.setattr(name, draw)

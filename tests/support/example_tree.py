@@ -1,5 +1,5 @@
-"""A kept tree with all that an export has to tell: two roots, a fork of a fork, a failure, a call
-whose tool raised, and a secret that a tool has said."""
+"""A kept tree with everything that an export contains: two roots, a fork of a fork, a failure, a
+call whose tool raised, and a secret in a tool's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK = Task("train-7", "me/Warehouse-v0", "How many nuts?", ("310",), kind="nuts
 Encode = Callable[[str], Sequence[int]]
 
 
-def told_tree(encode: Encode, *, with_secret: bool = False) -> KeptTree:
+def example_tree(encode: Encode, *, with_secret: bool = False) -> KeptTree:
     """
     prompt -+- 0: <stock>nuts</stock> -+- 310                     reward 1
             |                          +- <stock>bolt</stock> -+- 5       reward 0
