@@ -289,8 +289,8 @@ made, ctypes.get_errno()
 
 
 async def test_a_cell_cannot_set_the_signal_of_its_parents_death(sandbox: Sandbox) -> None:
-    """The prctl of a starting fork is refused to cells, also while the host forks other sessions, and
-    in forks after their start."""
+    """The prctl of a starting fork is refused to cells, also while the host forks other sessions,
+    and in forks after their start."""
     await sandbox.start()
     code = """
 import ctypes, time

@@ -176,7 +176,7 @@ async def test_a_handler_that_cannot_be_loaded_is_refused(handler: str, message:
 async def test_the_start_of_a_worker_may_wait_for_a_free_core(
     make_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that waits for a core is not late, but one that sleeps in the import of a handler is."""
+    """A worker that waits for a core is not late; one that sleeps in an import is."""
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.001)
     monkeypatch.setattr(workers, "_used", lambda pid: Used(0.0, time.monotonic(), True))
     pool = make_pool()
