@@ -91,7 +91,7 @@ async def _shared() -> AsyncIterator[None]:
 
 
 def ours() -> list[str]:
-    """Those of this project; those of others' packages have cases of their own in
+    """The environments of this project; those of other packages have their own cases in
     test_verifiers.py and test_openenv.py."""
     ids = set(agentenv.env.env_ids()) - {"agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
     return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]

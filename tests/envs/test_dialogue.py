@@ -255,7 +255,7 @@ def test_a_failed_branch_is_recovered_by_replaying_its_dialogue() -> None:
     assert tree.num_retaken == 1
 
 
-# what is stored of them
+# stored dialogues
 
 
 def test_rows_record_the_speaker_and_the_calls_of_each_turn() -> None:

@@ -25,7 +25,7 @@ from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.timeout(120)
-MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of what a program starts
+MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of the processes of a program
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ BURN = "while True: pass"
 LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu": (BURN, {"cpu_s": 1}),
     "cpu of children": (f"import os\nos.fork() and os.wait()\n{BURN}", {"cpu_s": 1}),
-    "cpu of the dead": (
+    "cpu of dead children": (
         "import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', 'pass'])",
         {"cpu_s": 1},
     ),
@@ -350,7 +350,7 @@ def test_programs_end_with_their_killed_host(unsafe: bool, tmp_path: Path) -> No
     host.stdout.close()
 
 
-# Escapes: each prints what it got, nothing where it is stopped.
+# Escapes: each prints its success, and nothing if it is stopped.
 
 ESCAPES = {
     "a port of the host": "socket.create_connection(('127.0.0.1', {port}), 2); print('through')",

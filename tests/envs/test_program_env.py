@@ -128,7 +128,7 @@ REWARDS: dict[str, tuple[dict[str, Any], float]] = {
     "post": ({"reward": "post"}, 2.0),
     "exit": ({"reward": "exit"}, 1.0),
     "file": ({"reward": "file:answer.txt"}, 1.0),
-    "a file that is not there": ({"reward": "file:other.txt"}, 0.0),
+    "a missing file": ({"reward": "file:other.txt"}, 0.0),
     "output": ({"reward": "output"}, 0.0),
     "function": ({"grade": f"{__name__}:grade_all"}, 2.0 + len("calls 2\n")),
 }
@@ -224,9 +224,9 @@ assert len(set(found)) == 4, found
 """
 # A program, more keys, and the end of its episode: terminated, the name of a limit, or a failure.
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "reads an input that is not there": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
+    "reads an empty input": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
     "never reads, prints 50 MB": (f"{ASK}; print('x' * (50 << 20))", {}, ""),
-    "prints without an end": (
+    "prints endlessly": (
         f"{ASK}\nwhile True: os.write(1, b'x' * 65536)",
         {"cpu_s": 2},
         "cpu",
@@ -237,7 +237,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"idle_s": 2},
         "idle",
     ),
-    "closes all its descriptors and hangs": (
+    "closes all descriptors and hangs": (
         f"{ASK}; os.closerange(0, 999); time.sleep(600)",
         {"idle_s": 2},
         "idle",
@@ -253,7 +253,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "",
     ),
-    "hangs up in an answer": (f"{CONNECT}{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
+    "hangs up during an answer": (f"{CONNECT}{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
     "four threads": (THREADS, {}, ""),
 }
 

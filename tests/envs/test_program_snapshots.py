@@ -156,7 +156,7 @@ async def copied(env: ProgramEnv) -> ProgramEnv:
 
 
 async def outputs(*envs: ProgramEnv) -> list[str]:
-    """Of programs whose calls are answered by "0", "1", and so on."""
+    """The outputs of programs whose calls are answered by "0", "1", and so on."""
     found = []
     for number, env in enumerate(envs):
         *_, info = await env.step(turn(str(number)))
@@ -267,7 +267,7 @@ def test_snapshots_require_the_sandbox() -> None:
 
 
 def pids() -> list[int]:
-    """Of the program and its copies, in the order in which they began."""
+    """The process ids of the program and its copies, in the order of their start."""
     found = [
         one
         for one in psutil.process_iter(["cmdline", "create_time"])

@@ -104,7 +104,7 @@ async def test_the_scorer_of_reasoning_gym_decides() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # some leave files open
 def test_each_task_scores_its_own_answer() -> None:
-    """Of all tasks but `composite`, which is made of others, and one that takes seconds a
+    """All tasks except `composite`, which is made of others, and one that takes seconds a
     question."""
     from reasoning_gym.factory import DATASETS
 

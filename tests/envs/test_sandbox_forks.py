@@ -19,7 +19,7 @@ from tests.support.sandboxes import output_of, process_of, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 
-# Cells that say nothing and leave `x`; what code does whose words never show a difference.
+# Cells without output that set `x`: a replay can differ only in variables and files.
 EQUAL = {
     "global generator": "import random; x = random.random()",
     "unseeded generator": "import random; x = random.Random().random()",

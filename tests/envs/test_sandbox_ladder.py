@@ -173,7 +173,7 @@ async def test_a_missing_package_is_reported_at_the_start() -> None:
 
 
 def virtual_environment(folder: Path) -> Path:
-    """One that holds a single module, only_here."""
+    """An environment with a single module, only_here."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     packages = folder / "lib" / version / "site-packages"
     packages.mkdir(parents=True)

@@ -22,7 +22,7 @@ def write(path: Path, rows: list[object]) -> Path:
 
 
 def test_passages_are_found_by_place_and_by_id(tmp_path: Path) -> None:
-    """Of FlashRAG's rows and ours, numbers as ids, blank lines between, no newline at the end."""
+    """Rows of FlashRAG and of agentenv, numbers as ids, blank lines between, no final newline."""
     path = write(
         tmp_path / "corpus.jsonl",
         [

@@ -42,7 +42,7 @@ async def test_concurrent_queries_are_encoded_together(tmp_path: Path, encoder: 
     leaving = asyncio.ensure_future(backend.search(asked[0]))
     found = asyncio.gather(*map(backend.search, asked))
     await asyncio.sleep(0)
-    leaving.cancel()  # takes no one else's answer away
+    leaving.cancel()  # does not cancel the other queries
     for query, hits in zip(asked, await found, strict=True):
         assert hits[0].text == query.text
         assert len(hits) == query.max_results

@@ -52,7 +52,7 @@ REPLIES: dict[ProviderName, dict[str, Any]] = {
     "brave": {"type": "search", "web": {"results": renamed("description", "url")}},
     "searxng": {"query": "peru", "results": renamed("content", "url")},
 }
-# what each must be sent for Query('capital "Peru"', 2): method, path, where the key is
+# the request of each for Query('capital "Peru"', 2): method, path, where the key is
 REQUESTS: dict[ProviderName, tuple[str, str, str]] = {
     "brightdata": ("POST", "/request", "Authorization"),
     "serper": ("POST", "/search", "X-API-KEY"),
@@ -128,7 +128,7 @@ async def test_a_malformed_reply_is_an_infra_error(name: ProviderName, content: 
         await ask(Service(content), name, Query("x"))
 
 
-# what a provider refuses, and what it only seems to answer
+# refusals of a provider, and replies that only seem to be answers
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ async def test_equal_concurrent_calls_are_one_request() -> None:
     assert len(calls) == 1
     assert waiters[0].cancelled()
     assert await flight.run("q", fetch) == 7
-    assert len(calls) == 2  # landed: the next one fetches anew
+    assert len(calls) == 2  # finished: the next call fetches again
 
 
 async def test_a_failure_reaches_every_waiter_and_closing_cancels_them() -> None:
