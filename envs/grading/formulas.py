@@ -365,7 +365,7 @@ class Reader:
         for other in (str(int(run[0]) + 7), "0"):
             try:
                 changed = self.read(f"{text[: run.start()]}{other}{text[run.end() :]}")
-            except Exception:  # whatever the grammar or SymPy raises: it was read
+            except Exception:  # any error of the grammar or SymPy: the digits were read
                 return True
             if changed != found:
                 return True

@@ -126,7 +126,7 @@ class Judge:
         if found is not None and found.right:
             if self.config.when != "always":
                 return replace(found, parts={**found.parts, **rule})
-            with suppress(GraderError):  # the grade stands without it
+            with suppress(GraderError):  # the rules have decided
                 rule |= self._parts(await self._judged(question, answer, golds))
             return replace(found, parts={**found.parts, **rule})
         reply = await self._judged(question, answer, golds)

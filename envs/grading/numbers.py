@@ -130,7 +130,7 @@ _THOUSANDS = ("thousand", "million", "billion", "trillion")
 _NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
 MAX_NUMBER_WORDS = 20
 
-LONG_DECIMALS = 9  # a gold with so many stands for the exact value that rounds to it
+LONG_DECIMALS = 9  # a gold with this many means the exact value that rounds to it
 FLOAT_STEP = Fraction(1, 1 << 52)
 _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
@@ -178,8 +178,8 @@ def is_rounded(value: Fraction, wanted: Fraction, answer: str, gold: str) -> boo
 
 
 def long_decimals(gold: str, answer: str) -> dict[Fraction, int]:
-    """The decimals of a gold that are written out so far that they stand for an exact value, each
-    with its places; those of an answer that writes decimals itself stand for themselves."""
+    """The decimals of a gold that are so long that they mean an exact value, each with its places;
+    none if the answer itself contains a decimal point."""
     if "." in answer:
         return {}
     found = {}

@@ -35,7 +35,7 @@ BONUS_TOOLS = ("search", "python")
 class AnswerReward:
     r"""The matcher's score of the answer is the reward.
 
-    The answer is the last \boxed{} of the last message, else what its last answer tags hold,
+    The answer is the last \boxed{} of the last message, else the content of its last answer tags,
     else the message without its thoughts.
     """
 

@@ -158,7 +158,7 @@ class Rivalry(Whole):
         return found is not None and found is not truth(self.text)
 
     def _of_another_kind(self, part: Part, bare: str) -> bool:
-        """A bare name or number that stands alone as if it were the answer."""
+        """Whether a part is a bare name or number, alone like an answer."""
         kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
         if (
             part.joint in kept

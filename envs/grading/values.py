@@ -191,7 +191,7 @@ class Values:
         return bool(found == 0) if found.is_number and found.is_comparable is not None else None
 
     def _rounds(self, gold: Any, answer: Any) -> bool:
-        """Whether the gold is written out so far that it stands for the value of the answer."""
+        """Whether the gold is a decimal so long that it means the value of the answer."""
         if not (gold.is_Rational and answer.is_number and answer.is_real):
             return False
         decimal = Fraction(int(gold.p), int(gold.q))

@@ -178,7 +178,7 @@ class Whole:
                 pieces, led = [pieces[0], pieces[-1]], True
             pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
             for place, piece in enumerate(pieces):
-                leads = place == 0 and own not in ("", "or")  # what follows is attached to it
+                leads = place == 0 and own not in ("", "or")  # the next part is attached to it
                 whole = joint if joint != "or" or own == "or" else ""  # the first is only a part
                 self._cut(
                     piece,
