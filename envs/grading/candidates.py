@@ -1,4 +1,4 @@
-"""One answer: what a text names as the answer, cut at every kind of separator.
+"""One answer: the candidates that a text names, cut at every kind of separator.
 
 An answer that names two different candidates of the gold's kind is two guesses, whatever joins
 them. A part is the text between two separators; a part that reads as a whole answer is a
@@ -69,16 +69,18 @@ class Gold(Mentions):
     """A gold, and the candidates beside it that an answer names."""
 
     def undecorated(self, text: str) -> str:
-        """An answer without what stands round it and can be none."""
+        """An answer without its decoration."""
         is_named = self.is_named if self.kind == "words" else self.kind not in ("list", "special")
         return undecorated(text, self.forms, is_named=is_named)
 
     def is_named_by(self, text: str) -> bool:
-        """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
+        """Whether a text without rivals names the gold in a part of its own, without a doubt."""
         parts = self.parts(text)
         if self.kind in ("choice", "truth", "math") or not parts:
             return False
-        if self.kind == "number" and not all(part.meets or self._is_said(part) for part in parts):
+        if self.kind == "number" and not all(
+            part.meets or self._is_explanation(part) for part in parts
+        ):
             return False  # a formula, which mathematics compares
         if self.kind == "number" and BETWEEN.match(text):
             return False
@@ -88,17 +90,17 @@ class Gold(Mentions):
             return False
         if is_hedged(text) or _HAN_HEDGE.search(text):
             return False
-        if self.kind == "number" and any(_gives_a_number(part) for part in parts):
+        if self.kind == "number" and any(_contains_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
     def is_framed_by(self, text: str) -> bool:
-        """Whether nothing but the words of answering stands round the gold."""
+        """Whether there are only words of answering around the gold."""
         return is_framed(text, self.forms, is_word=self.kind in ("truth", "choice"))
 
-    def _of_rests(self, text: str) -> Iterator[str]:
-        """What stands beside the gold, without the words of answering, and reads as a whole answer
-        of its kind."""
+    def _candidate_rests(self, text: str) -> Iterator[str]:
+        """The texts beside the gold, without the words of answering, that read as a whole answer of
+        its kind."""
         for rest in rests(text, self.forms):
             bare = clean(trimmed(_INSIDE.sub("", rest.text)))
             is_nation = is_nationality(bare) and not is_nationality(self.text)
@@ -115,7 +117,7 @@ class Gold(Mentions):
                 yield bare
 
     def _is_other(self, bare: str, rest: Rest) -> bool:
-        """Whether an expression stands beside a list of words, or words beside one of those."""
+        """Whether an expression is beside a list of words, or words beside one of expressions."""
         is_beside = self.kind == "list" and rest.joint != "bracket" and rest.is_joined
         return is_beside and is_wordy(bare) != is_wordy(self.text)
 
@@ -149,15 +151,15 @@ class Gold(Mentions):
             case "math":
                 return rest.joint != "equals" and is_expression(bare)
 
-    def _is_said(self, part: Part) -> bool:
-        """Whether a part is words, another form of the amount, or says where it comes from."""
+    def _is_explanation(self, part: Part) -> bool:
+        """Whether a part is words, another form of the amount, its calculation or a bracket."""
         bare = clean(part.text)
         if is_wordy(bare) or amount_of(bare) is not None:
             return True
         return part.joint == "bracket" or value_of(bare) is not None
 
     def _changes(self, part: Part) -> bool:
-        """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
+        """Whether a part makes the gold another thing: Paris, Texas; 5 (kilometers)."""
         bare = clean(part.text)
         if part.meets or part.starts:
             return False
@@ -166,10 +168,10 @@ class Gold(Mentions):
         is_state = bare in STATES or bare in STATES.values()
         return is_state and "county" not in self.text.lower()
 
-    # What a part that is not the gold says.
+    # Parts that are not the gold.
 
-    def _leaves_between(self, text: str) -> bool:
-        """Whether a text that is no range leaves open which of two it is: between A and B."""
+    def _leaves_open(self, text: str) -> bool:
+        """Whether a text that is no range leaves open one of two answers: between A and B."""
         if self.kind in ("span", "list", "choice", "truth", "math") or self.meets(text):
             return False
         if self.kind == "number":
@@ -178,13 +180,13 @@ class Gold(Mentions):
         return _ONE_OF_TWO.fullmatch(text) is not None and not has_verb(text)
 
     def rivals(self, text: str) -> Rivals:
-        """The candidates beside the gold. A text that is one part has none: whether it is the
-        gold the layers say."""
+        """The candidates beside the gold. A text that is one part has none: the layers decide
+        whether it is the gold."""
         parts = self.parts(text)
         name = self._written_as_a_name(parts)
         if name:
             return self._other(name).rivals(text)
-        beside_it = tuple(self._of_rests(text))
+        beside_it = tuple(self._candidate_rests(text))
         if beside_it:
             return Rivals((), beside_it) if self.kind == "math" else Rivals(beside_it)
         if self.kind == "choice":
@@ -192,9 +194,9 @@ class Gold(Mentions):
         unexplained = self.unexplained(text, parts)
         if unexplained:
             return Rivals(tuple(unexplained))
-        if self.kind == "truth" and self._gives_both(text):
+        if self.kind == "truth" and self._affirms_and_denies(text):
             return Rivals((text,))
-        announced = text if self._leaves_between(text) else self._announced(text)
+        announced = text if self._leaves_open(text) else self._announced(text)
         if announced:
             return Rivals((announced,))
         if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
@@ -203,7 +205,7 @@ class Gold(Mentions):
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         nearby = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text)]
+        found = [*self._twin_rivals(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
@@ -237,14 +239,14 @@ class Gold(Mentions):
         return next((name for name in names if " " in name and is_named(name)), "")
 
     def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
-        """Whether an expression stands beside the list, of which it is no element."""
+        """Whether an expression beside the list is no element of it."""
         if is_wordy(self.text) or part.joint not in ("", "or", "comma", "list") or part.is_first:
             return False
         is_own = any(one.meets(part.text) for one in self.elements)
         return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
 
     def _announced(self, text: str) -> str:
-        """The words that announce a second answer, which the gold does not have itself."""
+        """The words that announce a second answer, unless the gold itself has them."""
         is_own = self.kind == "truth" or announcement(self.text)
         return "" if is_own else announcement(text)
 
@@ -252,13 +254,13 @@ class Gold(Mentions):
         bare = clean(text)
         return self.kind == "number" and bool(NUMBERS.fullmatch(bare)) and quantity(bare) is None
 
-    def _gives_both(self, text: str) -> bool:
+    def _affirms_and_denies(self, text: str) -> bool:
         """Whether clauses end in yes and in no, or in true and in false."""
         truths = {truth(word) for word in _TRUTHS.findall(text)}
         return len(truths) > 1
 
-    def _of_twins(self, text: str) -> Iterator[str]:
-        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
+    def _twin_rivals(self, text: str) -> Iterator[str]:
+        """The pieces in which two sentences differ: The capital is A. The capital is B."""
         pieces = [
             piece.strip(EDGE)
             for line in lines(text)
@@ -277,7 +279,7 @@ class Gold(Mentions):
                     yield side
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
-        """Letters of other options, or another text at the same letter."""
+        """Letters of other options, or another text after the same letter."""
         wanted = forms.chosen(self.text)
         groups = forms.letters(text)
         others = {group for group in groups if group - wanted}
@@ -295,17 +297,17 @@ class Gold(Mentions):
 
     def _other_expressions(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Expressions beside the gold, if a part alone is an expression that may be the gold."""
-        spoken = [part for part in parts if not part.meets]
+        others = [part for part in parts if not part.meets]
         names = [
             part.text
-            for part in spoken
+            for part in others
             if part.starts
             and not part.led
             and is_wordy(clean(part.text))
             and is_named(clean(part.text))
         ]
         unsure = [
-            without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))
+            without_name(clean(part.text)) for part in others if is_expression(clean(part.text))
         ]
         if _APPROXIMATE.search(text):
             unsure = [text for text in unsure if not re.fullmatch(r"-?\d+\.\d+\S*", text)]
@@ -316,7 +318,7 @@ class Gold(Mentions):
 
 
 def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many words two texts begin with alike."""
+    """The number of words that two texts begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     shorter = min(len(one), len(other))
     return next((place for place, (a, b) in pairs if a.lower() != b.lower()), shorter)
@@ -327,7 +329,7 @@ def _text_of(part: Part) -> str:
 
 
 def _is_step(parts: Sequence[Part], place: int) -> bool:
-    """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
+    """Whether a part is an intermediate result: 5 + 8 = 13, or x = 5 if x has no second value."""
     after = parts[place + 1] if place + 1 < len(parts) else None
     is_equated = after is not None and after.joint == "equals"
     if parts[place].joint != "equals" or not place:
@@ -341,15 +343,15 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
 
 
 def _differs(part: Part, after: Part | None) -> bool:
-    """Whether a sum is equated with a number that it does not make: 5 + 8 = 14."""
+    """Whether a sum is equated with a number other than its value: 5 + 8 = 14."""
     if after is None or after.joint != "equals":
         return False
     value, amount = value_of(part.text), amount_of(clean(after.text))
     return value is not None and amount is not None and amount.value not in (value, 100 * value)
 
 
-def _gives_a_number(part: Part) -> bool:
-    """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
+def _contains_a_number(part: Part) -> bool:
+    """Whether a clause beside the answer contains a number: 12, although 13 was reported."""
     return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 
 

@@ -32,8 +32,8 @@ from agentenv.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, 
 
 
 class CustomGrader:
-    """The grader of `kind = "custom"`. An answer counts as right when the function says so by
-    "success", "correct" or "acc", else from the score `success_at` on.
+    """The grader of `kind = "custom"`. The function decides by "success", "correct" or "acc"
+    whether an answer is right; without these it is right from the score `success_at` on.
 
     An answer on which the function computes or sleeps for over `timeout_s`, or its process dies,
     scores 0 and has the part "stopped"; waiting for a core of a busy machine does not count.
@@ -67,7 +67,7 @@ class CustomGrader:
         )
 
     async def start(self) -> None:
-        """Import the user's file; a ConfigError says what is wrong with it."""
+        """Import the user's file; a ConfigError names its fault."""
         try:
             await self._pool.start()
         except ConfigError as error:
@@ -78,8 +78,8 @@ class CustomGrader:
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """Raises GraderError when the function raises, GraderDownError when no process can be
-        had."""
+        """Raises GraderError when the function raises, GraderDownError when no process is
+        available."""
         payload = {
             "task": pickle.dumps(task),  # of its row, whose values keep their types
             "written": msgspec.to_builtins(list(written)),
@@ -102,7 +102,7 @@ class CustomGrader:
         return Grade(found["score"], success, parts, found["reason"] or f"by {self.name}")
 
     def stats(self) -> dict[str, float]:
-        """Calls of the function, and those that were stopped."""
+        """Numbers of calls of the function, and of those that were stopped."""
         return self._pool.stats()
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class CustomFunction:
         self._solution_str = solution_str
 
     def __call__(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Raises what the user's function raises, and TypeError for a result of another kind."""
+        """Raises the error of the user's function, and TypeError for a result of another kind."""
         task: Task = pickle.loads(payload["task"])
         written = msgspec.convert(payload["written"], list[Message])
         if self._taken:
@@ -155,10 +155,10 @@ class CustomFunction:
 def verl_arguments(
     task: Task, written: list[Message], solution_str: SolutionStr = "response"
 ) -> dict[str, Any]:
-    """What verl passes: the text of the policy, and what the row says, as it says it.
+    """The arguments that verl passes: the text of the policy, and the values of the row unchanged.
 
-    With `solution_str` "sequence" the text begins with the prompt, in the chat form of Qwen: what
-    the reward managers of Search-R1 and TinyZero pass, whose functions search it for the turn.
+    With `solution_str` "sequence" the text begins with the prompt, in the chat format of Qwen, as
+    from the reward managers of Search-R1 and TinyZero, whose functions search it for the turn.
     """
     row = task.metadata
     response = "\n".join(message.content for message in written if message.role == "assistant")
@@ -177,7 +177,7 @@ def verl_arguments(
 
 
 def ground_truth(task: Task) -> Any:
-    """The value that the row has, of its own type; else the gold, or the list of several."""
+    """The value of the row, of its own type; else the gold, or the list of several."""
     for column in ("reward_model.ground_truth", GOLD_KEY):
         found = look_up(task.metadata, column)[1]
         if found is not None:
@@ -186,7 +186,7 @@ def ground_truth(task: Task) -> Any:
 
 
 def _prompt(task: Task) -> str:
-    """The row's own chat, else its system prompt and question, up to the turn of the policy."""
+    """The chat of the row, else its system prompt and question, up to the turn of the policy."""
     chat = task.metadata.get("prompt")
     if not isinstance(chat, list):
         system = task.metadata.get(SYSTEM_KEY)
@@ -241,7 +241,7 @@ def _function(found: Any) -> Callable[..., Any]:
 
 
 def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Those of verl's arguments that the function takes; none for one of our form."""
+    """The arguments of verl that the function takes; none for a function of our form."""
     if not callable(function):
         raise TypeError(f"{name!r} is not a function")
     parameters = inspect.signature(function).parameters

@@ -38,14 +38,14 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*(?:hours|hrs|h))?", re.IGNORECASE)
 _PAST = re.compile(r"(half|quarter|\d{1,2}(?: minutes)?) (past|to) (\d{1,2})\b(.*)", re.IGNORECASE)
 _NOON = {"noon": 720, "midday": 720, "midnight": 0, "12 noon": 720, "12 midnight": 0}
 _HAN_TIME = _DATE_TABLES.pattern("han_time")
-# what a text leaves out is filled in by dateutil, and differs between the two
+# dateutil fills in the parts that a text omits, which differ between the two
 _FILLED = (datetime(2000, 1, 1), datetime(2004, 2, 2))
 
 Date = tuple[int, int, int]
 
 
 def dates(text: str) -> frozenset[Date]:
-    """What (year, month, day) the text may mean, 0 for what it leaves out; empty for no date."""
+    """Each (year, month, day) that the text may mean, 0 for an omitted part; empty for no date."""
     if len(text) > MAX_CHARS:
         return frozenset()
     text = words_as_digits(_WEEKDAY.sub(" ", text.strip().lower(), count=1))
@@ -171,7 +171,7 @@ def is_span(text: str) -> bool:
 
 
 def _ends(text: str) -> list[tuple[str, str]]:
-    """Each way to cut the text in a start and an end."""
+    """Each way to cut the text into a start and an end."""
     if len(text) > SPAN_MAX_CHARS:
         return []
     start = _START.match(text)
@@ -198,7 +198,7 @@ _MONTH_NAME = re.compile(rf"\b(?:{MONTH})", re.IGNORECASE)
 
 
 def _completed(start: str, end: str) -> tuple[str, str]:
-    """Both ends with the month and the year that one of them leaves out."""
+    """Both ends with the month and the year that one of them omits."""
     han = _HAN_YEAR.match(start)
     if han is not None:
         return start if start[-1] in "\u65e5\u53f7\u6708" else f"{start}\u65e5", _han_end(han, end)
@@ -225,7 +225,7 @@ _BOUNDS = _SPAN_TABLES.patterns("bounds")
 
 
 def bound(text: str) -> tuple[str, str] | None:
-    """The side that a text such as "at least 5 km" leaves open, and the rest of it."""
+    """The open side of a text such as "at least 5 km", and the rest of the text."""
     for name, form in _BOUNDS.items():
         match = form.fullmatch(text) if len(text) <= SPAN_MAX_CHARS else None
         if match is not None:

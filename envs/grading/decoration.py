@@ -1,8 +1,8 @@
-"""Decoration: what stands round an answer and can be none, taken off before any layer reads it.
+"""Decoration: text around an answer that cannot be one, removed before any layer reads it.
 
 Wrappers, a stated confidence, numbers of pages and steps, footnotes, lead-ins, and clauses of plain
-words, which name nothing. A kind of decoration stays whole if it holds the gold, so that an
-answer is never right for what was taken off: "page 12" keeps its number for the gold 12.
+words, which name nothing. A kind of decoration is kept if it contains the gold, so that an answer
+is never right for removed text: "page 12" keeps its number for the gold 12.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIN_WORDS = 3  # of a clause; fewer may be a name
 
 
 def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
-    """The answer without its decoration, or as it is if nothing would be left. `is_named`: the gold
+    """The answer without its decoration, or unchanged if nothing would remain. `is_named`: the gold
     is a name, an amount or a date, which no clause of plain words can be."""
     holds = _holder(golds)
     text = _RUN.sub(r"\1\1\1", answer)  # the forms below try each space of a run
@@ -51,12 +51,12 @@ def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
             continue  # Article 5 for Article Five
         text = _without(text, forms, holds, keeps=name in ("wrapper", "table", "lead"))
     if is_named:
-        text = _of_names(text, holds)
+        text = _without_clauses(text, holds)
     return text if re.search(r"\w", text) else answer
 
 
 def _holder(golds: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a text holds one of the golds, whole."""
+    """A test whether a text contains one of the golds as whole words."""
     either = "|".join(re.escape(gold.strip()) for gold in golds if gold.strip())
     form = re.compile(rf"(?<!\w)(?:{either})(?!\w)" if either else "(?!)", re.IGNORECASE)
     return lambda text: form.search(text) is not None
@@ -69,8 +69,8 @@ def _without(
     *,
     keeps: bool,
 ) -> str:
-    """The text without the places of one kind, if no gold is lost with them; what a kind that
-    `keeps` takes off is neither a number nor a name."""
+    """The text without the decoration of one kind, if no gold is lost with it; a kind that `keeps`
+    removes neither numbers nor names."""
     before = text
     for form, plain in forms:
         if not keeps and any(holds(match[0]) for match in form.finditer(text)):
@@ -80,26 +80,26 @@ def _without(
 
 
 def _with_tags(text: str) -> str:
-    """Tags that close nothing, and what an attribute says, as notes: 5 <6>, <answer alt="6">."""
+    """Unclosed tags and the values of attributes as notes: 5 <6>, <answer alt="6">."""
 
-    def spoken(match: re.Match[str]) -> str:
-        said = [
+    def attributes_as_notes(match: re.Match[str]) -> str:
+        values = [
             one[1] or one[2] for one in _ATTRIBUTE.findall(match[2]) if one[0].lower() not in _STYLE
         ]
-        return f"<{match[1]}>" + "".join(f"({one}) " for one in said)
+        return f"<{match[1]}>" + "".join(f"({one}) " for one in values)
 
-    def noted(match: re.Match[str]) -> str:
+    def tag_as_note(match: re.Match[str]) -> str:
         is_tag = match[1].lower() in _VOID or f"</{match[1]}>" in text
         return match[0] if is_tag else f"({match[1]})"
 
     if "<" not in text:
         return text
-    text = _ATTRIBUTES.sub(spoken, text)
-    return _TAG.sub(noted, text)
+    text = _ATTRIBUTES.sub(attributes_as_notes, text)
+    return _TAG.sub(tag_as_note, text)
 
 
 def _with_notes(text: str, holds: Callable[[str], bool]) -> str:
-    """Without the marks of footnotes; a note that cites a source goes with its mark."""
+    """The text without marks of footnotes; a note that cites a source is removed as well."""
     for note in _MARK.finditer(text):
         if text.count(note[1], 0, note.start()) != 1:
             continue
@@ -109,8 +109,8 @@ def _with_notes(text: str, holds: Callable[[str], bool]) -> str:
     return text
 
 
-def _of_names(text: str, holds: Callable[[str], bool]) -> str:
-    """Without clauses of plain words, and without the question said again."""
+def _without_clauses(text: str, holds: Callable[[str], bool]) -> str:
+    """The text without clauses of plain words and without a repetition of the question."""
     pieces = _PIECE.split(text)
     kept: list[str] = []
     is_before = True
@@ -134,7 +134,7 @@ def _is_count(noun: str | None) -> bool:
 
 
 def _is_clause(piece: str, end: str, *, is_before: bool, concedes: bool) -> bool:
-    """Whether a piece of a text is plain words that name, doubt and deny nothing."""
+    """Whether a piece of a text is a plain clause that names, doubts and denies nothing."""
     bare = piece.strip(" \"'\u201c\u201d()")
     if not bare or _NAMING.search(bare) or _SINGLE.search(bare):
         return False

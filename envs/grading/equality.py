@@ -1,7 +1,7 @@
 """Equal formulas: read as a whole by latex2sympy, compared by SymPy in exact terms.
 
 A text counts as a formula only if all of it was read: the grammar consumes it to its end, and each
-run of digits plays a part in the result. `values.py` compares what was read.
+run of digits affects the result. `values.py` compares the results.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ WARM = (
 
 
 class Equality:
-    """Callable with {"gold", "answer"}: whether the two formulas are equal; with "plain", what
-    math-verify says with all its own choices."""
+    """Callable with {"gold", "answer"}: whether the two formulas are equal; with "plain", the
+    verdict of math-verify with its own settings."""
 
     def __init__(self) -> None:
         sys.set_int_max_str_digits(100_000)
-        for gold, answer in WARM:  # before the first fork: a grammar learns from what it reads
+        for gold, answer in WARM:  # before the first fork: a grammar caches as it reads
             self({"gold": gold, "answer": answer})
 
     def __call__(self, payload: dict[str, Any]) -> bool:
-        """Raises what SymPy raises of what it cannot evaluate."""
+        """Raises the errors of SymPy for expressions that it cannot evaluate."""
         if payload.get("plain"):
             return self._by_math_verify(payload["gold"], payload["answer"])
         gold, answer = payload["gold"], payload["answer"]
@@ -79,7 +79,7 @@ class Equality:
         return all(map(reader.is_whole, texts, found))
 
     def _forms(self, text: str) -> list[str]:
-        """A text that gives an exact value and its approximation as both, if they agree."""
+        """Both sides of a text that gives an exact value and its approximation, if they agree."""
         parts = [part.strip() for part in _APPROXIMATED.split(text)]
         if len(parts) != 2 or not all(parts):
             return [text]
@@ -113,7 +113,7 @@ class Equality:
         return bool(package.verify(*parsed, timeout_seconds=None))
 
 
-# Expressions that are not worth evaluating: they would run for ever or fill the memory.
+# Expressions that are never evaluated: they would run forever or fill the memory.
 
 MAX_CHARS = 600
 MAX_DEPTH = 20
@@ -187,8 +187,8 @@ MEMORY_BYTES = 1 << 30
 class MathEquivalence:
     """Asks `Equality`; risky expressions are refused, equal questions are asked once.
 
-    An expression that takes over `limit_s` seconds of CPU time, or all memory, is not equal; how
-    busy the machine is plays no part. math-verify is an extra: without it `start` raises
+    An expression that takes over `limit_s` seconds of CPU time, or all memory, is not equal; the
+    load of the machine does not matter. math-verify is an extra: without it `start` raises
     ConfigError.
     """
 
@@ -203,7 +203,7 @@ class MathEquivalence:
         self._cache = ResultCache(max_memory_entries=MAX_CACHED)
 
     async def start(self) -> None:
-        """Refuse where math-verify is missing. It is loaded, which takes seconds, for the first
+        """Raise ConfigError without math-verify. It is loaded, which takes seconds, for the first
         pair that no cheaper rule decides."""
         if importlib.util.find_spec("math_verify") is None:
             raise MissingError(
@@ -213,7 +213,7 @@ class MathEquivalence:
             )
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
-        """Whether the two are equal, and why. Raises GraderDownError when no process can be had."""
+        """Whether the two are equal, and why. Raises GraderDownError without a worker process."""
 
         async def compute() -> bytes:
             return json.dumps(await self._request(answer, gold, plain)).encode()

@@ -106,7 +106,7 @@ def _several(text: str) -> frozenset[str] | None:
 
 
 _SPECIAL_TABLES = Tables("special")
-_TRUTH = {word: value == "yes" for value in ("yes", "no") for word in _SPECIAL_TABLES[value]}
+_TRUTH = {word: kind == "yes" for kind in ("yes", "no") for word in _SPECIAL_TABLES[kind]}
 _SPECIAL = _SPECIAL_TABLES.patterns("special")
 _NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
 _CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
@@ -124,7 +124,7 @@ def truth(text: str) -> bool | None:
 
 
 def truth_of(found: str) -> bool | None:
-    """What an answer says, alone or as the first word of a sentence that does not say both."""
+    """The truth value of an answer, alone or as the first word of a sentence without the other."""
     low = found.lower().strip(" .!")
     if low in _TRUTH:
         return _TRUTH[low]
@@ -143,7 +143,7 @@ def truth_of(found: str) -> bool | None:
 
 
 def special(text: str) -> str:
-    """The name of the special value that the text is; "" if none."""
+    """The name of the special value in the text; "" if none."""
     return next((name for name, form in _SPECIAL.items() if form.fullmatch(text)), "")
 
 
@@ -170,7 +170,7 @@ _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
 class Several(Struct, frozen=True):
-    """Elements, and the brackets round them: braces and none mean that order does not count."""
+    """Elements, and the brackets around them: with braces or none the order does not count."""
 
     elements: tuple[str, ...]
     opening: Literal["", "{", "(", "["] = ""
@@ -270,7 +270,7 @@ def _both_signs(part: str) -> list[str]:
 
 def same_answers(found: str, wanted: str, same: Compare, *, ordered: bool = False) -> bool | None:
     """Whether two texts list the same, with `ordered` in the same order; None when they are no
-    lists, or `same` cannot tell."""
+    lists, or `same` cannot decide."""
 
     def element(one: str, other: str) -> bool | None:
         return _same_element(one, other, same)

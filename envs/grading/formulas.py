@@ -1,6 +1,6 @@
 r"""Formulas in one form: as Python or in words, vectors, sums of a few terms, inequalities.
 
-All is rewritten to what math-verify reads: x**2 and x squared as x^{2}, 2i - 3j as a column, x > 2
+All is rewritten for math-verify: x**2 and x squared as x^{2}, 2i - 3j as a column, x > 2
 and all real numbers greater than 2 as (2,\infty), 40 in base nine as 40_9.
 """
 
@@ -23,7 +23,7 @@ MAX_TERMS = 30
 
 
 def formulas(found: str, wanted: str) -> tuple[str, str] | None:
-    """Both texts rewritten, without a unit that one of them leaves out; None for two units."""
+    """Both texts rewritten, without a unit that one of them omits; None for two units."""
     (answer, unit), (gold, other) = _measured(found), _measured(wanted)
     if unit is not None and other is not None and unit != other:
         return None
@@ -42,7 +42,7 @@ _NO_UNITS = re.compile(r"(?:square |sq\.? |cubic )?units?(?:\^\{?[23]\}?)?")
 
 
 def _measured(text: str) -> tuple[str, Unit | None]:
-    r"""An expression and the unit behind it: 5\sqrt{3} cm."""
+    r"""An expression and the unit after it: 5\sqrt{3} cm."""
     match = _MEASURED.fullmatch(text) if len(text) <= MAX_CHARS else None
     if match is None:
         return text, None
@@ -56,7 +56,7 @@ def _measured(text: str) -> tuple[str, Unit | None]:
 
 
 def formula(text: str) -> str:
-    """A cleaned answer, rewritten; as it is when no rule knows it."""
+    """A cleaned answer, rewritten; unchanged when no rule applies."""
     if len(text) > MAX_CHARS:
         return text
     text = _from_words(_from_python(text))
@@ -271,7 +271,7 @@ def _ends(text: str) -> tuple[str, str]:
 
 
 def _without(values: str) -> str:
-    """All real numbers but these."""
+    """All real numbers except these."""
     points = [point.strip() for point in re.split(r",\s*(?:and\s)?|\s+and\s+|\s+or\s+", values)]
     if len(points) > 1:
         numbers = [as_number(point) for point in points]
@@ -305,7 +305,7 @@ _RUN = re.compile(r"\d+")
 
 def readable(text: str) -> str | None:
     """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
-    primes in names; None for a text with a part that it would leave out."""
+    primes in names; None for a text with a part that it would omit."""
     text = _ROOT.sub("i", text.replace("$", "").strip().removeprefix("="))
     text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
     text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
@@ -330,8 +330,8 @@ def _as_sum(match: re.Match[str]) -> str:
 
 
 class Reader:
-    """Reads two formulas alike: letters of either case apart where one text holds both cases of a
-    letter."""
+    """Reads two formulas alike: letters of either case are distinct where one text contains both
+    cases of a letter."""
 
     def __init__(self, *texts: str) -> None:
         package = importlib.import_module("latex2sympy2_extended")
@@ -345,7 +345,7 @@ class Reader:
         self._module = module
 
     def read(self, text: str) -> Any:
-        """The expression of a whole text. Raises what latex2sympy raises."""
+        """The expression of a whole text. Raises the errors of latex2sympy."""
         return self._module.latex2sympy(
             self._module.normalize_latex(text, self._normal),
             is_real=True,
@@ -355,8 +355,8 @@ class Reader:
         )
 
     def is_whole(self, text: str, found: Any) -> bool:
-        """Whether each run of digits plays a part: the number is in the expression, or another
-        one makes it another expression."""
+        """Whether each run of digits matters: the number is in the expression, or another number
+        makes another expression."""
         held = set(_RUN.findall(str(found)))
         runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]
         return all(self._matters(text, run, found) for run in runs[:MAX_RUNS])
@@ -365,7 +365,7 @@ class Reader:
         for other in (str(int(run[0]) + 7), "0"):
             try:
                 changed = self.read(f"{text[: run.start()]}{other}{text[run.end() :]}")
-            except Exception:  # whatever the grammar or SymPy raises: it was read
+            except Exception:  # any error of the grammar or SymPy: the digits were read
                 return True
             if changed != found:
                 return True

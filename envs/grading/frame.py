@@ -1,7 +1,7 @@
 """The frame of an answer: the filler words around the gold.
 
-What stands beside the gold is the frame and a rest, whatever separates them. Without a rest the
-answer names the gold alone; a rest that reads as a whole answer is a second one.
+The text beside the gold is the frame and a rest, whatever separates them. Without a rest the answer
+names the gold alone; a rest that reads as a whole answer is a second one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")
 _ARTICLES = {"a", "an", "the"}
-_SAID = _TABLES.words("said")
-_BEFORE_BUT = _SAID | _TABLES.words("taken_back")
+_ANSWERING = _TABLES.words("answering")
+_BEFORE_BUT = _ANSWERING | _TABLES.words("retracted")
 _JOINS = _TABLES.words("joining")
-_JOINING = _SAID | _JOINS
+_JOINING = _ANSWERING | _JOINS
 FRAME = _JOINING
 MASK = "\0"  # in place of the gold
 _SURE = _TABLES.pattern("sure", re.IGNORECASE)
@@ -37,7 +37,7 @@ _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
 _TAG = _TABLES.pattern("tag", re.IGNORECASE)
 _NEXT = _TABLES.pattern("next", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
-_TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
+_RETRACTED = _TABLES.pattern("retracted", re.IGNORECASE)
 MAX_CLAUSES = 20  # of an answer, and words of a clause, that are compared
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
@@ -83,7 +83,7 @@ def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Without tags, words of certainty and numbers of sources."""
+    """The text without tags, words of certainty and numbers of sources."""
     return _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
 
 
@@ -95,8 +95,8 @@ def masked(text: str, golds: Sequence[str]) -> str:
 
 def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
     """Whether a text is the gold, word for word in one of its forms, in a frame that denies and
-    doubts nothing. A gold that `is_word` of the frame itself, as yes and the letter A are, ends a
-    clause of it."""
+    doubts nothing. A gold that `is_word` of the frame itself, such as yes or the letter A, must end
+    a clause."""
     parts = _parts(text, golds, _WHOLE)
     if len(parts) < 2 or not all(map(_PUNCTUATION.fullmatch, parts)):
         return False
@@ -112,7 +112,7 @@ def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
         return False
     *rejected, before = _BUT.split(before)
     is_left = {*_words(" ".join(rejected))} <= _BEFORE_BUT
-    return is_left and {*_words(f"{before} {after}")} <= _SAID
+    return is_left and {*_words(f"{before} {after}")} <= _ANSWERING
 
 
 def _words(text: str) -> list[str]:
@@ -120,7 +120,7 @@ def _words(text: str) -> list[str]:
 
 
 class Rest(Struct, frozen=True):
-    """What stands beside the gold and is no frame, and the words between the two."""
+    """The text beside the gold that is no frame, and the words between the two."""
 
     text: str
     between: str
@@ -128,30 +128,30 @@ class Rest(Struct, frozen=True):
 
     @property
     def joint(self) -> Joint:
-        """How it is attached to the gold."""
+        """The joint between the rest and the gold."""
         signs = self.between.strip(" \"'*`")
         signs = signs if self.is_before else f"{signs}{self.text}"
         return "" if {*_words(self.between)} - _ARTICLES else _JOINTS.get(signs[:1], "")
 
     @property
     def is_one_clause(self) -> bool:
-        """Whether one of the two is said of the other: Spain has Madrid as its capital."""
+        """Whether one of the two is predicated of the other: Spain has Madrid as its capital."""
         return not self.is_joined and not _APART.search(self.between)
 
     @property
     def is_joined(self) -> bool:
-        """Whether nothing but signs and words that join two answers stand between the two."""
-        return not {*_words(self.between)} & (_SAID - _JOINS)
+        """Whether only signs and words that join two answers are between the two."""
+        return not {*_words(self.between)} & (_ANSWERING - _JOINS)
 
     @property
     def is_known(self) -> bool:
-        """Whether each word between is one of the frame."""
+        """Whether each word between the two is one of the frame."""
         return {*_words(self.between)} <= _JOINING
 
 
 def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     """The text before, between and after the mentions of the gold, each without the frame at its
-    ends; none that a preposition makes a part of a longer phrase."""
+    ends, except texts that a preposition makes a part of a longer phrase."""
     parts = _parts(text, golds, _ALONE)
     for place, part in enumerate(parts if len(parts) > 1 else ()):
         tokens = [*_TOKEN.finditer(part)]
@@ -174,13 +174,13 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
         is_phrase = _ADJACENT.fullmatch(between) is not None
         if is_phrase or any(map(_OBJECT.search, (between, "" if place else part[:start]))):
             continue  # a part of a longer phrase
-        if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
+        if place or not _RETRACTED.search(f"{part[:start]}@{between}"):
             yield Rest(part[start:end], between, not place)
     yield from _parallels(parts)
 
 
 def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
-    """The text of a clause in the place that the gold has in another: A reported X, B reported Y;
+    """The text of a clause in the position of the gold in another: A reported X, B reported Y;
     the former is X, the latter Y; X per A, Y per B."""
     text = re.sub(r"(?<=[a-z]{3}\()", " ", " \0 ".join(parts))  # print(13)
     clauses = [
@@ -199,7 +199,7 @@ def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
 
 
 def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
-    """Whether two clauses lead to an answer by the same word, or the second leaves its verb out."""
+    """Whether two clauses lead to an answer by the same word, or the second omits its verb."""
     one, two = ([*map(stem, _words(" ".join(words)))] for words in (mine, other))
     if {*_words(" ".join(mine))} & {*_words(" ".join(other))} & ASIDES:
         return True  # source one: X, source two: Y
@@ -210,8 +210,8 @@ def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
         return not is_light or (len(one) > 1 and one[-2:] == two[-2:])
     later = mine if is_before else other
     text = _OWNER.sub("", " ".join(later))
-    is_said = bool({*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS))
-    return not (is_said or has_verb(text) or OPENING.match(text) or _ING.search(text))
+    is_remark = bool({*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS))
+    return not (is_remark or has_verb(text) or OPENING.match(text) or _ING.search(text))
 
 
 def _follows_alike(mine: list[str], other: list[str]) -> bool:
@@ -222,8 +222,8 @@ def _follows_alike(mine: list[str], other: list[str]) -> bool:
 
 
 def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
-    """Whether a token is a sign that begins or ends no formula, or a word of the frame, and of no
-    name: United States."""
+    """Whether a token is a sign that begins or ends no formula, or a word of the frame that belongs
+    to no name (United States)."""
     word = token["word"]
     if word is None:
         return token["sign"] is not None and edge.match(part, token.start()) is None
@@ -234,7 +234,7 @@ def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
 
 
 def _joins(part: str, token: re.Match[str]) -> bool:
-    """Whether a token is one unknown word with nothing but spaces around it, as "eller" is."""
+    """Whether a token is a single unknown word between spaces, such as "eller"."""
     word = token[0]
     return (
         re.fullmatch(r"[\s.]\s?|", f"{part[token.end() :][:1]}") is not None

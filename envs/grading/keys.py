@@ -78,7 +78,7 @@ class GraderPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 def _keys_of(found: Any) -> type[GraderPart] | None:
-    """A class with `grade`, whose keys are what its constructor takes."""
+    """A class with `grade`, whose keys are the arguments of its constructor."""
     if not (isinstance(found, type) and callable(getattr(found, "grade", None))):
         return None
     fields: list[tuple[str, Any, Any]] = []
@@ -194,7 +194,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of several graders; what it does not say is as the environment says."""
+    """One of several graders; the environment supplies the keys that it omits."""
 
     weight: Annotated[float, Meta(description="weight of its reward; may be negative")] = 1.0
     decides: Annotated[
@@ -243,7 +243,7 @@ def grader_config(
     partial_credit: bool = False,
 ) -> GraderConfig:
     """The keys as a checked config, with the environment's `kind`, `reward` and `partial_credit`
-    where they say none; a ConfigError names a key that is wrong or not read."""
+    for omitted ones; a ConfigError names a key that is wrong or not read."""
     if not isinstance(keys, GraderConfig):
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
     if keys.kind is None:

@@ -32,7 +32,7 @@ from agentenv.offload import in_thread
 QUICK_CHARS = 100
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_CORRECTED = 6  # words of an answer after "wait", "no" and the like
-MAX_LINES = 4  # behind an answer in a line of its own
+MAX_LINES = 4  # after an answer in a line of its own
 
 _NOTE = re.compile(
     r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
@@ -44,7 +44,7 @@ _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
 
 def _load() -> None:
-    """A second's imports, now rather than on the event loop with the first answer that asks."""
+    """Imports that take a second, now rather than on the event loop with the first answer."""
     quantities.load()
     for name in ("cn2an", "dateutil.parser"):
         importlib.import_module(name)
@@ -67,7 +67,7 @@ class Layered:
         self._uses_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
-        """Load what knows the units, and math-verify, if it is used."""
+        """Load the registry of units, and math-verify, if it is used."""
         await in_thread(_load)
         if self._uses_math:
             await shared_math(self._limit_s).start()
@@ -125,13 +125,13 @@ class Layered:
 
 class TokenF1:
     """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1. An answer that names the
-    gold and another candidate scores 0: half of F1 for two guesses would pay for guessing."""
+    gold and another candidate scores 0: half of F1 for two guesses would reward guessing."""
 
     async def start(self) -> None:
         """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Scored by the nearest gold; Chinese, Japanese and Korean text by characters."""
+        """The score of the nearest gold; Chinese, Japanese and Korean text counts by characters."""
         if len(answer) > MAX_ANSWER_CHARS:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
@@ -143,7 +143,7 @@ class TokenF1:
 
 
 def expressions(answer: str, gold: str) -> tuple[str, str]:
-    """Both as formulas, when only mathematics can tell."""
+    """Both as formulas, when only mathematics can decide."""
     found, wanted = clean(answer), clean(gold)
     if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
         found, wanted = without_name(found), without_name(wanted)
@@ -161,8 +161,8 @@ def _right(answer: str, gold: str, layer: str) -> Verdict:
 
 
 class Finding(Struct, frozen=True):
-    """What the rules find: `right` is None when only mathematics can tell, whether `answer` equals
-    the gold, or, where the layers agree already (`agrees`), whether its other `parts` do."""
+    """The result of the rules: `right` is None when only mathematics can decide whether `answer`
+    equals the gold, or, where the layers agree already (`agrees`), whether its other `parts` do."""
 
     right: bool | None
     layer: str
@@ -172,15 +172,15 @@ class Finding(Struct, frozen=True):
 
 
 def compare(answer: str, gold: str) -> tuple[bool | None, str]:
-    """Whether they agree, and the layer that says so; None when only mathematics can tell."""
+    """Whether they agree, and the layer that decides; None when only mathematics can decide."""
     found = find(answer, gold)
     return found.right, found.layer
 
 
 def find(answer: str, gold: str, ordered: bool = False) -> Finding:
-    """What the layers say of an answer that names one candidate, or corrects itself and ends in
-    one. No layer is asked whether an answer with two candidates is right."""
-    plain = same_plain(answer, gold)  # as most answers are: no layer would say otherwise
+    """The verdict of the layers on an answer that names one candidate, or corrects itself and ends
+    in one. No layer compares an answer with two candidates."""
+    plain = same_plain(answer, gold)  # as most answers are: no layer would decide otherwise
     if plain is not None:
         return Finding(plain, "number")
     if "<answer>" in answer or r"\boxed" in answer:
@@ -283,7 +283,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
 
 
 def _by_lines(answer: str, wanted: str, same: Same) -> bool:
-    """Whether the first line is it, and the others deny nothing."""
+    """Whether the first line is the gold, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
     if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:
         return False
@@ -295,7 +295,7 @@ _found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer a
 
 @lru_cache(maxsize=16_384)
 def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
-    """Whether they are the same (None: neither says so), and by which layer."""
+    """Whether they are the same (None: undecided), and the layer that decides."""
     by_choice = _choice(found, wanted)
     if by_choice is not None:
         return by_choice, "choice"
@@ -356,7 +356,7 @@ def _choice(found: str, wanted: str) -> bool | None:
 
 
 def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
-    """By what lies between two ends, is left open on one side, or is a period of years."""
+    """The comparison of ranges, of bounds and of periods of years."""
     periods = dates.period(wanted), dates.period(found)
     if periods[0] is not None and periods[1] is not None:
         return periods[0] == periods[1], "period"
@@ -385,7 +385,7 @@ def _number(found: str, wanted: str) -> bool | None:
     if answer is not None:
         is_exact = not gold.has_unit and is_rounded(answer.value, gold.value, found, wanted)
         return is_exact or same_quantity(answer, gold)
-    if gold.words:  # a noun phrase such as 3 blind mice: words can tell
+    if gold.words:  # a noun phrase such as 3 blind mice: words can decide
         return None
     if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found):
         return False
@@ -393,7 +393,7 @@ def _number(found: str, wanted: str) -> bool | None:
 
 
 def _in_base(found: str, wanted: str) -> bool | None:
-    """Digits with a base as subscript; an answer may leave the base out."""
+    """Digits with a base as subscript; an answer may omit the base."""
     gold = _BASE.fullmatch(wanted)
     if gold is None:
         return None

@@ -1,6 +1,6 @@
 """Mentions: texts of the gold's shape anywhere in an answer, a name beside a name or an amount
-beside an amount. By default each is a second answer; a short list of grammatical facts says that a
-mention is there for something else, such as a preposition or a calculation.
+beside an amount. By default each is a second answer; a short list of grammatical facts explains a
+mention in another way, for example by a preposition or a calculation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import Joint, Tables, clean
 
 _TABLES = Tables("mentions")
-_TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
+_RETRACTED = _TABLES.pattern("retracted", re.IGNORECASE)
 _GOVERNED = _TABLES.pattern("governed", re.IGNORECASE)
 _INVERTED = _TABLES.pattern("inverted", re.IGNORECASE)
 _CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE)
@@ -64,7 +64,7 @@ _COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS | HEADS | _INSIDE_A_NAME
 
 
 class Mention(Struct, frozen=True):
-    """A text and what stands before and after it; the gold is a mask there."""
+    """A text, and the texts before and after it with a mask for the gold."""
 
     text: str
     before: str
@@ -77,7 +77,7 @@ class Mention(Struct, frozen=True):
 
     @property
     def next_word(self) -> str:
-        """The word that follows at once."""
+        """The word that follows directly."""
         match = re.match(r"\s+([a-z]+)\b", self.after)
         return match[1] if match is not None else ""
 
@@ -115,7 +115,7 @@ class Mentions(Rivalry):
         return [] if is_sum else found
 
     def _end_of_same(self, mention: Mention, same: list[Quantity]) -> int:
-        """Where a mention ends that is the gold, a part of it, the same amount in another unit, or
+        """The end of a mention that is the gold, a part of it, the same amount in another unit, or
         of another kind; 0 for another value."""
         bare, end = clean(mention.text), len(mention.before) + len(mention.text)
         if not bare or self.meets(bare) or self._restates(bare, ""):
@@ -144,9 +144,9 @@ class Mentions(Rivalry):
         return bool(is_when) and not self._is_same_time(text)
 
     def _is_explained(self, mention: Mention) -> bool:
-        """Whether grammar says that a mention is no answer."""
+        """Whether grammar explains a mention as no answer."""
         before, _ = mention.clause
-        if _TAKEN_BACK.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
+        if _RETRACTED.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
             return True
         if _INVERTED.search(mention.after):
             return False
@@ -154,7 +154,7 @@ class Mentions(Rivalry):
             return True  # we have 3 rows, so the answer is
         if _BESIDE.match(mention.after):
             return False  # between 90 and the gold
-        if self._is_said_of_it(mention):
+        if self._is_about_gold(mention):
             return True
         is_governed = _GOVERNED.search(before) is not None
         if self.kind == "words":
@@ -184,9 +184,9 @@ class Mentions(Rivalry):
             bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part))
         )
 
-    def _is_said_of_it(self, mention: Mention) -> bool:
-        """Whether the clause says something of the gold, or of what a pronoun stands for: it hosts
-        the Louvre; no "it is", which would name it."""
+    def _is_about_gold(self, mention: Mention) -> bool:
+        """Whether the clause is a statement about the gold or a pronoun: it hosts the Louvre; not
+        "it is", which would name it."""
         before, after = mention.clause
         rest = f"{before} @ {after}"
         words = re.sub(r"\b(?:the|an?)\s*$", "", before).split()
@@ -200,13 +200,13 @@ class Mentions(Rivalry):
 
 
 def _is_noun(word: str) -> bool:
-    """Whether a word may be what a number counts."""
+    """Whether a word may be the noun that a number counts."""
     return bool(word) and word not in FRAME and not OPENING.match(word) and unit_of(word) is None
 
 
 def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
-    """Runs of capitalized words, or of numbers and months; no words of the frame that begin a
-    sentence."""
+    """Runs of capitalized words, or of numbers and months, without words of the frame at the
+    beginning of a sentence."""
     found = [*_TOKEN.finditer(text)]
     is_one = _is_capital if is_name else _is_numeric
     place = 0
@@ -241,7 +241,7 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
 
 
 def _begins_a_sentence(before: str, text: str, after: str) -> bool:
-    """Whether a word has its capital from where it stands: a word of the frame, a participle."""
+    """Whether a word owes its capital to its position: a word of the frame, a participle."""
     word, _, rest = text.partition(" ")
     if not word or not _STARTS.search(before):
         return False

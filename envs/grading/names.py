@@ -154,7 +154,7 @@ def _same_core(answer: str, gold: str) -> bool:
 
 
 def _title(words: list[str]) -> set[str]:
-    """The ranks before a name, in one form; courtesies say nothing."""
+    """The ranks before a name, in one form; courtesies do not count."""
     return {_TITLES[word] for word in words[: _num_titles(words)] if word in _TITLES} - _COURTESIES
 
 
@@ -261,7 +261,7 @@ _POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
 
 
 def _is_turned(one: str, other: str) -> bool:
-    """Whether what stands round commas, "of", "in" and the like is the same in another order: the
+    """Whether the texts around commas, "of", "in" and the like are the same in another order: the
     gorge of the Rhine and the Rhine Gorge; Shakespeare, William; Bay Ridge in Brooklyn; Duke Peter
     I of Bourbon and Peter I, Duke of Bourbon; Paris is the capital and the capital is Paris."""
     one, other = (_POSSESSIVE.sub(r"\2 of \1", text) for text in (one, other))
@@ -282,7 +282,7 @@ def _is_turned(one: str, other: str) -> bool:
         last, _, first = with_comma.partition(",")
         if tokens(f"{first} {last}") == tokens(without):
             return True
-        num_numbers = sum(word.isdigit() for word in flat[0])  # whose places mean something
+        num_numbers = sum(word.isdigit() for word in flat[0])  # whose order matters
         if len(flat[0]) > 2 and num_numbers < 2 and sorted(flat[0]) == sorted(flat[1]):
             return True
     sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
@@ -354,7 +354,7 @@ def country_of(name: str) -> str:
 
 
 def placed(text: str) -> tuple[str, str]:
-    """A place without the country behind it, and the country; a building also without its city.
+    """A place without the country after it, and the country; a building also without its city.
     The text and "" where there is none, or where the rest names a country too, as in a list."""
     for form in _PLACE_FORMS if len(text) <= MAX_PLACE_CHARS else ():
         match = form.fullmatch(text)

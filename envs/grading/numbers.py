@@ -1,5 +1,5 @@
 r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one;
-Chinese ones by cn2an, with what is counted.
+Chinese ones by cn2an, with the counted noun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
 
 
 def in_han(text: str) -> tuple[Fraction, str] | None:
-    """The number that the text begins with, and what follows it."""
+    """The number at the beginning of the text, and the rest."""
     sign = -1 if text.startswith(_HAN_TABLES["minus"]) else 1
     text = plain_numerals(text[1:] if sign < 0 else text)
     half = _HALF.match(text)
@@ -73,7 +73,7 @@ def plain_numerals(text: str) -> str:
 
 def counted(rest: str) -> str | None:
     """The words after a Chinese number: people for several measure words, the general
-    one left out, then the noun; None when no measure word opens it."""
+    one omitted, then the noun; None without a measure word at the beginning."""
     match = _MEASURE.match(rest)
     if match is None:
         return None
@@ -91,7 +91,7 @@ def is_list(rest: str) -> bool:
 
 
 def han_core(text: str) -> str:
-    """A Chinese name without what stands round it: a title, the kind of place, a short clause."""
+    """A Chinese name without the words around it: a title, the kind of place, a short clause."""
     if not _HAN.search(text):
         return ""
     text = unify(text).strip(" .")
@@ -114,7 +114,7 @@ def _value(number: str) -> Fraction | None:
     cn2an = importlib.import_module("cn2an")
     try:
         return Fraction(str(cn2an.cn2an(number.replace("\u3007", "\u96f6"), "smart")))
-    except (LookupError, ValueError):  # characters of numbers that make none
+    except (LookupError, ValueError):  # characters of numbers that form no number
         return None
 
 
@@ -130,11 +130,11 @@ _THOUSANDS = ("thousand", "million", "billion", "trillion")
 _NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
 MAX_NUMBER_WORDS = 20
 
-LONG_DECIMALS = 9  # a gold with so many stands for the exact value that rounds to it
+LONG_DECIMALS = 9  # a gold with this many means the exact value that rounds to it
 FLOAT_STEP = Fraction(1, 1 << 52)
 _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
-# digits are bounded so that comparing stays instant, whatever the policy writes
+# digits are bounded so that a comparison is fast for any text of the policy
 _NUMBER_PLAIN = _NUMBER_TABLES.pattern("plain")
 _FORMS = _NUMBER_TABLES.patterns("forms")
 _SCALE_WORD = _NUMBER_TABLES.pattern("scale_word", re.IGNORECASE)
@@ -178,8 +178,8 @@ def is_rounded(value: Fraction, wanted: Fraction, answer: str, gold: str) -> boo
 
 
 def long_decimals(gold: str, answer: str) -> dict[Fraction, int]:
-    """The decimals of a gold that are written out so far that they stand for an exact value, each
-    with its places; those of an answer that writes decimals itself stand for themselves."""
+    """The decimals of a gold that are so long that they mean an exact value, each with its places;
+    none if the answer itself contains a decimal point."""
     if "." in answer:
         return {}
     found = {}
@@ -190,13 +190,13 @@ def long_decimals(gold: str, answer: str) -> dict[Fraction, int]:
 
 
 def rounds_to(value: Fraction, decimal: Fraction, places: int) -> bool:
-    """Whether a value is what a decimal of so many places, or of a double, was rounded from."""
+    """Whether a decimal of this number of places, or a double, is the rounded value."""
     allowed = max(Fraction(1, 2 * 10**places), abs(decimal) * FLOAT_STEP)
     return abs(value - decimal) <= allowed
 
 
 def leading_number(text: str) -> tuple[Fraction, str] | None:
-    """The number that `text` begins with, in any of the usual forms, and what follows it."""
+    """The number at the beginning of `text`, in any of the usual forms, and the rest."""
     text = text.strip()
     sign = 1
     match = re.match(r"([+-]|minus\b|negative\b)\s*", text, re.IGNORECASE)
@@ -214,7 +214,7 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
 
 
 def letter_scale(rest: str) -> tuple[int, str]:
-    """The factor of a money scale letter, as in $5M, and what follows it."""
+    """The factor of a money scale letter, as in $5M, and the rest."""
     match = _LETTER_SCALE.match(rest)
     return (_LETTERS[match[1]], rest[match.end() :]) if match else (1, rest)
 
@@ -258,7 +258,7 @@ def _decimal(digits: str) -> Fraction:
 
 
 def _in_words(text: str) -> tuple[Fraction, str] | None:
-    """English number words, and what follows them: twenty-one, nineteen seventy-two (a year),
+    """English number words, and the rest: twenty-one, nineteen seventy-two (a year),
     three quarters, two and a half, half a."""
     found = _run_of_words(text)
     if found is None:
@@ -324,7 +324,7 @@ def _run_of_words(text: str) -> tuple[int, bool, int] | None:
 
 
 class _NumberWords:
-    """Reads number words, each with whether "and" stands before it, as far as they make a number:
+    """Reads number words, each with whether "and" precedes it, as far as they form a number:
     a unit follows tens, a scale or nothing; two numbers from ten to 99 make a year."""
 
     def __init__(self, words: list[tuple[str, bool]]) -> None:

@@ -1,6 +1,4 @@
-"""The parts of an answer: cut at every kind of separator until each is the gold, or has none; and
-whether a part names something, describes what stands beside it, or counts.
-"""
+"""The parts of an answer, and whether a part names something, describes its neighbor, or counts."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ MAX_SUM_CHARS = 60
 
 
 class Part(Struct, frozen=True):
-    """A text between two separators and how it is attached to what stands before it (of the
-    first: behind it); `led` is whether a lead-in such as "it is" was taken off."""
+    """A text between two separators and how it is attached to the text before it (the first part:
+    to the text after it); `led` is whether a lead-in such as "it is" was removed."""
 
     text: str
     joint: Joint = ""
@@ -95,7 +93,7 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
 
 
 def without_source(text: str) -> str:
-    """A part without where it comes from: 13 according to the first source."""
+    """A part without its source: 13 according to the first source."""
     return _SOURCE.sub("", text)
 
 
@@ -143,7 +141,7 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 
 def trimmed(text: str) -> str:
-    """Without a bracket at an end that nothing closes or opens."""
+    """The text without an unmatched bracket at an end."""
     text = text.strip().rstrip(",;\\").strip()
     text = re.sub(r"^(?:[*_`~]+(?=[-\w$])|[/|&]\s+)+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text)
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
@@ -164,7 +162,7 @@ def trimmed(text: str) -> str:
 
 
 def is_named(text: str) -> bool:
-    """Whether every word that carries meaning begins with a capital or a digit."""
+    """Whether every content word begins with a capital or a digit."""
     words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
     kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
     if not kept or has_cjk(text) or "\\" in text:
@@ -205,7 +203,7 @@ def _evaluated(node: ast.expr) -> Fraction:
 
 
 def is_sum_of_names(text: str) -> bool:
-    """Whether a side of an equation names a value, and is nothing to solve: x, m + n, f(0) + f(1),
+    """Whether a side of an equation names a value and is not to be solved: x, m + n, f(0) + f(1),
     10p + q; not x + 5."""
     if not re.search(r"[A-Za-z]", text) or re.search(r"\b(?:and|or|to|if|is)\b|[,;]", text):
         return False
@@ -262,7 +260,7 @@ def is_role(text: str) -> bool:
 
 
 def is_note(text: str, part: Part) -> bool:
-    """Whether a part is the kind of thing that its neighbor is: film, 2010 film, physicist."""
+    """Whether a part names the kind of its neighbor: film, 2010 film, physicist."""
     last = text.split()[-1].strip(EDGE) if text.split() else ""
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):

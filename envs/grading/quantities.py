@@ -1,6 +1,6 @@
 """Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
 
-Units by pint; money, percent, ordinals and eras, which it does not know or reads as plain numbers,
+Units by pint; money, percent, ordinals and eras, which are unknown to pint or plain numbers for it,
 and the Chinese names of units are in numbers.toml.
 """
 
@@ -101,8 +101,8 @@ MIN_NEAR = 100  # an approximation is off by one part in so many at most
 
 
 class Quantity(Struct, frozen=True):
-    """A value with its unit: `dimension` and `factor` of a known one, and `words` for what else
-    is said of what is counted; all empty for a plain number."""
+    """A value with its unit: `dimension` and `factor` of a known unit, and `words` for the other
+    words about the counted thing; all empty for a plain number."""
 
     value: Fraction
     dimension: Dimension = ()
@@ -138,7 +138,7 @@ _FEET = _QUANTITIE_TABLES.pattern("feet")
 _MINUTES = _QUANTITIE_TABLES.pattern("minutes")
 _HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
 _SPELT = _QUANTITIE_TABLES.rewrites("spelt")
-# what may follow a unit without changing what is measured
+# words after a unit that do not change its meaning
 _MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
 _OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
@@ -195,7 +195,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | None:
-    """The exact one of 270/7 degrees, about 38.57 degrees, if the other is near."""
+    """The exact value of 270/7 degrees, about 38.57 degrees, if the other is near."""
     if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
         return None
     if exact.value.denominator == 1:
@@ -205,7 +205,7 @@ def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | 
 
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
-    """A number and what follows it: a unit, a sum of units, a unit and a noun, a noun."""
+    """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
     rest = _OF_ONE.sub("", rest)
     if rest in _SCALE_LETTERS:
         return Quantity(value * _SCALE_LETTERS[rest])
@@ -242,7 +242,7 @@ def _with_unit(value: Fraction, rest: str) -> Quantity | None:
 
 
 def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
-    """The longest unit of up to four words that the text begins with, and the words behind it."""
+    """The longest unit of up to four words at the beginning of the text, and the words after it."""
     words = text.split()
     for count in range(min(4, len(words) - 1), 0, -1):
         name = " ".join(words[:count]).rstrip(",")
@@ -261,7 +261,7 @@ def _negative(one: Quantity) -> Quantity:
 
 
 def _money(currency: re.Match[str], text: str) -> Quantity | None:
-    """An amount behind a sign of money: $1.5 million, $5M, $5 per hour, $5 each."""
+    """An amount after a currency sign: $1.5 million, $5M, $5 per hour, $5 each."""
     name = currency[2].replace(" ", "").lower()
     found = leading_number(currency[1] + text)
     if found is None:
@@ -290,8 +290,7 @@ def _one(text: str) -> tuple[Fraction, str] | None:
 
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
-    """Equal in value, in the same kind of unit; a unit or a noun that one side leaves out is
-    forgiven."""
+    """Equal in value, in the same kind of unit; one side may omit its unit or noun."""
     if (answer.dimension == _BC) != (gold.dimension == _BC):
         return False
     if answer.has_unit and gold.has_unit:
@@ -327,7 +326,7 @@ def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
 
 
 def _is_per_piece(words: str) -> bool:
-    """Whether words name a thing that each costs or takes so much, and no unit."""
+    """Whether words name the thing that has an amount each, and no unit."""
     match = re.fullmatch(r"(?:per|for each|each|for every|every|an?) ([a-z]{2,20})", words)
     return match is not None and _unit(match[1]) is None
 
@@ -337,7 +336,7 @@ _DECISIVE = _QUANTITIE_TABLES.words("decisive")
 
 
 def _settled(one: Quantity, other: Quantity) -> Quantity:
-    """Pounds are money or weight, whichever the other side is."""
+    """Pounds as money or weight, in agreement with the other side."""
     if one.dimension != (("pound", 1),) or other.dimension not in _POUNDS:
         return one
     return Quantity(one.value, other.dimension, _POUNDS[other.dimension], words=one.words)

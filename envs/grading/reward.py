@@ -1,4 +1,4 @@
-"""Graders: from a matcher's verdict to a reward, and the grader that keys describe.
+"""Graders: from a matcher's verdict to a reward, and the grader of a table of keys.
 
 The reward is the answer's score alone, or follows the rule of ARPO and Tool-Star.
 """
@@ -35,8 +35,8 @@ BONUS_TOOLS = ("search", "python")
 class AnswerReward:
     r"""The matcher's score of the answer is the reward.
 
-    The answer is the last \boxed{} of the last message, else what its last answer tags hold,
-    else what is left of it without its thoughts.
+    The answer is the last \boxed{} of the last message, else the content of its last answer tags,
+    else the message without its thoughts.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -64,7 +64,7 @@ class ExactMatch(AnswerReward):
 
 
 class ToolReward(AnswerReward):
-    r"""The hierarchical reward of ARPO and Tool-Star on what the policy wrote.
+    r"""The hierarchical reward of ARPO and Tool-Star for the text of the policy.
 
     -1 for a bad format; else the matcher's score of the answer (default: 1 for a right one, 0 for
     a wrong one); and 0.1 more, if that is above 0, after both a search and a Python call really
@@ -113,11 +113,11 @@ def make_grader(
     reward: Reward = "answer",
     partial_credit: bool = False,
 ) -> Grader:
-    """The grader of these keys, `kind`, `reward` and `partial_credit` where they say none. One for
-    each set of keys in a process, since what runs processes or holds connections is shared."""
-    parts = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
+    """The grader of these keys, with `kind`, `reward` and `partial_credit` for omitted ones. One
+    for each set of keys in a process, since its processes and connections are shared."""
+    table = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
     config = shared(
-        parts,
+        table,
         lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
     )
     if config.compat:
@@ -189,7 +189,7 @@ def _matcher(config: GraderConfig) -> Matcher:
     from agentenv.envs.grading.judge import Judge
 
     assert config.judge is not None, "the configuration was checked"
-    first = Layered(math=config.math, ordered=True)  # of another order the judge decides
+    first = Layered(math=config.math, ordered=True)  # the judge decides on another order
     return Judge(config.judge, first=first, ordered=config.ordered)
 
 
@@ -232,10 +232,10 @@ class Weighted(Struct, frozen=True):
 
 
 class Combined:
-    """The sum of what graders give, each times its weight, which is the part of that name.
+    """The sum of the rewards of graders, each times its weight, which is the part of that name.
 
-    An answer is right when all that decide say so; where none decides, the first does.
-    The parts of each grader are kept, as NAME.PART, and the reasons follow each other.
+    An answer is right if all deciding graders accept it; if none decides, the first one does.
+    The parts of each grader are kept, as NAME.PART, and the reasons are joined.
     """
 
     def __init__(self, graders: Mapping[str, Weighted]) -> None:
@@ -253,7 +253,7 @@ class Combined:
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """Ask all graders at once. Raises what any of them raises."""
+        """Run all graders at once. Raises the first error of any of them."""
         found = await asyncio.gather(
             *(graded(one.grader, task, written, calls) for one in self.graders.values())
         )

@@ -50,8 +50,8 @@ class Rivalry(Whole):
     def is_rival(
         self, part: Part, after: Part | None = None, nearby: Sequence[Quantity] = ()
     ) -> bool:
-        """Whether a part names another candidate than the gold, or than the amounts `beside` it
-        that are the gold."""
+        """Whether a part names a candidate other than the gold and the amounts `nearby` that are
+        the gold."""
         bare = clean(part.text)
         if not bare or _DENIED.match(bare) or self._restates(bare, part.joint):
             return False
@@ -80,8 +80,8 @@ class Rivalry(Whole):
                 return self._other_words(part, bare)
 
     def _is_statement(self, part: Part, bare: str) -> bool:
-        """Whether a part is a sentence, which says something about the answer; a gold that is a
-        sentence has sentences for rivals."""
+        """Whether a part is a sentence about the answer; a gold that is a sentence has sentences as
+        rivals."""
         if is_named(bare) or (
             self.kind == "words" and not self.is_named and is_statement(self.text)
         ):
@@ -96,7 +96,7 @@ class Rivalry(Whole):
         return is_statement(bare) or (has_verb(bare) and (is_attached or self.kind == "truth"))
 
     def _is_label(self, part: Part, bare: str, after: Part | None) -> bool:
-        """Whether a part says of what the answer is: Answer:, the capital -."""
+        """Whether a part labels the answer: Answer:, the capital -."""
         words = tokens(bare)
         if not words or (len(words) == 1 and len(bare) < 2 and not bare.isdigit()):
             return True
@@ -132,7 +132,7 @@ class Rivalry(Whole):
         return any(_compatible(one, other) for one in dates.dates(bare) for other in mine)
 
     def _restates(self, bare: str, joint: Joint) -> bool:
-        """Whether a part is a part of the gold, or Chinese for it, or its short form."""
+        """Whether a part is a part of the gold, its Chinese name or its short form."""
         if any(one.text == bare or one.meets(bare) for one in self.own):
             return True
         if has_cjk(self.text) != has_cjk(bare):
@@ -149,16 +149,16 @@ class Rivalry(Whole):
 
     def _other_truth(self, part: Part) -> bool:
         text = clean(part.text).lower()
-        claim = truth(text) if len(text) > 1 else None
-        if claim is None:
+        found = truth(text) if len(text) > 1 else None
+        if found is None:
             match = re.match(
                 r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
             )
-            claim = match[1] == "yes" if match is not None else None
-        return claim is not None and claim is not truth(self.text)
+            found = match[1] == "yes" if match is not None else None
+        return found is not None and found is not truth(self.text)
 
     def _of_another_kind(self, part: Part, bare: str) -> bool:
-        """A bare name or number that stands alone as if it were the answer."""
+        """Whether a part is a bare name or number, alone like an answer."""
         kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
         if (
             part.joint in kept
@@ -227,7 +227,7 @@ class Rivalry(Whole):
         return any(map(str.isalpha, bare))
 
     def _describes(self, part: Part, bare: str) -> bool:
-        """Whether a part that is attached to a name says what it is; a phrase has no such parts."""
+        """Whether a part attached to a name describes it; a phrase has no such parts."""
         words = tokens(bare)
         rest = ARTICLE.sub("", bare, count=1)
         is_short = len(words) < 3 and bare[:1].islower() and OPENING.match(bare)  # in plants
@@ -256,10 +256,10 @@ class Rivalry(Whole):
 
 
 def _compatible(one: dates.Date, other: dates.Date) -> bool:
-    """Whether one may be the other, more or less complete."""
+    """Whether one date may be the other, more or less complete."""
     return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
 
 
 def _is_money(amount: Quantity) -> bool:
-    """Whether an amount is in a currency, whose rate nobody here knows."""
+    """Whether an amount is in a currency, whose exchange rate is unknown."""
     return any(name.startswith("money") for name, _ in amount.dimension)

@@ -1,4 +1,4 @@
-"""Sentences: the clause that answers, hedges, denials, and sentences that say the same."""
+"""Sentences: the clause that answers, hedges, denials, and equivalent sentences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
 _AMOUNT = _SENTENCE_TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_TOLD = re.compile(
+_PREDICATED = re.compile(
     rf"(?:{_VERB.pattern})(?=\s)"
     r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
 )
@@ -62,12 +62,12 @@ def is_hedged(text: str) -> bool:
 
 
 def is_denied(text: str) -> bool:
-    """Whether the text denies or doubts; a weaker question than whether it is hedged."""
+    """Whether the text denies or doubts; narrower than whether it is hedged."""
     return _DENIAL.search(text) is not None
 
 
 def has_verb(text: str) -> bool:
-    """Whether the text holds a verb, so that it is a clause and no name or phrase."""
+    """Whether the text contains a verb, so that it is a clause and no name or phrase."""
     words = _COMMAND.sub(" ", text).split()
     first = [word for word in words[:1] if not (word[:1].isupper() and word.endswith("ed"))]
     verb = _VERB.search(" ".join([*first, *(word for word in words[1:] if word[:1].islower())]))
@@ -82,12 +82,12 @@ def is_statement(text: str) -> bool:
     is_subject = _PRONOUN.match(text) is not None and not first.isupper()
     return (is_subject and " " in text) or (
         (first[:1].isupper() or first[:1].isdigit() or first.lower() in _SUBJECTS)
-        and _TOLD.search(rest) is not None
+        and _PREDICATED.search(rest) is not None
     )
 
 
 def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
-    """Whether `found` ends in, or names, what `same` accepts."""
+    """Whether `found` ends in, or names, a text that `same` accepts."""
     found = _SURE.sub("", _PREAMBLE.sub("", found))
     changed = _CHANGED.fullmatch(found)
     if changed is not None:
@@ -111,11 +111,11 @@ def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
         return same(match["right"])
     if len(clause.split()) > MAX_WORDS or _NEGATION.search(clause):
         return False
-    return (clause != found and same(clause)) or _clause_says(clause, wanted, same)
+    return (clause != found and same(clause)) or _clause_states(clause, wanted, same)
 
 
 def _without_rejected(text: str, wanted: str) -> str:
-    """It is X, for It is X, not Y: without what the end says it is not, if that is not X."""
+    """It is X, for It is X, not Y: the text without the denial at its end, unless that denies X."""
     match = _REJECTED.fullmatch(text)
     if match is None or _AUXILIARY.search(match["right"]):
         return text
@@ -125,7 +125,7 @@ def _without_rejected(text: str, wanted: str) -> str:
     return match["right"]
 
 
-def _clause_says(clause: str, wanted: str, same: Callable[[str], bool]) -> bool:
+def _clause_states(clause: str, wanted: str, same: Callable[[str], bool]) -> bool:
     math = _MATH.findall(clause)
     if math:
         return same(math[-1])
@@ -147,7 +147,7 @@ def _clause_says(clause: str, wanted: str, same: Callable[[str], bool]) -> bool:
 def _amounts_to(
     clause: str, wanted: str, same: Callable[[str], bool], *, has_verb: bool = True
 ) -> bool:
-    """Whether the last number of the clause is it, alone like the gold or with what follows."""
+    """Whether the last number of the clause is the gold, alone or with the words after it."""
     clause, wanted = words_as_digits(clause), words_as_digits(wanted)
     amounts = list(_AMOUNT.finditer(clause))
     if not amounts:
@@ -159,7 +159,7 @@ def _amounts_to(
 
 
 def _names(clause: str, wanted: str) -> bool:
-    """Whether the clause holds the words of the gold together, and no other name or number."""
+    """Whether the clause contains the words of the gold together, and no other name or number."""
     words = clause.split()
     gold = tokens(wanted)
     if not gold or not any(map(str.isalpha, gold)):
@@ -201,9 +201,9 @@ _PASSIVE = _SENTENCE_TABLES.pattern("passive")
 
 
 def same_statement(found: str, wanted: str) -> bool:
-    """Whether two sentences say the same in the same words: in another order, with common
-    synonyms, or with a pronoun for the subject. Names follow each other alike, and stand on the
-    same side of the verb unless one sentence is in the passive or both say what something is."""
+    """Whether two sentences state the same in the same words: in another order, with common
+    synonyms, or with a pronoun for the subject. Names are in the same order and on the same side of
+    the verb, unless one sentence is passive or both are copular."""
     if len(found) > MAX_STATEMENT_CHARS:
         return False
     found, wanted = _phrased(found), _phrased(wanted)
@@ -236,8 +236,7 @@ def _phrased(text: str) -> str:
 
 
 def _same_round(found: str, wanted: str) -> bool:
-    """Whether the names, numbers and common verbs that both hold follow each other alike, from
-    whichever one starts."""
+    """Whether the common names, numbers and verbs of both texts are in the same cyclic order."""
     capitals = [
         {token for word in text.split()[1:] if word[:1].isupper() for token in tokens(word)}
         for text in (found, wanted)

@@ -1,5 +1,5 @@
 """Plain text: tables of words and patterns, one plain form for the many ways to write an answer,
-and what separates two parts of an answer, from the strongest to the weakest.
+and the separators between two parts of an answer, from the strongest to the weakest.
 
 Everything here is linear in the length of the text; callers cap that length first.
 """
@@ -184,7 +184,7 @@ def _strip_once(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without doubled brackets round the whole: ((5)) is (5)."""
+    """The text without doubled brackets around it: ((5)) is (5)."""
     depth = min(len(text) - len(text.lstrip("(")), len(text) - len(text.rstrip(")")))
     inner = text[depth : len(text) - depth]
     return inner if depth > 1 and not set("()") & set(inner) else text
@@ -200,7 +200,7 @@ def _end(text: str) -> str:
 _SEPARATOR_TABLES = Tables("separators", frame=FRAME)
 
 # How a part is attached to the text before it: "" is a new start, as after a full stop; "or" is an
-# alternative, which describes nothing that stands beside it.
+# alternative, which does not describe its neighbor.
 Joint = Literal["", "or", "alias", "bracket", "dash", "colon", "comma", "list", "equals"]
 Cut = Callable[[str], list[str]]
 
@@ -233,7 +233,7 @@ _CORRECTION = _SEPARATOR_TABLES.pattern("correction", re.IGNORECASE)
 
 
 def lines(text: str) -> list[str]:
-    """Lines, and answers that are labeled as such."""
+    """Cut at lines and before labeled answers."""
     return _LINES.split(text)
 
 
@@ -267,7 +267,7 @@ def marks(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """What full stops, semicolons, marks and ellipses end; not abbreviations and initials."""
+    """Cut after full stops, semicolons, marks and ellipses; not abbreviations and initials."""
     found, start = [], 0
     for match in _END.finditer(text):
         if match["stop"] and _is_abbreviated(text[: match.start()], text[match.end() :]):
@@ -320,7 +320,7 @@ def corrections(text: str) -> list[str]:
 
 
 def _is_condition(text: str, match: re.Match[str]) -> bool:
-    """Whether a correction is only thought of, as in "if that is wrong", or is a label that two
+    """Whether a correction is hypothetical, as in "if that is wrong", or is a label that two
     answers have: the final answer is 13, the final answer is 14."""
     before = text[: match.start()]
     is_repeated = "answer" in match[0].lower() and match[0].strip().lower() in before.lower()
@@ -333,7 +333,7 @@ def _is_condition(text: str, match: re.Match[str]) -> bool:
 
 
 def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
-    """What follows each correction, the last first; `is_truth`: "no" is an answer and corrects
+    """The text after each correction, the last first; `is_truth`: "no" is an answer and corrects
     nothing."""
     for match in reversed(list(_CORRECTION.finditer(text))):
         is_answer = is_truth and match[0].lower().startswith("no")

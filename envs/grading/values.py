@@ -1,9 +1,9 @@
-"""Values that SymPy holds, compared in exact terms.
+"""Values of SymPy, compared in exact terms.
 
 Two values are equal if their difference is exactly zero, or vanishes to MAX_DIGITS digits (SymPy's
 adaptive `evalf`, which never mistakes a small difference for none). Expressions with variables are
 compared at random points, after Schwartz and Zippel. Derivatives, functions, limits and integrals
-that SymPy leaves as they are become symbols.
+that SymPy does not evaluate become symbols.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_UNORDERED = 60
 
 
 class Values:
-    """Compares what SymPy holds: numbers, expressions, relations, sets, tuples and matrices."""
+    """Compares numbers, expressions, relations, sets, tuples and matrices of SymPy."""
 
     def __init__(self, decimals: dict[Fraction, int] | None = None) -> None:
         self.sympy = importlib.import_module("sympy")
@@ -120,7 +120,8 @@ class Values:
         return one.replace(s.UnevaluatedExpr(s.Rational(1, 100)), s.Integer(1))
 
     def _settled(self, one: Any) -> Any:
-        """Evaluated; what stays a derivative, function, limit, sum or integral is a symbol."""
+        """The evaluated expression, with a symbol for each remaining derivative, function, limit,
+        sum or integral."""
         s = self.sympy
         kinds = (s.Derivative, s.Limit, s.Sum, s.Product, s.Integral, s.core.function.AppliedUndef)
         one = one.replace(lambda part: isinstance(part, kinds), self._named)
@@ -190,7 +191,7 @@ class Values:
         return bool(found == 0) if found.is_number and found.is_comparable is not None else None
 
     def _rounds(self, gold: Any, answer: Any) -> bool:
-        """Whether the gold is written out so far that it stands for the value of the answer."""
+        """Whether the gold is a decimal so long that it means the value of the answer."""
         if not (gold.is_Rational and answer.is_number and answer.is_real):
             return False
         decimal = Fraction(int(gold.p), int(gold.q))
@@ -324,5 +325,5 @@ def _as_set(condition: Any) -> Any:
     grader = importlib.import_module("math_verify.grader")
     try:
         return grader.unwrap_fcs(condition).as_set()
-    except Exception:  # whatever SymPy raises of a condition that it cannot solve
+    except Exception:  # any error of SymPy for a condition that it cannot solve
         return condition

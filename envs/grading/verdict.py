@@ -14,7 +14,7 @@ from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.text import BOX, MAX_ANSWER_CHARS, boxes, last_correction, words_of
 from agentenv.errors import GraderError, InfraError
 
-STOPPED = "stopped"  # the part of a grade that says that the function gave none
+STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
 _BESIDE = re.compile(
@@ -81,13 +81,13 @@ def one_of(claims: Sequence[tuple[str, str]]) -> str:
 
 
 def final_answer(text: str) -> str:
-    """The answer that a message gives, tagged or plain; several that differ follow each other."""
-    answer = text.rpartition("</think>")[2]
-    tagged = _tagged(answer) or _tagged(text)
+    """The answer of a message, tagged or plain; several different answers are joined."""
+    reply = text.rpartition("</think>")[2]
+    tagged = _tagged(reply) or _tagged(text)
     if tagged:
-        found = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
-        return _with_beside(found, text.rpartition("</answer>")[2])
-    return _boxed_or_all(answer)
+        answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
+        return _with_beside(answer, text.rpartition("</answer>")[2])
+    return _boxed_or_all(reply)
 
 
 def _tagged(text: str) -> list[tuple[str, str]]:
@@ -103,7 +103,7 @@ def _boxed_or_all(body: str) -> str:
 
 
 def _with_beside(answer: str, text: str) -> str:
-    """The answer, and what the text after it joins to it in the same line."""
+    """The answer, with the text that is joined to it in the same line."""
     beside = _BESIDE.match(text)
     return answer if beside is None else f"{answer} {beside[1].strip()}"
 
@@ -129,7 +129,7 @@ MAX_SHOWN_CHARS = 200
 
 class Verdict(Struct, frozen=True):
     """`score` is 1 for a right answer, 0 for a wrong one, between for partial credit; `reason`
-    says why, `layer` which rule decided; `parts` are further metrics."""
+    explains it, `layer` is the rule that decided; `parts` are further metrics."""
 
     right: bool
     score: float
@@ -146,12 +146,12 @@ class Matcher(Protocol):
     """Compares an answer with the golds of a question."""
 
     async def start(self) -> None:
-        """Get ready; a ConfigError says what is missing."""
+        """Get ready; a ConfigError names a missing requirement."""
         ...
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Right if any gold is met. Raises GraderError when no verdict can be had, and
-        GraderDownError when none can be had now."""
+        """Right if any gold is met. Raises GraderError when there is no verdict, and
+        GraderDownError when there is none for now."""
         ...
 
 
@@ -182,6 +182,6 @@ def same_answer(answer: str, gold: str) -> bool:
         plain = answer.strip().lstrip("$\N{EURO SIGN}\N{POUND SIGN} ").rstrip("%. ")
         return as_number(plain) == number
     wanted = words_of(gold)
-    if not wanted:  # a gold of nothing but punctuation or an article
+    if not wanted:  # a gold of only punctuation or an article
         return answer.strip() == gold.strip()
     return words_of(answer) == wanted

@@ -1,4 +1,4 @@
-"""A gold, and a text cut into parts until each is the gold or has no separator any more."""
+"""A gold, and a text cut into parts until each is the gold or contains no separator."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ MAX_PARTS = 120
 
 
 class Whole:
-    """A gold as what an answer is cut by; `same` compares a part with a gold as the layers do,
-    without looking for it inside a longer text."""
+    """A gold that controls how an answer is cut; `same` compares a whole part with a gold as the
+    layers do."""
 
     def __init__(self: Self, text: str, same: Same) -> None:
         self.text = clean(text)
@@ -84,7 +84,7 @@ class Whole:
         return type(self)(text, self._same)
 
     def _pieces(self) -> list[str]:
-        """What the gold itself is cut into."""
+        """The parts of the gold itself."""
         pieces = [self.text]
         for _, cut in (
             LEVELS[6:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
@@ -110,7 +110,7 @@ class Whole:
         return bool(text) and self._same(text, self.text) is True
 
     def parts(self, text: str) -> list[Part]:
-        """The text cut until each part is the gold, or has no separator any more."""
+        """The text cut until each part is the gold or contains no separator."""
         found: list[Part] = []
         pieces = labels(text) if self._may_cut(labels, "or", text) else [text]
         for piece in pieces:
@@ -178,8 +178,8 @@ class Whole:
                 pieces, led = [pieces[0], pieces[-1]], True
             pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
             for place, piece in enumerate(pieces):
-                leads = place == 0 and own not in ("", "or")  # what follows is attached to it
-                whole = joint if joint != "or" or own == "or" else ""  # the first is but a part
+                leads = place == 0 and own not in ("", "or")  # the next part is attached to it
+                whole = joint if joint != "or" or own == "or" else ""  # the first is only a part
                 self._cut(
                     piece,
                     (whole if whole or not is_first else own) if place == 0 else own,
@@ -192,12 +192,12 @@ class Whole:
         found.append(Part(text, joint, led=led, is_first=is_first))
 
     def _is_verbless(self, cut: Cut, text: str) -> bool:
-        """Whether the verb of a clause is in what separates two names: A followed by B."""
+        """Whether the verb of a clause is in the separator of two names: A followed by B."""
         pieces = cut(text) if cut is alternatives else []
         return len(pieces) > 1 and not any(map(has_verb, pieces))
 
     def _is_worked_out(self, text: str) -> bool:
-        """Whether a text works the number out: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
+        """Whether a text calculates the number: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
         if self.kind != "number" or self.amount is None:
             return False
         formula = _IN_DOLLARS.fullmatch(text)
@@ -229,7 +229,7 @@ class Whole:
         return pieces
 
     def _is_derivation(self, sides: Sequence[str]) -> bool:
-        """Whether an equation names or works out its right side, and equates no two answers."""
+        """Whether an equation names or calculates its right side, and equates no two answers."""
         return any(
             amount_of(clean(side)) is None
             and not is_wordy(_VARIABLES.sub("x", side))
@@ -238,8 +238,8 @@ class Whole:
         )
 
     def _may_cut(self, cut: Cut, joint: Joint, text: str) -> bool:
-        """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
-        equation; to a question of yes or no, "no" is an answer."""
+        """Whether a separator may cut a text: brackets, hyphens and commas belong to mathematics,
+        equals signs to an equation; to a question of yes or no, "no" is an answer."""
         if cut is corrections:
             return self.kind != "truth"
         if cut in (labels, symbols):

@@ -9,7 +9,7 @@ from collections import Counter
 from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.text import Tables, unify, words_of
 
-MINUS = "\N{MINUS SIGN}"  # texts hold hyphens only, once they are unified
+MINUS = "\N{MINUS SIGN}"  # unified texts contain only hyphens
 _BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
 _AT_MOST, _AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
 _UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
@@ -41,7 +41,7 @@ _TOKEN = re.compile(rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:\.\d+)*[^\W{_CJK}]
 _ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
 _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}
-ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals behind a name only: Saturn V
+ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals after a name only: Saturn V
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
 _CURRENCY = re.compile(r"([$\u20ac\u00a3\u00a5\u20b9\u20a9])\s?-?\d(?![\d.,]*\s*\$)")
 _EXCLUSIVE = frozenset({"yes", "no", "noanswer"})
@@ -74,7 +74,7 @@ def token_f1(found: list[str], wanted: list[str]) -> float:
 
 def tokens(text: str) -> list[str]:
     """Words in one form: no case, accents, punctuation or articles; numerals as digits. Signs that
-    carry a value stay: comparators, arrows, a minus before a number, + and # behind a letter."""
+    carry a value are kept: comparators, arrows, a minus before a number, + and # after a letter."""
     text = _named_a(_signed(unify(text))).casefold()
     text = re.sub(r"(?<=\w)'s\b", "", text).replace("&", " and ")
     text = re.sub(r"(?<=\w) vs?\. (?=\w)", " versus ", text)
@@ -96,7 +96,7 @@ def tokens(text: str) -> list[str]:
 
 
 def glued(found: list[str]) -> str:
-    """Tokens as one text, to compare words that one side writes apart; numbers stay apart."""
+    """Tokens as one text, to compare words that one side separates; numbers stay separate."""
     return re.sub(r"(?<=\d) (?=\d)", "|", " ".join(found)).replace(" ", "")
 
 
@@ -106,7 +106,7 @@ def is_numeral(token: str) -> bool:
 
 
 def same_signs(one: str, other: str) -> bool:
-    """Whether both texts hold the same signs that carry a value, and no two currencies."""
+    """Whether both texts contain the same signs that carry a value, and no two currencies."""
     sides = [Counter(filter(_is_sign, tokens(text))) for text in (one, other)]
     money = [set(_CURRENCY.findall(unify(text))) for text in (one, other)]
     return sides[0] == sides[1] and (not money[0] or not money[1] or money[0] == money[1])
@@ -171,8 +171,8 @@ def is_wordy(text: str) -> bool:
 
 
 # Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3; a named A.
-# Each has one form, a sign or a word, whichever way it is written; what is punctuation (hyphens in
-# words, ranges, dates, dashes, bullets) has none.
+# Each has one form, a sign or a word, in any notation; punctuation (hyphens in words, ranges,
+# dates, dashes, bullets) has none.
 
 
 def _signed(text: str) -> str:
@@ -184,7 +184,7 @@ def _signed(text: str) -> str:
 
 
 def _named_a(text: str) -> str:
-    """The text with each A marked that is a name: hepatitis A, plan A, A+, the last word."""
+    """The text with a mark for each A that is a name: hepatitis A, plan A, A+, the last word."""
 
     def marked(match: re.Match[str]) -> str:
         before, behind = text[: match.start()], text[match.end() :]

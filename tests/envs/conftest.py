@@ -1,4 +1,4 @@
-"""A sandbox, and a session in it, that leave nothing behind; a web to search."""
+"""A sandbox and a session without leftovers; a web to search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.sandboxes import (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services and pages are asked again at once."""
+    """Services and pages are requested again without a delay."""
     monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
@@ -47,7 +47,7 @@ async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Web]:
-    """A small web, and none of the services that a test shared at its end."""
+    """A small web; services that a test shared are closed at its end."""
     site = Web()
     async with serving(site) as site.url:
         yield site

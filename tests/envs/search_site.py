@@ -36,8 +36,8 @@ class Web:
             return web.Response(text=ARTICLE, content_type="text/html")
         if request.path == "/v1/chat/completions":
             self.summarized.append(await request.json())
-            said = "The pages say.\n**Final Information**\n\nFounded in 1535."
-            return web.json_response({"choices": [{"message": {"content": said}}]})
+            reply = "The pages say.\n**Final Information**\n\nFounded in 1535."
+            return web.json_response({"choices": [{"message": {"content": reply}}]})
         return web.Response(status=404)
 
     def config(self, **keys: Any) -> SearchConfig:

@@ -24,11 +24,11 @@ GOOD = "I read the pages.\n**Final Information**\n\nFounded in 1535."
 
 
 class Web:
-    """A search provider, its page, and a model that says `said`."""
+    """A search provider, its page, and a model that returns `reply`."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.said: Any = GOOD
+        self.reply: Any = GOOD
         self.asked: list[str] = []
 
     async def __call__(self, request: web.Request) -> web.Response:
@@ -38,10 +38,12 @@ class Web:
         if request.path == "/page":
             return web.Response(text=PAGE, content_type="text/html")
         self.asked.append((await request.json())["messages"][0]["content"])
-        if isinstance(self.said, int):
-            return web.Response(status=self.said)
+        if isinstance(self.reply, int):
+            return web.Response(status=self.reply)
         usage = {"prompt_tokens": 900, "completion_tokens": 30}
-        return web.json_response({"choices": [{"message": {"content": self.said}}], "usage": usage})
+        return web.json_response(
+            {"choices": [{"message": {"content": self.reply}}], "usage": usage}
+        )
 
     def config(self, **summarizer: Any) -> SearchConfig:
         pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
@@ -84,7 +86,7 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
 
 
 @pytest.mark.slow
-async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
+async def test_a_cached_summary_sends_no_request_and_costs_no_tokens(site: Web) -> None:
     service = SearchService(site.config())
     for num_tokens in (930, 0):
         result = await service.search("lima", Episode())
@@ -98,7 +100,7 @@ async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         "It was founded in 1535.",  # cut off, or another form
         "<think>I shall write **Final Information** and then",
@@ -108,8 +110,10 @@ async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
         None,
     ],
 )
-async def test_without_final_information_the_policy_reads_the_pages(site: Web, said: Any) -> None:
-    site.said = said
+async def test_the_policy_reads_the_pages_when_the_reply_has_no_final_information(
+    site: Web, reply: Any
+) -> None:
+    site.reply = reply
     (result,) = await search(site.config(max_chars=2500), "lima")
     assert result.text.startswith("Page 1: ")
     assert len(result.text) == 2500
@@ -117,15 +121,15 @@ async def test_without_final_information_the_policy_reads_the_pages(site: Web, s
 
 
 @pytest.mark.slow
-async def test_the_thoughts_of_the_model_and_what_is_too_long_are_cut(site: Web) -> None:
-    site.said = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
+async def test_the_thoughts_of_the_model_are_dropped_and_a_long_reply_is_cut(site: Web) -> None:
+    site.reply = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
     (result,) = await search(site.config(), "lima")
     assert result.text.startswith("Founded in 1535.")
     assert len(result.text) == 6000
 
 
 @pytest.mark.slow
-async def test_its_uses_in_one_trajectory_can_be_limited(site: Web) -> None:
+async def test_uses_of_the_browser_agent_in_one_trajectory_can_be_limited(site: Web) -> None:
     episode = Episode()
     first, second = await search(site.config(max_uses=1), "lima", "lima again", episode=episode)
     assert first.text == "Founded in 1535."
@@ -136,9 +140,9 @@ async def test_its_uses_in_one_trajectory_can_be_limited(site: Web) -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
+async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
-    site.said = 500
+    site.reply = 500
     task = Task("t", "web", "When was Lima founded?", ("1535",))
     env = WebSearchEnv(task, search=site.config(), num_retries=0)
     await env.reset(seed=1)
@@ -146,7 +150,7 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
     with pytest.raises(EnvError, match=r"search\.summarizer: .* answered 500"):
         await env.step(call)
     await env.close()
-    site.said = 401
+    site.reply = 401
     service = SearchService(site.config())
     with pytest.raises(ConfigError, match=r"search\.summarizer: .* answered 401"):
         await service.search("lima", Episode())
@@ -155,7 +159,7 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
 
 
 @pytest.mark.slow
-async def test_the_record_of_the_call_counts_it(site: Web) -> None:
+async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: Web) -> None:
     task = Task("t", "web", "When was Lima founded?", ("1535",))
     env = WebSearchEnv(task, search=site.config())
     await env.reset(seed=1)

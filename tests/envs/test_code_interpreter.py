@@ -31,7 +31,7 @@ def run(code: str) -> Message:
 
 
 @pytest.mark.slow
-async def test_an_episode_with_numpy_and_sympy() -> None:
+async def test_an_episode_uses_numpy_and_sympy() -> None:
     env = agentenv.env.make(ENV_ID, TASK, grader={"reward": "tools"})
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", TASK.question)]
@@ -77,7 +77,7 @@ def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:
         agentenv.env.make(ENV_ID, TASK, **kwargs)
 
 
-async def test_one_sandbox_for_all_episodes_with_the_same_settings() -> None:
+async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
     one = shared_sandbox(PythonConfig())
     assert isinstance(one, Sandbox)
     assert shared_sandbox(PythonConfig()) is one
@@ -91,7 +91,7 @@ def python(code: str) -> Message:
 
 
 @pytest.mark.slow
-async def test_a_fork_is_a_copy_or_a_replay_that_does_not_differ() -> None:
+async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
     env = agentenv.env.make(ENV_ID, TASK)
     await env.reset(seed=1)
     child = await env.fork()

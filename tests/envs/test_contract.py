@@ -91,7 +91,7 @@ async def _shared() -> AsyncIterator[None]:
 
 
 def ours() -> list[str]:
-    """Those of this project; those of others' packages have cases of their own in
+    """The environments of this project; those of other packages have their own cases in
     test_verifiers.py and test_openenv.py."""
     ids = set(agentenv.env.env_ids()) - {"agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
     return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]
@@ -106,7 +106,7 @@ async def test_an_env_keeps_the_contract(env_id: str, tmp_path: Path) -> None:
     await check_tool_env(lambda task: agentenv.env.make(env_id, task, **kwargs), task, case.actions)
 
 
-async def test_the_quick_start_pays_for_the_right_answer(tmp_path: Path) -> None:
+async def test_the_quick_start_rewards_the_right_answer(tmp_path: Path) -> None:
     env_id = "agentenv/Quickstart-v0"
     case = CASES[env_id]
     task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
@@ -124,7 +124,7 @@ async def test_the_quick_start_pays_for_the_right_answer(tmp_path: Path) -> None
     await env.close()
 
 
-def test_importing_envs_imports_none_of_them() -> None:
+def test_importing_envs_imports_no_environment() -> None:
     assert envs.__file__ is not None
     text = Path(envs.__file__).read_text()
     assert [line for line in text.splitlines() if "import" in line.split()] == [

@@ -1,4 +1,4 @@
-"""The ARPO setting: search and Python for one question, paid for using both."""
+"""The ARPO setting: search and Python for one question, with a bonus for both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call(tool: str, **arguments: str) -> Message:
 
 
 @pytest.mark.slow
-async def test_the_bonus_is_for_using_both_tools() -> None:
+async def test_the_bonus_requires_both_tools() -> None:
     assert envs.__name__ == "envs"
     env = agentenv.make("agentenv/DeepSearch-v0", TASK)
     prompt, info = await env.reset(seed=1)
@@ -47,7 +47,7 @@ async def test_the_bonus_is_for_using_both_tools() -> None:
 
 
 @pytest.mark.slow
-async def test_a_page_tool_and_the_released_reward_can_be_had() -> None:
+async def test_a_page_tool_and_the_released_reward_can_be_configured() -> None:
     env = agentenv.make("agentenv/DeepSearch-v0", TASK, open_page=True, compat="reference")
     _, info = await env.reset(seed=1)
     assert [schema["name"] for schema in info["tools"]] == ["search", "open_page", "python"]

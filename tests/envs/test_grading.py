@@ -1,4 +1,4 @@
-r"""The layered grader: what it accepts, what it refuses, and why; hostile answers."""
+"""The layered grader: accepted and refused answers, the reasons, and hostile answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def _shared() -> AsyncIterator[None]:
         ("five hundred and forty", "FIVE HUNDRED AND FORTY", "words"),
     ],
 )
-async def test_right(gold: str, answer: str, layer: str) -> None:
+async def test_a_right_answer_is_accepted_by_its_layer(gold: str, answer: str, layer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, ["something else", gold])
     assert (verdict.right, verdict.score, verdict.layer) == (True, 1.0, layer)
     assert layer in verdict.reason
@@ -133,7 +133,7 @@ async def test_right(gold: str, answer: str, layer: str) -> None:
         ("Academy Award for Best Animated Short Film", "It is"),
     ],
 )
-async def test_wrong(gold: str, answer: str) -> None:
+async def test_a_wrong_answer_is_refused(gold: str, answer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, [gold])
     assert (verdict.right, verdict.score) == (False, 0.0)
     assert verdict.reason.startswith("wrong: ")
@@ -147,7 +147,7 @@ async def test_wrong(gold: str, answer: str) -> None:
         ("PARIS", "Paris", True, {"layers", "numbers", "text"}),
     ],
 )
-def test_plain_answers_are_compared_at_once(
+def test_plain_answers_enter_only_the_modules_they_need(
     answer: str, gold: str, right: bool, entered: set[str]
 ) -> None:
     files: set[str] = set()
@@ -166,11 +166,11 @@ def test_plain_answers_are_compared_at_once(
     assert files == entered
 
 
-def test_a_long_run_of_spaces_in_an_enumeration_is_read_at_once() -> None:
+def test_a_long_run_of_spaces_in_an_enumeration_is_read_without_backtracking() -> None:
     assert several(f"1. a{' ' * 4000}2. b") == Several(("a", "b"))
 
 
-async def test_mathematics_is_asked_of_math_verify() -> None:
+async def test_formulas_are_compared_by_math_verify() -> None:
     pytest.importorskip("math_verify")
     grader = Layered()  # it starts processes once
     for gold, answer, right in (
@@ -187,11 +187,11 @@ async def test_mathematics_is_asked_of_math_verify() -> None:
         assert (verdict.right, verdict.layer) == (right, "math"), (gold, answer)
 
 
-def test_without_mathematics_expressions_are_left_open() -> None:
+def test_the_rules_leave_expressions_to_math_verify() -> None:
     assert compare("(x+1)^2", "x^2+2x+1") == (None, "math")
 
 
-async def test_several_golds_and_partial_credit() -> None:
+async def test_any_gold_makes_an_answer_right_and_partial_credit_is_the_f1() -> None:
     matcher = Layered(math=False, partial_credit=True)
     assert (await matcher.verdict("?", "NYC", ["New York", "NYC"])).right
     near = await matcher.verdict("?", "blue red", ["red", "12"])
@@ -229,7 +229,7 @@ def test_risky_expressions_are_named(expression: str, risk: str) -> None:
 
 
 @pytest.mark.parametrize("expression", ["x^2 y^2", "2^{10}", r"e^{x_1} + 5!", r"\frac{1}{x^{n+1}}"])
-def test_ordinary_expressions_are_evaluated(expression: str) -> None:
+def test_ordinary_expressions_have_no_risk(expression: str) -> None:
     assert risk_of(expression) == ""
 
 
@@ -242,7 +242,7 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
+async def test_hostile_answers_are_wrong_and_block_no_other_answer() -> None:
     pytest.importorskip("math_verify")
     matcher = Layered(limit_s=1.0)
     await matcher.start()
@@ -256,7 +256,7 @@ async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
 
 
 @pytest.mark.slow
-async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_grader_agrees_with_the_labeled_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("math_verify")
     rows = pairs.read_pairs(FIXTURES / "answer_pairs.json")
     assert len(rows) >= 400
@@ -266,7 +266,7 @@ async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[s
     assert "slowest pairs" in output
 
 
-# docs/environments.md says what the grader makes of them
+# docs/environments.md reports the agreement of the grader with them
 LABELLED = {
     "fresh_pairs.json": "0ce8b99c8b93b0161b0e6c45893fe3d29b7597a3165b9313560da618dabe4b62",
     "new_pairs.json": "de7ed7e9b792513d9548a7fdcca616e8633e971dea64f0848c59a7497b227a12",
@@ -274,14 +274,14 @@ LABELLED = {
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_labelled_pairs_are_those_that_the_documents_name(name: str) -> None:
+def test_the_documentation_names_the_digests_of_the_labeled_pairs(name: str) -> None:
     digest = hashlib.sha256((FIXTURES / name).read_bytes()).hexdigest()
     assert digest == LABELLED[name]
     assert digest in (FIXTURES.parent.parent / "docs" / "environments.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_half_of_labelled_pairs_is_held_out(name: str) -> None:
+def test_half_of_the_labeled_pairs_is_held_out(name: str) -> None:
     path = FIXTURES / name
     both = pairs.read_pairs(path)
     found = [pairs.read_pairs(path, half) for half in ("development", "held-out")]
@@ -296,7 +296,7 @@ def test_half_of_labelled_pairs_is_held_out(name: str) -> None:
     assert all(row in found[0] for row in seen)
 
 
-def test_of_the_held_out_half_only_counts_are_printed(
+def test_only_counts_are_printed_for_the_held_out_half(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("math_verify")
@@ -317,7 +317,9 @@ def test_of_the_held_out_half_only_counts_are_printed(
     assert 'no "seed"' in capsys.readouterr().err
 
 
-def test_check_grader_runs_any_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_grader_checks_any_list_of_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("math_verify")
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps([["5", "5.0", 1], [["NYC", "New York"], "nyc", 1], ["5", "6", 1]]))
@@ -349,7 +351,7 @@ def test_compat_equals_the_released_code(name: str) -> None:
         ("a </think><python>", ""),
     ],
 )
-def test_the_released_backtracer(text: str, kept: str) -> None:
+def test_the_rollback_equals_that_of_the_released_backtracer(text: str, kept: str) -> None:
     assert rollback(text) == kept
 
 
@@ -357,7 +359,7 @@ def test_compat_loads_the_released_reward() -> None:
     assert isinstance(make_grader({"compat": "reference"}, reward="tools"), ReleasedReward)
 
 
-async def test_compat_reward_is_f1_with_a_bonus_for_the_text_of_tags() -> None:
+async def test_the_compat_reward_is_f1_with_a_bonus_for_tags_in_the_text() -> None:
     written = [
         Message("assistant", "<think>.</think><search>q</search>", (ToolCall("search", {}),)),
         Message("assistant", "<think></python></think><answer>\\boxed{Paris France}</answer>"),
@@ -372,7 +374,7 @@ async def test_compat_reward_is_f1_with_a_bonus_for_the_text_of_tags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "message"),
     [
         ({"kind": "best"}, "grader: kind: expected one of"),
         ({"colour": 1}, "grader: colour: unknown key"),
@@ -387,13 +389,13 @@ async def test_compat_reward_is_f1_with_a_bonus_for_the_text_of_tags() -> None:
         ({"kind": "custom", "path": "missing.py"}, "no such file"),
     ],
 )
-def test_wrong_keys_are_refused(keys: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_keys_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_grader(keys)
 
 
 @pytest.mark.parametrize("keys", [{"kind": "exact"}, {"kind": "f1"}, {"math": False}])
-async def test_every_kind_pays_for_the_gold(keys: dict[str, object]) -> None:
+async def test_every_kind_of_grader_rewards_the_gold(keys: dict[str, object]) -> None:
     task = Task("t", "e", "?", ("Paris",))
     message = Message("assistant", r"<think>.</think><answer>\boxed{Paris}</answer>")
     for reward, expected in (("answer", 1.0), ("tools", 1.1)):

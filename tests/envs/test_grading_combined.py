@@ -56,7 +56,7 @@ async def test_rewards_are_weighted_and_added_up() -> None:
     assert (found.reward, found.success) == (0.25, False)
 
 
-async def test_all_that_decide_must_find_it_right() -> None:
+async def test_success_requires_every_deciding_grader() -> None:
     long = RIGHT + " word" * 20
     graders = {"answer": Weighted(ExactMatch(), decides=True), "short": Weighted(Short(), -0.5)}
     assert (await grade(Combined(graders), long)).success
@@ -76,7 +76,7 @@ KEYS = """
 """
 
 
-async def test_a_configuration_names_them(tmp_path: Path) -> None:
+async def test_a_configuration_combines_named_graders(tmp_path: Path) -> None:
     import tomllib
 
     file = tmp_path / "mine.py"
@@ -98,7 +98,7 @@ async def test_a_configuration_names_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"kind": "combined"}, "needs [grader.combined.NAME]"),
         ({"kind": "exact", "combined": {"a": {}}}, "grader.combined is only used by kind combined"),
@@ -108,13 +108,13 @@ async def test_a_configuration_names_them(tmp_path: Path) -> None:
         ({"combined": {"a": {}}, "reward": "tools"}, "grader.reward is only used by kind"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(keys: dict[str, Any], told: str) -> None:
+def test_contradictory_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_grader(keys)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-async def test_a_bug_names_the_grader_that_has_it() -> None:
+async def test_a_crash_names_the_grader_with_the_bug() -> None:
     class Broken:
         async def grade(self, task: Task, written: Sequence[Message], calls: Any) -> Grade:
             raise KeyError("x")

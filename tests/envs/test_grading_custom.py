@@ -78,7 +78,7 @@ def grader_of(path: str, name: str, **keys: Any) -> Grader:
 
 
 @pytest.mark.slow
-async def test_verl_and_our_functions_sync_and_async(path: str) -> None:
+async def test_functions_of_verl_and_agentenv_grade_sync_and_async(path: str) -> None:
     verl = await grader_of(path, "verl").grade(TASK, [ANSWER], {})
     assert (verl.reward, verl.success) == (0.5, True)
     assert verl.parts == {"score": 0.5, "acc": 1.0, "length": float(len(ANSWER.content))}
@@ -90,7 +90,7 @@ async def test_verl_and_our_functions_sync_and_async(path: str) -> None:
     assert (method.reward, method.success) == (0.25, True)
 
 
-async def test_a_hanging_function_is_killed_and_holds_up_no_other(path: str) -> None:
+async def test_a_hanging_function_is_killed_and_blocks_no_other(path: str) -> None:
     hanging = grader_of(path, "hangs", timeout_s=0.5)
     waiting = asyncio.ensure_future(hanging.grade(TASK, [ANSWER], {}))
     assert (await grader_of(path, "number").grade(TASK, [ANSWER], {})).success
@@ -104,10 +104,10 @@ async def test_a_function_that_raises_gives_no_grade(path: str) -> None:
         await grader_of(path, "raises").grade(TASK, [ANSWER], {})
 
 
-async def test_where_no_process_can_be_had_there_is_no_grade_for_now(
+async def test_a_missing_worker_process_is_an_infra_error(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Infrastructure, which is waited for; of math-verify too."""
+    """Callers wait for infrastructure; math-verify raises the same error."""
 
     async def full(*_: Any) -> Any:
         raise InfraError("no process for workers: no memory")
@@ -124,7 +124,7 @@ async def test_where_no_process_can_be_had_there_is_no_grade_for_now(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("missing", "grader.name = 'missing'.*defines no 'missing'"),
         ("strange", r"strange\(a, b\): expected the parameters \(task, written, calls\)"),
@@ -135,18 +135,20 @@ async def test_where_no_process_can_be_had_there_is_no_grade_for_now(
         ("dies", "the worker process died"),
     ],
 )
-async def test_a_broken_function_is_refused_at_the_start(path: str, name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+async def test_a_broken_function_is_refused_at_the_start(
+    path: str, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         await check_grader(grader_of(path, name), [TASK] * 3)
 
 
-async def test_a_file_that_does_not_import_is_refused(tmp_path: Path) -> None:
+async def test_a_file_with_a_failing_import_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere")
     with pytest.raises(ConfigError, match="a_module_that_is_nowhere"):
         await check_grader(grader_of(str(tmp_path / "broken.py"), "f"), [])
 
 
-def test_a_class_with_grade_is_a_grader_whose_keys_its_constructor_takes(
+def test_a_class_with_grade_is_a_grader_with_its_constructor_arguments_as_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = """

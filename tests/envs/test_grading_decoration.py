@@ -1,5 +1,5 @@
-"""Decoration: what stands round one answer and names no other is taken off before it is graded; an
-answer is right for one gold at most, so what is taken off is never a second guess.
+"""Decoration: text around an answer that names no other is removed before grading. An answer is
+right for one gold at most, so the removed text is never a second guess.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = {  # by kind: templates of one answer, and its golds
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_round_one_answer_is_taken_off(kind: str) -> None:
+def test_decoration_around_one_answer_is_removed(kind: str) -> None:
     forms, golds = KINDS[kind]
     answers = [(gold, form.replace("@", gold)) for form in forms for gold in golds]
     assert not [one for gold, one in answers if not compare(one, gold)[0]]
@@ -65,7 +65,7 @@ def test_what_stands_round_one_answer_is_taken_off(kind: str) -> None:
         ("Q5", "Q5"), ("week 2", "week 2"), ("Great question!", "Great question!"),
     ],
 )  # fmt: skip
-def test_a_gold_that_looks_like_decoration_stays(answer: str, gold: str) -> None:
+def test_a_gold_that_looks_like_decoration_is_kept(answer: str, gold: str) -> None:
     assert compare(answer, gold)[0]
 
 
@@ -82,7 +82,7 @@ def test_a_gold_that_looks_like_decoration_stays(answer: str, gold: str) -> None
         "@, though a case can be made for &.", "Great question! @. &.", "* @\n* &",
     ],
 )  # fmt: skip
-def test_a_second_guess_is_no_decoration(one: str, other: str, form: str) -> None:
+def test_a_second_guess_is_not_removed_as_decoration(one: str, other: str, form: str) -> None:
     for first, second in ((one, other), (other, one)):
         answer = form.replace("@", first).replace("&", second)
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
@@ -103,7 +103,7 @@ def test_an_answer_is_right_for_one_gold_at_most(answer: str) -> None:
         (r"The answer is $\boxed{12}$. I hope it is correct.", "12"),
     ],
 )  # fmt: skip
-def test_what_is_joined_to_the_last_box_or_tag_belongs_to_the_answer(
+def test_text_joined_to_the_last_box_or_tag_belongs_to_the_answer(
     message: str, answer: str
 ) -> None:
     assert final_answer(message) == answer

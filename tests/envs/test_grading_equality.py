@@ -1,4 +1,4 @@
-r"""Formulas: equal only if they are, at any size, and only if all of the text was read."""
+r"""Formulas: equal only if their values are, at any size, and only if the whole text was parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.grading import is_right
 
 pytest.importorskip("math_verify")
 
-# Numbers of every size: each with two ways to write it and what tells it from others.
+# Numbers of every size: each in two notations, with a key that identifies its value.
 
 digits = st.integers(1, 99)
 powers = st.integers(1, 60)
@@ -92,7 +92,7 @@ def sized_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
 @pytest.mark.slow
 @given(sized_pairs())
 @example((r"\{ \frac{1}{1!}, -1 \}", r"\{ (1!)^{-1}, -1 \}", r"\{ \frac{1}{2!}, -1 \}"))
-def test_two_values_of_any_size_are_two(found: tuple[str, str, str]) -> None:
+def test_different_values_of_any_size_are_unequal(found: tuple[str, str, str]) -> None:
     gold, equal, other = found
     assert is_right(gold, equal), (gold, equal)
     assert not is_right(gold, other), (gold, other)
@@ -105,7 +105,7 @@ plain = st.from_regex(
 
 
 @given(plain, plain)
-def test_plain_numbers_are_decided_as_the_layers_decide_them(answer: str, gold: str) -> None:
+def test_plain_numbers_are_compared_as_by_the_layers(answer: str, gold: str) -> None:
     assert same_plain(gold, gold)
     for pair in ((answer, gold), (gold + "0" if "." in gold else gold, gold)):
         cleaned = clean(pair[0]), clean(pair[1])
@@ -113,7 +113,7 @@ def test_plain_numbers_are_decided_as_the_layers_decide_them(answer: str, gold: 
         assert same_plain(*pair) == by_layers
 
 
-# Texts that are read in part, or not evaluated.
+# Texts that are parsed in part or not evaluated.
 
 TAILS: tuple[tuple[str, st.SearchStrategy[int]], ...] = (
     (r" \pmod{{{}}}", st.integers(2, 50)),
@@ -129,7 +129,7 @@ TAILS: tuple[tuple[str, st.SearchStrategy[int]], ...] = (
 
 @st.composite
 def tailed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
-    """A text with a tail, the same with another tail, and without."""
+    """A text with a tail, the same text with another tail, and without a tail."""
     tail, each = draw(st.sampled_from(TAILS))
     values = draw(st.lists(each, min_size=2, max_size=2, unique=True))
     head = draw(st.sampled_from(["4", "x \\equiv 2", "x = 3", "2x + 1", "n = 2k", r"\frac{1}{2}"]))
@@ -137,7 +137,7 @@ def tailed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
 
 
 @given(tailed_pairs())
-def test_what_was_read_in_part_is_no_formula(found: tuple[str, str, str]) -> None:
+def test_a_partly_parsed_text_equals_only_itself(found: tuple[str, str, str]) -> None:
     text, other, head = found
     assert is_right(text, text.replace(" ", "  "))
     for pair in ((text, other), (text, head), (head, text)):
@@ -154,7 +154,7 @@ UNEVALUATED = (
 @given(
     st.sampled_from(UNEVALUATED), st.lists(st.integers(2, 40), min_size=2, max_size=2, unique=True)
 )
-def test_what_is_not_evaluated_is_not_zero(form: str, values: list[int]) -> None:
+def test_unevaluated_forms_with_different_values_are_unequal(form: str, values: list[int]) -> None:
     one, other = (form.format(value) for value in values)
     assert not is_right(one, other)
     assert is_right(one, form.format(f"({values[0] - 1}+1)"))
@@ -204,5 +204,5 @@ def test_what_is_not_evaluated_is_not_zero(form: str, values: list[int]) -> None
         (r"-\begin{pmatrix} 2 \\ 7 \end{pmatrix}", r"\begin{pmatrix} -2 \\ -7 \end{pmatrix}", True),
     ],
 )
-def test_formulas(gold: str, answer: str, right: bool) -> None:
+def test_formulas_are_compared_by_value(gold: str, answer: str, right: bool) -> None:
     assert is_right(gold, answer) == right

@@ -1,4 +1,4 @@
-"""The layered grader by rule: fixtures/answer_forms.txt says what is right and what only nearly."""
+"""The layered grader by rule: fixtures/answer_forms.txt lists right answers and near misses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CHARS = 2000
 
 
 def rows() -> dict[str, list[tuple[bool, str, str]]]:
-    """Label, gold and answer, by the heading they stand under."""
+    """Label, gold and answer of each line, by heading."""
     found: dict[str, list[tuple[bool, str, str]]] = {}
     for line in FORMS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -25,7 +25,7 @@ def rows() -> dict[str, list[tuple[bool, str, str]]]:
 
 
 @pytest.mark.parametrize("heading", rows())
-async def test_forms(heading: str) -> None:
+async def test_the_forms_of_a_heading_are_graded_as_labeled(heading: str) -> None:
     matcher = Layered(math=False)
     await matcher.start()
     wrong = [
@@ -44,7 +44,7 @@ REPEATED = [
 
 
 @pytest.mark.parametrize("part", REPEATED)
-def test_long_repetitions_are_compared_at_once(part: str) -> None:
-    """A pattern that backtracks would not come back from these."""
+def test_long_repetitions_are_compared_without_backtracking(part: str) -> None:
+    """A pattern that backtracks would not finish on these."""
     text = (part * MAX_CHARS)[: MAX_CHARS - 1] + "!"
     assert not any(compare(text, gold)[0] for gold in ("Paris", "5 km", r"(2,\infty)"))

@@ -30,7 +30,7 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "score"),
     [
         ("CORRECT", 1.0),
         (" correct.\n", 1.0),
@@ -78,22 +78,22 @@ async def server() -> AsyncIterator[JudgeServer]:
         (None, None),
     ],
 )
-async def test_only_one_word_is_a_verdict(
-    server: JudgeServer, reply: str | None, said: float | None
+async def test_only_the_word_correct_or_incorrect_is_a_verdict(
+    server: JudgeServer, reply: str | None, score: float | None
 ) -> None:
     """A refusal may also come as a message without content."""
     server.replies = [{"choices": [{"message": {"content": reply, "refusal": "no"}}]}]
     judge = judge_of(server)
     verdict = await judge.verdict("capital?", "the city of light", ["Paris"])
-    assert (verdict.right, verdict.score, verdict.layer) == (said == 1, said or 0.0, "judge")
-    told = {} if said is None else {"judge": said}
-    assert verdict.parts == {**told, "judge_unparsed": float(said is None)}
+    assert (verdict.right, verdict.score, verdict.layer) == (score == 1, score or 0.0, "judge")
+    parsed = {} if score is None else {"judge": score}
+    assert verdict.parts == {**parsed, "judge_unparsed": float(score is None)}
     assert server.requests[0]["temperature"] == 0
     assert server.requests[0]["model"] == "m"
     await judge.close()
 
 
-async def test_verdicts_are_cached_and_equal_questions_asked_once(server: JudgeServer) -> None:
+async def test_verdicts_are_cached_and_equal_questions_are_sent_once(server: JudgeServer) -> None:
     judge = judge_of(server)
     asked = [judge.verdict("q", "a", ["g"]) for _ in range(20)]
     assert all(verdict.right for verdict in await asyncio.gather(*asked))
@@ -116,7 +116,7 @@ async def test_verdicts_are_kept_in_a_file(server: JudgeServer, tmp_path: Path) 
         judge_of(server, cache=str(tmp_path / "no"))
 
 
-async def test_one_cancelled_waiter_does_not_cancel_the_question(server: JudgeServer) -> None:
+async def test_one_cancelled_waiter_does_not_cancel_the_request(server: JudgeServer) -> None:
     judge = judge_of(server)
     first = asyncio.ensure_future(judge.verdict("q", "a", ["g"]))
     second = asyncio.ensure_future(judge.verdict("q", "a", ["g"]))
@@ -136,7 +136,7 @@ async def test_a_busy_server_is_asked_again(server: JudgeServer, replies: list[s
     await judge.close()
 
 
-async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
+async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -156,7 +156,7 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
 
 
 @pytest.mark.parametrize(
-    ("reply", "says", "num_requests", "is_down"),
+    ("reply", "message", "num_requests", "is_down"),
     [
         (500, "answered 500: busy", 2, True),
         (429, "answered 429: busy", 2, True),
@@ -167,12 +167,12 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
         ({"choices": []}, "not a chat completion", 2, False),
     ],
 )
-async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_a_reply(
-    server: JudgeServer, reply: Any, says: str, num_requests: int, is_down: bool
+async def test_only_an_unavailable_judge_server_is_an_infra_error(
+    server: JudgeServer, reply: Any, message: str, num_requests: int, is_down: bool
 ) -> None:
     server.replies = [reply]
     judge = judge_of(server, timeout_s=0.3)
-    with pytest.raises(GraderError, match=says) as raised:
+    with pytest.raises(GraderError, match=message) as raised:
         await judge.verdict("q", "a", ["g"])
     assert isinstance(raised.value, InfraError) is is_down
     assert len(server.requests) == num_requests
@@ -180,7 +180,7 @@ async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_
 
 
 @pytest.mark.parametrize("ends_by", ["itself", "a limit"])
-async def test_an_episode_waits_for_a_judge_that_is_away(server: JudgeServer, ends_by: str) -> None:
+async def test_an_episode_waits_for_an_unavailable_judge(server: JudgeServer, ends_by: str) -> None:
     server.replies = ["CORRECT", 503, Cut(), 503, "CORRECT"]  # the first is the trial
     task, answer = Task("t", "e", "q", ("Paris",)), Message("assistant", "the city of light")
     judge = judge_of(server, num_retries=0)
@@ -196,7 +196,7 @@ async def test_an_episode_waits_for_a_judge_that_is_away(server: JudgeServer, en
     await judge.close()
 
 
-async def test_the_rules_come_first_and_nothing_is_asked_about_no_answer(
+async def test_the_rules_decide_first_and_an_empty_answer_is_not_sent_to_the_judge(
     server: JudgeServer,
 ) -> None:
     server.replies = ["INCORRECT"]
@@ -227,7 +227,7 @@ async def test_the_rules_come_first_and_nothing_is_asked_about_no_answer(
         ("13", "13. 14"),
     ],
 )
-async def test_what_the_rules_cannot_confirm_is_what_the_judge_says_of_it(
+async def test_the_judge_decides_answers_that_the_rules_cannot_confirm(
     server: JudgeServer, gold: str, answer: str, reply: str
 ) -> None:
     server.replies = [reply]
@@ -243,10 +243,10 @@ async def test_what_the_rules_cannot_confirm_is_what_the_judge_says_of_it(
     assert "must stand in the order" not in request["messages"][1]["content"]
     same = await grader.grade(task, [Message("assistant", rf"\boxed{{{gold}}}")], {})
     assert same.success
-    assert len(server.requests) == 1, "what the rules confirm is not asked"
+    assert len(server.requests) == 1, "answers that the rules confirm are not sent"
 
 
-async def test_a_judge_is_told_that_the_order_counts(server: JudgeServer) -> None:
+async def test_the_prompt_of_the_judge_states_that_the_order_counts(server: JudgeServer) -> None:
     server.replies = ["INCORRECT"]
     judge = {"url": server.url, "model": "m"}
     grader = make_grader({"kind": "judge", "math": False, "ordered": True, "judge": judge})
@@ -259,26 +259,26 @@ async def test_a_judge_is_told_that_the_order_counts(server: JudgeServer) -> Non
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, [True]])
-def test_an_order_that_is_no_yes_or_no_is_refused_by_name(value: Any) -> None:
+def test_a_value_of_ordered_that_is_no_boolean_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="grader: ordered: Expected `bool`, got"):
         make_grader({"kind": "layered", "ordered": value})
 
 
-def test_an_order_is_refused_where_no_list_is_read() -> None:
+def test_ordered_is_refused_for_graders_that_read_no_lists() -> None:
     with pytest.raises(ConfigError, match=r"grader\.ordered is only used by kind layered or judge"):
         make_grader({"kind": "exact", "ordered": True})
 
 
 @pytest.mark.parametrize(("status", "is_down"), [(404, False), (503, True)])
-async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(
+async def test_a_judge_that_fails_its_trial_request_is_refused_at_the_start(
     server: JudgeServer, status: int, is_down: bool
 ) -> None:
-    """One that is away is infrastructure too: a rollout worker may start again meanwhile, whose
-    episodes wait for it."""
+    """An unavailable judge is an infra error too: a rollout worker may restart meanwhile, and its
+    episodes wait for the judge."""
     server.replies = [status]
     judge = judge_of(server, num_retries=0)
-    says = rf"grader\.judge: .*{status}.* with the model 'm'"
-    with pytest.raises(ConfigError, match=says) as raised:
+    message = rf"grader\.judge: .*{status}.* with the model 'm'"
+    with pytest.raises(ConfigError, match=message) as raised:
         await judge.start()
     assert isinstance(raised.value, InfraError) is is_down
     server.replies = ["CORRECT"]
@@ -288,7 +288,7 @@ async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(
     await judge.close()
 
 
-def test_an_episode_begins_when_a_judge_that_was_never_heard_is_there(
+def test_an_episode_starts_once_a_judge_is_available(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judge = Judge(JudgeConfig(url="http://judge/v1", model="m", num_retries=0))
@@ -306,7 +306,7 @@ def test_an_episode_begins_when_a_judge_that_was_never_heard_is_there(
     assert [trajectory.reward for trajectory in tree.trajectories()] == [1.0, 1.0]
 
 
-async def test_a_judge_that_gives_no_verdict_is_warned_of_once(
+async def test_a_judge_that_returns_no_verdict_is_logged_once(
     server: JudgeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.replies = ["<think>Well, let me see. The"]
@@ -329,7 +329,7 @@ async def test_a_judge_that_gives_no_verdict_is_warned_of_once(
         ("Lima", "INCORRECT", False, {"rule": 0.0, "judge": 0.0, "judge_unparsed": 0.0}),
     ],
 )
-async def test_asked_always_it_tells_its_agreement_with_the_rules_and_takes_nothing_away(
+async def test_a_judge_asked_always_reports_its_agreement_and_overrules_no_right_answer(
     server: JudgeServer, answer: str, reply: Any, success: bool, parts: dict[str, float]
 ) -> None:
     server.replies = [reply]
@@ -342,7 +342,7 @@ async def test_asked_always_it_tells_its_agreement_with_the_rules_and_takes_noth
     assert len(server.requests) == 1
 
 
-async def test_no_more_requests_than_allowed_are_in_flight(server: JudgeServer) -> None:
+async def test_at_most_max_concurrency_requests_are_in_flight(server: JudgeServer) -> None:
     server.latency_s = 0.05
     judge = judge_of(server, max_concurrency=3)
     await asyncio.gather(*(judge.verdict("q", f"a{number}", ["g"]) for number in range(12)))
@@ -351,7 +351,7 @@ async def test_no_more_requests_than_allowed_are_in_flight(server: JudgeServer) 
     await judge.close()
 
 
-async def test_the_key_comes_from_the_environment(
+async def test_the_api_key_comes_from_the_environment(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="JUDGE_KEY_OF_TEST is not set"):
@@ -365,7 +365,7 @@ async def test_the_key_comes_from_the_environment(
         Judge(JudgeConfig(url="localhost", model="m"))
 
 
-# asked as in the released evaluation
+# the requests of the released evaluation
 
 PROMPT = "Q {question}\nGolds {labeled_answer}\nSaid {pred_answer}, {braces} stay\n"
 SOURCE = f'''"""A module."""
@@ -381,10 +381,10 @@ def released(server: JudgeServer, folder: Path, **keys: Any) -> Judge:
     return judge_of(server, compat="reference", prompt_file=file, **keys)
 
 
-async def test_compat_asks_as_the_released_evaluation_does(
+async def test_compat_sends_the_request_of_the_released_evaluation(
     server: JudgeServer, tmp_path: Path
 ) -> None:
-    """One user message, the server's own sampling, and nothing done to the texts."""
+    """One user message, the sampling defaults of the server, and unchanged texts."""
     judge = released(server, tmp_path)
     answer = "<|im_end|> {question}" + "x" * 5000
     assert (await judge.verdict("who?", answer, ["a"])).right
@@ -428,11 +428,11 @@ async def test_compat_reads_the_reply_by_the_released_rule(
         (r"\frac12", [r"\dfrac{1}{2}"], True),  # normal forms are equal
         ("0.5", [r"\frac{1}{2}"], True),
         ("Paris", ["Paris"], True),
-        ("paris", ["Paris"], False),  # which the layered rules would find right
+        ("paris", ["Paris"], False),  # the layered rules would accept it
         ("Paris", ["Paris", "City of Light"], False),  # a list equals nothing
     ],
 )
-async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
+async def test_compat_accepts_an_equal_answer_whatever_the_judge_replies(
     server: JudgeServer, tmp_path: Path, answer: str, golds: list[str], right: bool
 ) -> None:
     server.replies = ["CORRECT", "Incorrect"]  # the trial, then the question
@@ -454,7 +454,7 @@ async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("none.py", None, "none.py cannot be read: .*expected evaluation/src/llm_evaluator_sds.py"),
         ("broken.py", "(", "broken.py cannot be read"),
@@ -463,17 +463,17 @@ async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
         ("half.txt", "{question}", "contains 0 texts"),
     ],
 )
-def test_compat_needs_the_prompt_of_the_users_copy(
-    tmp_path: Path, name: str, text: str | None, says: str
+def test_compat_requires_the_prompt_file_of_the_released_evaluation(
+    tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         Judge(JudgeConfig(url="http://h/v1", model="m", compat="reference",
                           prompt_file=str(tmp_path / name)))  # fmt: skip
 
 
 @pytest.mark.parametrize("keys", [{"compat": "reference"}, {"prompt_file": "x.py"}])
-def test_compat_and_its_prompt_belong_together(keys: dict[str, Any]) -> None:
+def test_compat_and_its_prompt_file_require_each_other(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="belong together"):
         JudgeConfig(url="http://h/v1", model="m", **keys)

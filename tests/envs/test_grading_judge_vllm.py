@@ -1,5 +1,5 @@
 """The judge as [roles.judge] starts it: a real vLLM server behind the OpenAI routes. Its model is
-untrained, so what it says by itself is nonsense."""
+untrained, so its free replies are nonsense."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def grader_of(config: EvaluateConfig, **judge: Any) -> Grader:
 
 
 @pytest.mark.usefixtures("_shared")
-async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
+async def test_a_judge_started_by_the_run_grades_and_caches_its_verdicts(
+    model: Path, tmp_path: Path
+) -> None:
     require_vllm()
     raw: dict[str, Any] = {
         "roles": {
@@ -75,9 +77,9 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
         "grader": {"kind": "judge", "judge": {"url": "{role:judge}/v1", "model": "judge"}},
     }
     cache = str(tmp_path / "verdicts.db")
-    said: list[str] = []
+    log: list[str] = []
     async with AsyncExitStack() as stack:
-        factory = ServerFactory(tmp_path, stack, said.append)
+        factory = ServerFactory(tmp_path, stack, log.append)
         config = build_config(EvaluateConfig, raw, "test")
         check_roles(config)
         config = fill_roles(config, await start_servers(config.roles, Path, factory))

@@ -1,5 +1,5 @@
-"""One answer: two candidates in one answer are wrong in either order, whatever joins them, and an
-answer that says more about its one candidate is right.
+"""One answer: two candidates in one answer are wrong in either order, whatever joins them, and
+further words about a single candidate leave it right.
 
 Not decidable by rules: another name for the gold that only an encyclopedia knows, joints of several
 words in another language, a candidate in an aside (see note: 14), two letters after capitals that
@@ -32,7 +32,7 @@ GOOD = FIXTURES / "one_answer.txt"
 NUM_CHUNKS = 6
 NUM_CHECKED = 1800  # in each chunk, both orders counted
 
-# An @ is where the second answer stands.
+# @ is the place of the second answer.
 SEPARATORS = [
     ". @", "; @", ": @", " - @", " \u2013 @", " \u2014 @", "\u2014@", "\n@", "\n\n@", "\t@",
     "\r\n@", "\u2028@", " aka @", ", aka @", " a.k.a. @", " i.e. @", ", i.e., @", " or @",
@@ -75,7 +75,7 @@ def golds() -> dict[str, list[str]]:
             gold = row["gold"] if isinstance(row, dict) else row[0]
             gold = clean(gold[0] if isinstance(gold, list) else gold)
             kind = kind_of(gold)
-            # a clause, a list and a description are no one name; Chinese has no capitals to tell
+            # a clause, a list or a description is not one name; Chinese has no capitals to mark one
             is_one = kind != "words" or (is_named(gold) and several(gold) is None)
             if kind in PLAIN_KINDS and is_one and not has_cjk(gold) and gold not in found[kind]:
                 found[kind].append(gold)
@@ -83,7 +83,7 @@ def golds() -> dict[str, list[str]]:
 
 
 def pairs(chunk: int) -> list[tuple[str, str, str]]:
-    """Two golds of a kind that are two things, and how they are joined."""
+    """Two different golds of one kind, and the joint between them."""
     drawn, made = random.Random(chunk), []
     kinds = [kind for kind, texts in golds().items() if len(texts) > 1]
     while len(made) < NUM_CHECKED // 2:
@@ -94,8 +94,8 @@ def pairs(chunk: int) -> list[tuple[str, str, str]]:
 
 
 def are_two(one: str, other: str) -> bool:
-    """Whether two golds are two answers: not one place in the other, a nationality, a date and its
-    month, or letters of which one is in both."""
+    """Whether two golds are two answers: no place with a place inside it, no nationality, no date
+    with its month, and no choices with a common letter."""
     if any(rank_of(gold) or is_nationality(gold) for gold in (one, other)):
         return False
     labels = [forms.labeled(gold) for gold in (one, other)]
@@ -121,7 +121,7 @@ def test_two_candidates_are_wrong_in_either_order(chunk: int) -> None:
     assert not accepted
 
 
-FURTHER = [  # joints beside those of the generator above; for several the rules have a word
+FURTHER = [  # joints beyond those of the generator above; the rules list some of them
     "{}, followed by {}", "{}, succeeded by {}", "{} superseded by {}", "{}, whence {}",
     "{} hence {}",
     "{}. Consequently, {}.", "{}. Ultimately, {}.", "{}, not to mention {}",
@@ -139,7 +139,7 @@ TRIPLES = [
     "One of {}, {}, {}", "{} ({}, {})",
     "{} -> {} -> {}", "({}) ({}) ({})", "**{}** **{}** **{}**", "{} aka {} aka {}", "{}\n{}, {}",
 ]  # fmt: skip
-PHRASES = [  # a phrase beside a phrase: each order, each joint
+PHRASES = [  # two phrases, in each order, with each joint
     ("international football competition", "supervisor of the royal works"),
     ("a uniformed officer", "season three"), ("college student", "built in the 15th century"),
     ("executive in charge of production", "only about half"), ("The public", "In a flowerbed"),
@@ -174,12 +174,14 @@ def test_two_phrases_are_two_candidates() -> None:
         "Result: {} Result: {}", "1 - {}\n2 - {}", "{} \u043e\u0440 {}", "{} (or rather {}?)",
     ],
 )  # fmt: skip
-def test_one_verb_one_label_or_another_script_joins_two(one: str, other: str, joint: str) -> None:
+def test_two_candidates_are_wrong_when_joined_by_verbs_labels_or_another_script(
+    one: str, other: str, joint: str
+) -> None:
     for answer in (joint.format(one, other), joint.format(other, one)):
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
 
-# Joints and frames of which no rule has a word: other languages, symbols, layout, phrases.
+# Joints and frames that no rule lists: other languages, symbols, layout, phrases.
 UNSEEN = [
     "{} ili {}", "{} eller {}", "{} veya {}", "{} oppure {}", "{} bzw. {}", "{} respectively {}",
     "{} ho\u1eb7c {}", "{} \u03ae {}", "{} \u0623\u0648 {}", "{} \ub610\ub294 {}",
@@ -213,7 +215,7 @@ FRAMES = [
 ]  # fmt: skip
 
 
-def test_joints_that_no_rule_names() -> None:
+def test_two_candidates_are_wrong_when_joined_by_unlisted_joints() -> None:
     drawn, accepted = random.Random(9), []
     for number in range(900):
         one, other = drawn.sample(golds()[PLAIN_KINDS[number % len(PLAIN_KINDS)]], 2)
@@ -224,8 +226,8 @@ def test_joints_that_no_rule_names() -> None:
     assert not accepted  # of 3,400
 
 
-def written(name: str) -> dict[str, list[str]]:
-    """The forms of a file of the fixtures by their heading, as templates."""
+def templates(name: str) -> dict[str, list[str]]:
+    """The templates of a fixture file, by heading."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     heading = "all"
     for line in (FIXTURES / name).read_text(encoding="utf-8").splitlines():
@@ -238,10 +240,10 @@ def written(name: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
-def test_joints_in_many_registers(kind: str) -> None:
-    """About 10,000 questions over all kinds: each joint, both orders, both golds."""
+def test_two_candidates_are_wrong_when_joined_by_joints_of_many_registers(kind: str) -> None:
+    """About 10,000 comparisons over all kinds: each joint, both orders, both golds."""
     drawn, accepted = random.Random(kind), []
-    for joint in written("two_guesses.txt")["all"]:
+    for joint in templates("two_guesses.txt")["all"]:
         one, other = drawn.sample(golds()[kind], 2)
         while not are_two(one, other):
             one, other = drawn.sample(golds()[kind], 2)
@@ -261,17 +263,17 @@ MAX_REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
-def test_frames_in_many_registers(kind: str) -> None:
-    """As many single answers. Rules alone refuse frames in other languages, with other names or
-    with numbers; the bounds are the shares of today."""
-    frames = [*written("one_guess.txt")["all"], *written("one_guess.txt")[kind]]
+def test_few_single_answers_in_frames_of_many_registers_are_refused(kind: str) -> None:
+    """As many single answers. The rules alone refuse frames in other languages, with other names or
+    with numbers; the bounds are the current shares."""
+    frames = [*templates("one_guess.txt")["all"], *templates("one_guess.txt")[kind]]
     drawn = random.Random(kind)
     asked = [(frame, drawn.choice(golds()[kind])) for frame in frames for _ in range(12)]
     refused = [gold for frame, gold in asked if compare(frame.replace("@", gold), gold)[0] is False]
     assert len(refused) <= MAX_REFUSED[kind] * len(asked), len(refused) / len(asked)
 
 
-def test_frames_that_no_rule_names() -> None:
+def test_single_answers_in_unlisted_frames_are_right() -> None:
     drawn, refused = random.Random(9), []
     for number in range(1800):
         gold = drawn.choice(golds()[PLAIN_KINDS[number % len(PLAIN_KINDS)]])
@@ -305,12 +307,14 @@ def test_frames_that_no_rule_names() -> None:
         ("1985 and 1987", "(15, -29)", "{} \u2016 {}"),
     ],
 )  # fmt: skip
-def test_what_joins_two_answers_need_not_be_known(one: str, other: str, joint: str) -> None:
+def test_two_candidates_are_wrong_in_sentences_of_unknown_form(
+    one: str, other: str, joint: str
+) -> None:
     for answer in (joint.format(one, other), joint.format(other, one)):
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
 
-UNEXPLAINED = [  # a second name or amount that no grammar explains, whatever words stand round it
+UNEXPLAINED = [  # a second name or amount that no grammar explains, whatever the words around it
     "{}, previously reported as {}", "{} (some editions have {})", "{} ({} in older sources)",
     "{}. Should that be rejected, {}.", "{}, in other units {}", "{}, N.B. {}",
     "Most people say {} - a few say {}.", "Confidence: {} = high, {} = medium",
@@ -326,7 +330,9 @@ UNEXPLAINED = [  # a second name or amount that no grammar explains, whatever wo
         ("Michio Sugeno", "Martin Luther King Jr."),
     ],
 )  # fmt: skip
-def test_a_name_or_an_amount_needs_an_explanation(one: str, other: str) -> None:
+def test_a_second_name_or_amount_without_an_explanation_is_a_candidate(
+    one: str, other: str
+) -> None:
     accepted = [
         (gold, answer)
         for joint in UNEXPLAINED
@@ -355,7 +361,7 @@ def test_a_second_number_in_a_clause_is_a_candidate(gold: str, word: str) -> Non
         ("B, because A is too small", "B"),
     ],
 )  # fmt: skip
-def test_grammar_explains_what_stands_beside_the_answer(answer: str, gold: str) -> None:
+def test_a_name_or_amount_explained_by_grammar_is_no_candidate(answer: str, gold: str) -> None:
     assert compare(answer, gold)[0]
 
 
@@ -366,7 +372,7 @@ def test_grammar_explains_what_stands_beside_the_answer(answer: str, gold: str) 
         ("In English (E), in French C) Sea of Japan.", "(E)"),
     ],
 )  # fmt: skip
-def test_an_option_after_the_first_word_is_an_option(answer: str, gold: str) -> None:
+def test_an_option_after_the_first_word_is_a_candidate(answer: str, gold: str) -> None:
     assert not compare(answer, gold)[0]
 
 
@@ -383,7 +389,7 @@ def test_an_option_after_the_first_word_is_an_option(answer: str, gold: str) -> 
         ("In 1990 they had 13 medals.", "13"), ("44 is wrong; the correct value is 42.", "42"),
     ],
 )  # fmt: skip
-def test_one_answer_in_a_sentence(answer: str, gold: str) -> None:
+def test_one_answer_in_a_sentence_is_right(answer: str, gold: str) -> None:
     assert compare(answer, gold)[0]
 
 
@@ -395,14 +401,14 @@ def test_one_answer_in_a_sentence(answer: str, gold: str) -> None:
         ("Paris, but I know that it is not", "Paris"), ("all but 13", "13"),
     ],
 )  # fmt: skip
-def test_a_frame_that_denies_or_changes_the_gold_is_none(answer: str, gold: str) -> None:
+def test_a_sentence_that_denies_or_changes_the_gold_is_wrong(answer: str, gold: str) -> None:
     assert not compare(answer, gold)[0]
 
 
-WHOLE = ("number", "date", "words")  # the kinds of which a name may be put into any sentence
+WHOLE = ("number", "date", "words")  # the kinds whose golds fit into any sentence
 
 
-def test_further_joints_and_three_candidates() -> None:
+def test_two_candidates_with_further_joints_and_three_candidates_are_wrong() -> None:
     drawn, accepted = random.Random(7), []
     for number in range(150):
         texts = drawn.sample(golds()[WHOLE[number % 3]], 3)
@@ -418,7 +424,7 @@ def test_further_joints_and_three_candidates() -> None:
     ("one", "other"),
     [("yes", "no"), ("True", "False"), ("B", "D"), ("(C) Paris", "(E) London"), ("E. 12", "B. 13")],
 )
-def test_yes_and_no_and_two_letters(one: str, other: str) -> None:
+def test_two_truth_values_or_two_letters_are_wrong(one: str, other: str) -> None:
     for joint in (*JOINTS, "{}. If not, {}.", "{}. If that is wrong, {}."):
         for answer in (joint.format(one, other), joint.format(other, one)):
             assert not compare(answer, one)[0], answer
@@ -436,9 +442,7 @@ def test_yes_and_no_and_two_letters(one: str, other: str) -> None:
         (r"\boxed{2} and \boxed{3}", "2, 3", True), (r"\boxed{14} \boxed{14}", "14", True),
     ],
 )  # fmt: skip
-def test_a_correction_counts_if_it_ends_in_the_right_one(
-    answer: str, gold: str, right: bool
-) -> None:
+def test_a_correction_is_graded_by_its_last_answer(answer: str, gold: str, right: bool) -> None:
     assert bool(compare(answer, gold)[0]) is right
 
 
@@ -460,7 +464,9 @@ def test_a_correction_counts_if_it_ends_in_the_right_one(
         ("Henry IV of France", "Julius Turing", "{}\r\n{}"),
     ],
 )  # fmt: skip
-def test_words_that_announce_or_name_a_second_answer(one: str, other: str, joint: str) -> None:
+def test_a_second_answer_announced_or_named_by_words_is_wrong(
+    one: str, other: str, joint: str
+) -> None:
     for answer in (joint.format(one, other), joint.format(other, one)):
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
@@ -477,7 +483,9 @@ def test_words_that_announce_or_name_a_second_answer(one: str, other: str, joint
         (r"$\frac{1}{3}$ (about 33.3%)", r"\frac{1}{3}", True),
     ],
 )  # fmt: skip
-def test_what_is_worked_out_or_taken_back(answer: str, gold: str, right: bool) -> None:
+def test_calculations_and_retractions_are_graded_by_their_result(
+    answer: str, gold: str, right: bool
+) -> None:
     assert bool(compare(answer, gold)[0]) is right
 
 
@@ -488,7 +496,7 @@ def good_forms() -> list[tuple[str, str]]:
     return [(gold, answer.replace("\\n", "\n")) for gold, answer in rows]
 
 
-async def test_more_words_about_one_answer_are_right() -> None:
+async def test_further_words_about_one_answer_leave_it_right() -> None:
     matcher = Layered(math=False)
     await matcher.start()
     refused = [
@@ -499,7 +507,7 @@ async def test_more_words_about_one_answer_are_right() -> None:
     assert not refused
 
 
-ABOUT = {  # what may be said about an answer of a kind
+ABOUT = {  # remarks about an answer, by kind
     "words": [
         "{}. It is well known.", "The answer is {}.", "**{}**", "{}, as the second source says.",
         "Final answer: {}", "{} (according to the sources)",
@@ -519,7 +527,7 @@ ABOUT = {  # what may be said about an answer of a kind
 }  # fmt: skip
 
 
-def test_each_gold_of_the_fixtures_may_be_spoken_about() -> None:
+def test_remarks_about_a_gold_of_the_fixtures_leave_it_right() -> None:
     refused = [
         (gold, form.format(gold))
         for kind, forms in ABOUT.items()
@@ -531,7 +539,7 @@ def test_each_gold_of_the_fixtures_may_be_spoken_about() -> None:
     assert len(refused) < 0.005 * num_asked, refused
 
 
-async def test_no_grader_of_answers_pays_for_two() -> None:
+async def test_no_grader_rewards_two_answers() -> None:
     text = r"<think>x</think><answer>\boxed{Paris. London}</answer>"
     for keys in (
         {"kind": "layered", "partial_credit": True, "reward": "tools"},
@@ -559,11 +567,11 @@ async def test_no_grader_of_answers_pays_for_two() -> None:
         ("right triangle", "yes"), ("No Country for Old Men", "no"), ("Yes Man", "yes"),
     ],
 )  # fmt: skip
-def test_a_title_or_a_formula_is_no_number_and_no_yes(answer: str, gold: str) -> None:
+def test_a_title_or_a_formula_is_neither_a_number_nor_a_truth_value(answer: str, gold: str) -> None:
     assert compare(answer, gold)[0] is False
 
 
-async def test_the_order_of_a_list_counts_where_it_is_asked_for() -> None:
+async def test_the_order_of_a_list_counts_when_configured() -> None:
     plain, ordered = Layered(math=False), Layered(math=False, ordered=True)
     for answer, gold in (
         ("Uehara, Yoshida", "Yoshida, Uehara"), ("245, 197, 134", "134, 197, 245"),

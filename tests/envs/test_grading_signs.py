@@ -1,4 +1,4 @@
-"""With another sign that carries a value an answer is wrong; written otherwise it is right."""
+"""Signs that carry a value: with another sign an answer is wrong, in another notation right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("math_verify")
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 load()
 
-# Each sign with the ways to write it.
+# Each sign with its notations.
 
 COMPARATORS = {
     "<": ("<", r"\lt "),
@@ -31,7 +31,7 @@ COMPARATORS = {
 }
 MINUS = ("-", "\N{MINUS SIGN}")
 BEFORE = {"": ("", "+"), "-": (*MINUS, "minus ", "negative ")}
-BEHIND = {"+": ("+", " plus"), "-": ("-", " minus"), "": ("",)}
+AFTER = {"+": ("+", " plus"), "-": ("-", " minus"), "": ("",)}
 NOTES = {
     "#": ("#", "\N{MUSIC SHARP SIGN}", " sharp", "-sharp"),
     "b": ("\N{MUSIC FLAT SIGN}", " flat", "-flat"),
@@ -73,7 +73,7 @@ FORMS: list[tuple[dict[str, tuple[str, ...]], Callable[..., st.SearchStrategy[st
         lambda: st.builds("{1}x^2 {0} {2}x".format, st.just("{}"), numbers, numbers),
     ),
     (
-        BEHIND,
+        AFTER,
         lambda: st.builds(
             "{1} {2}{0}".format,
             st.just("{}"),
@@ -88,7 +88,7 @@ FORMS: list[tuple[dict[str, tuple[str, ...]], Callable[..., st.SearchStrategy[st
 
 @st.composite
 def signed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
-    """A gold, the same written otherwise, and the same with another sign."""
+    """A gold, the same in another notation, and the same with another sign."""
     signs, make = draw(st.sampled_from(FORMS))
     form = draw(make())
     sign, other = draw(st.permutations(sorted(signs)))[:2]
@@ -99,15 +99,15 @@ def signed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
 
 @pytest.mark.slow
 @given(signed_pairs())
-def test_another_sign_is_another_answer(found: tuple[str, str, str]) -> None:
+def test_an_answer_with_another_sign_is_wrong(found: tuple[str, str, str]) -> None:
     gold, same, other = found
     assert is_right(gold, same), (gold, same)
     assert not is_right(gold, other), (gold, other)
     assert not is_right(other, gold), (other, gold)
 
 
-# Flips in the fixtures. A sign counts by rule: a comparator, an arrow, a minus before a number that
-# stands behind no operand, a sign glued to a letter.
+# Flips in the fixtures. A sign counts by rule: a comparator, an arrow, a minus before a number and
+# after no operand, a sign attached to a letter.
 
 _COMPARATOR = re.compile(
     r"\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])\s?|[<>!]=|(?<![-=<])>|<(?![-=>/a-z])"
@@ -120,7 +120,7 @@ _MINUS = re.compile(
 _LETTER = re.compile(r"(?<=[A-Za-z])(?:\+\+|[+#\N{MUSIC FLAT SIGN}])(?!\w)")
 _TAG = re.compile(r"</?[a-z]+>")
 _PLAIN = {form.strip(): sign for sign, forms in COMPARATORS.items() for form in forms}
-MAX_WORDS = 8  # what is longer tells how an answer was found
+MAX_WORDS = 8  # a longer text explains its answer
 
 
 def flipped(text: str) -> Iterator[str]:
@@ -199,5 +199,7 @@ def test_a_flipped_sign_in_the_fixtures_is_wrong() -> None:
         ("US-Mexico border", "US Mexico border", True),
     ],
 )
-def test_signs_of_one_kind(gold: str, answer: str, right: bool) -> None:
+def test_only_signs_and_letters_that_carry_a_value_count(
+    gold: str, answer: str, right: bool
+) -> None:
     assert (compare(answer, gold)[0] is True) == right

@@ -1,7 +1,7 @@
-"""Reward functions of verl and its forks, on rows as their data sets have them.
+"""Reward functions of verl and its forks, on rows of their data sets.
 
-The functions do what the published ones do, in words of our own: they read the ground truth in the
-type that the row has, and find the answer where those look for it.
+The functions reimplement the published ones: they read the ground truth in the type of the row and
+look for the answer in the same place.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def search_r1(solution_str, ground_truth, method="strict", format_score=0.0, sco
     found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     if len(found) < 2:
         return 0.0
-    said = found[-1].strip().lower()
-    return score if said in [gold.lower() for gold in ground_truth["target"]] else format_score
+    answer = found[-1].strip().lower()
+    return score if answer in [gold.lower() for gold in ground_truth["target"]] else format_score
 
 def countdown(solution_str, ground_truth, method="strict", format_score=0.1, score=1.0):
     """Whether an equation uses each number once and gives the target; the turn is cut out."""
     target, numbers = ground_truth["target"], ground_truth["numbers"]
     for mark in ("Assistant:", "<|im_start|>assistant"):
         if mark in solution_str:
-            said = solution_str.split(mark, 1)[1]
+            answer = solution_str.split(mark, 1)[1]
             break
     else:
         return 0.0
-    found = re.findall(r"<answer>(.*?)</answer>", said)
+    found = re.findall(r"<answer>(.*?)</answer>", answer)
     if not found or not re.fullmatch(r"[\d+\-*/(). ]+", found[-1]):
         return 0.0
     if sorted(map(int, re.findall(r"\d+", found[-1]))) != sorted(numbers):
@@ -62,9 +62,9 @@ def countdown(solution_str, ground_truth, method="strict", format_score=0.1, sco
 def dapo(solution_str, ground_truth, strict_box_verify=False, pause_tokens_index=None):
     """+1 or -1 for what follows the last Answer: in the last 300 characters."""
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", solution_str[-300:])
-    said = found[-1].strip() if found else "[INVALID]"
-    right = said == ground_truth
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": said}
+    answer = found[-1].strip() if found else "[INVALID]"
+    right = answer == ground_truth
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}
 
 def skywork(data_source, solution_str, ground_truth, extra_info=None):
     """The golds are a list in a text of JSON."""
@@ -80,12 +80,12 @@ def prime_code(data_source, solution_str, ground_truth, extra_info=None):
     code = solution_str.rpartition("```python")[2].partition("```")[0]
     passed = 0
     for given, wanted in zip(cases["inputs"], cases["outputs"]):
-        said = []
+        answer = []
         try:
-            exec(code, {"input": lambda: given, "print": lambda one: said.append(str(one))})
+            exec(code, {"input": lambda: given, "print": lambda one: answer.append(str(one))})
         except Exception:
             continue
-        passed += said == [wanted.strip()]
+        passed += answer == [wanted.strip()]
     return passed / len(cases["inputs"])
 
 def any_of(data_source, solution_str, ground_truth, extra_info=None):
@@ -182,8 +182,8 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "rewards.py")
 
 
-def written(folder: Path, row: Row, form: str) -> Task:
-    """The task of a row that was written to a file of this form, as tools of users write it."""
+def reloaded(folder: Path, row: Row, form: str) -> Task:
+    """The task of a row that was written to a file of this form and loaded."""
     path = folder / f"rows.{form.partition(' ')[0]}"
     if form == "jsonl":
         path.write_text(json.dumps(row))
@@ -205,7 +205,7 @@ def written(folder: Path, row: Row, form: str) -> Task:
 
 
 def with_arrays(value: Any) -> Any:
-    """Lists as pandas gives those of a parquet file."""
+    """The value with its lists as arrays, as pandas reads them from a parquet file."""
     if isinstance(value, dict):
         return {key: with_arrays(one) for key, one in value.items()}
     return np.array(value) if isinstance(value, list) and value else value
@@ -221,11 +221,11 @@ FORMS = ["jsonl", "parquet", "arrow", *AS_TEXT]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_function_gets_the_ground_truth_and_the_row_as_they_are(
+def test_a_function_receives_the_ground_truth_and_the_row_unchanged(
     tmp_path: Path, name: str, form: str
 ) -> None:
     row, _, _ = ROWS[name]
-    task = written(tmp_path, row, form)
+    task = reloaded(tmp_path, row, form)
     given = verl_arguments(task, [Message("assistant", "a"), Message("assistant", "b")])
     assert given == {
         "data_source": row["data_source"],
@@ -246,7 +246,7 @@ async def test_published_functions_grade_their_own_rows(
 ) -> None:
     row, right, wrong = ROWS[name]
     for form in ("jsonl", "parquet"):
-        task = written(tmp_path, row, form)
+        task = reloaded(tmp_path, row, form)
         sequence = {"solution_str": "sequence"} if name in ("search_r1", "countdown") else {}
         grader = make_grader({"path": path, "name": name, **sequence})
         await check_grader(grader, [task])
@@ -258,7 +258,7 @@ async def test_published_functions_grade_their_own_rows(
 
 
 @pytest.mark.slow
-async def test_a_row_of_pandas_keeps_its_types_up_to_the_function(path: str) -> None:
+async def test_a_row_of_pandas_reaches_the_function_with_its_types(path: str) -> None:
     row, right, _ = ROWS["countdown"]
     arrays = with_arrays(row["reward_model"])
     metadata = {"reward_model": arrays, "big": 10**30, "data_source": "x", "extra_info": {"n": 2}}
@@ -289,15 +289,19 @@ async def test_a_row_of_pandas_keeps_its_types_up_to_the_function(path: str) -> 
         ({"reward_model": {"ground_truth": "a"}, "ground_truth": "b"}, "a"),
     ],
 )
-def test_what_a_function_gets_of_other_rows(tmp_path: Path, row: Row, truth: Any) -> None:
-    task = written(tmp_path, {"question": "q", **row}, "jsonl")
+def test_a_function_receives_the_ground_truth_of_other_rows_from_their_answer_column(
+    tmp_path: Path, row: Row, truth: Any
+) -> None:
+    task = reloaded(tmp_path, {"question": "q", **row}, "jsonl")
     found = verl_arguments(task, [])["ground_truth"]
     assert found == truth
     assert type(found) is type(truth)
 
 
 @pytest.mark.parametrize("name", ["extra_info", "reward_model", "metadata"])
-def test_an_object_of_which_columns_are_used_stays_whole(tmp_path: Path, name: str) -> None:
+def test_an_object_with_mapped_columns_stays_whole_in_the_metadata(
+    tmp_path: Path, name: str
+) -> None:
     from agentenv.rows import ColumnsConfig, RowsConfig
 
     held = {"question": "q", "answer": "a", "kind": "k", "more": [1, None]}
@@ -310,15 +314,15 @@ def test_an_object_of_which_columns_are_used_stays_whole(tmp_path: Path, name: s
     assert task.metadata[name] == held
 
 
-async def test_a_function_that_wants_more_than_verl_passes_is_refused(path: str) -> None:
+async def test_a_function_with_parameters_that_verl_does_not_pass_is_refused(path: str) -> None:
     with pytest.raises(TypeError, match=r"needs_more\(solution_str, ground_truth, tokenizer\)"):
         CustomFunction(path, "needs_more")
 
 
-def test_the_sequence_begins_with_the_chat_of_the_row_or_its_question() -> None:
+def test_a_sequence_without_a_chat_begins_with_the_system_prompt_and_the_question() -> None:
     task = Task("t", "e", "Who?", ("a",), metadata={"system_prompt": "Be brief."})
-    said = verl_arguments(task, [Message("assistant", "I")], "sequence")["solution_str"]
-    assert said == (
+    answer = verl_arguments(task, [Message("assistant", "I")], "sequence")["solution_str"]
+    assert answer == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
         "<|im_start|>assistant\nI"
     )

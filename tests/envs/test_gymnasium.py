@@ -28,13 +28,15 @@ TASK = Task("t", "", "How much is 24 and 10?", ("34",))
         ("agentenv/DeepSearch-v0", {"python": {"timeout_s": 20.0, "preload": []}}),
     ],
 )
-def test_gymnasiums_checker_finds_nothing(env_id: str, kwargs: dict[str, Any]) -> None:
+def test_the_checker_of_gymnasium_accepts_the_environments(
+    env_id: str, kwargs: dict[str, Any]
+) -> None:
     env = gymnasium.make(env_id, tasks=[TASK], **kwargs)
     check_env(env.unwrapped)
     env.close()
 
 
-def test_an_episode_with_tools_through_gymnasium() -> None:
+def test_gymnasium_runs_an_episode_with_tools() -> None:
     env = gymnasium.make(
         "agentenv/DeepSearch-v0", tasks=[TASK], python={"timeout_s": 20.0, "preload": []}
     )
@@ -58,7 +60,7 @@ def test_an_episode_with_tools_through_gymnasium() -> None:
          "read: <tool_call> is not closed by </tool_call>\n</tool_response>\n"),
     ],
 )  # fmt: skip
-def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: str) -> None:
+def test_gymnasium_runs_native_tool_calls(protocol: str, text: str, shown: str) -> None:
     python = {"preload": []}
     env = gymnasium.make(
         "agentenv/CodeInterpreter-v0", tasks=[TASK], protocol=protocol, python=python
@@ -77,10 +79,10 @@ TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
 @pytest.mark.parametrize("name", OWN)
-def test_every_registered_environment_is_stepped_many_at_a_time(
+def test_every_registered_environment_runs_in_each_vector_mode(
     name: str, mode: str, tmp_path: Path
 ) -> None:
-    """By each of Gymnasium's ways: two episodes that call a tool, if there is one, and answer."""
+    """Two episodes that call a tool, if there is one, and answer."""
     own: dict[str, Any] = {}
     if name in ("CodeInterpreter", "DeepSearch"):
         own["python"] = {"preload": []}
@@ -129,7 +131,9 @@ print(agentenv.env_ids() == ids)
 
 
 @pytest.mark.slow
-def test_an_installed_agentenv_knows_its_environments_without_an_import(tmp_path: Path) -> None:
+def test_gymnasium_finds_the_environments_of_an_installed_agentenv_without_an_import(
+    tmp_path: Path,
+) -> None:
     """A stale editable install lacks the entry points: pip install -e . --no-deps refreshes it."""
     result = subprocess.run(
         [sys.executable, "-c", SHIPPED], capture_output=True, text=True, check=True, cwd=tmp_path

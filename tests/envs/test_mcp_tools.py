@@ -51,7 +51,7 @@ def call(tool: str, **arguments: object) -> Message:
 
 
 @pytest.mark.slow
-async def test_an_episode_with_a_server_of_its_own() -> None:
+async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
     source = MCPTools(COMMAND, env={"GREETING": "hello"})
     env = ToolEnv(TASK, [source], Anything())
     _, info = await env.reset()
@@ -77,7 +77,7 @@ async def test_an_episode_with_a_server_of_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_died_is_started_again() -> None:
+async def test_a_dead_server_is_restarted() -> None:
     env = ToolEnv(TASK, [MCPTools(COMMAND)], Anything(), num_retries=0)
     await env.reset()
     with pytest.raises(EnvError, match="MCP server"):
@@ -87,7 +87,7 @@ async def test_a_server_that_died_is_started_again() -> None:
 
 
 @pytest.mark.slow
-async def test_streamable_http_and_a_choice_of_tools() -> None:
+async def test_chosen_tools_are_called_over_streamable_http() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, str(SERVER), "http", str(port)]
@@ -131,7 +131,7 @@ async def _listening(port: int) -> None:
 @pytest.mark.parametrize(
     "command", [["no-such-program-xyz"], [sys.executable, "-c", "raise SystemExit('bad setup')"]]
 )
-async def test_a_server_that_does_not_start_is_refused_with_what_it_said(
+async def test_a_server_that_fails_to_start_is_refused_with_its_output(
     command: list[str],
 ) -> None:
     env = ToolEnv(TASK, [MCPTools(command)], Anything())
@@ -156,15 +156,13 @@ asyncio.run(MCPTools([sys.executable, "-c", sys.argv[1], sys.argv[2]]).load())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_ends_with_a_controller_that_is_killed(
-    tmp_path: Path, how: signal.Signals
-) -> None:
-    """Also one that heeds neither the end of its input nor SIGTERM, and what it has started."""
-    told = tmp_path / "pid"
-    command = [sys.executable, "-c", CONTROLLER, STUBBORN, str(told)]
+def test_a_server_ends_with_its_killed_controller(tmp_path: Path, how: signal.Signals) -> None:
+    """Also one that ignores the end of its input and SIGTERM, and the processes it started."""
+    pid_file = tmp_path / "pid"
+    command = [sys.executable, "-c", CONTROLLER, STUBBORN, str(pid_file)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as controller:
-        until(lambda: told.is_file() and told.read_text() != "")
-        server = psutil.Process(int(told.read_text()))
+        until(lambda: pid_file.is_file() and pid_file.read_text() != "")
+        server = psutil.Process(int(pid_file.read_text()))
         (child,) = server.children()
         controller.send_signal(how)
         until(lambda: not server.is_running() and not child.is_running())
@@ -183,7 +181,7 @@ async def test_wrong_settings_are_refused() -> None:
 
 
 def scripted(folder: Path, **script: object) -> MCPTools:
-    """The tools of a server that answers as told."""
+    """The tools of a server with scripted answers."""
     path = folder / "script.json"
     path.write_text(json.dumps(script))
     return MCPTools([sys.executable, str(SERVER.with_name("mcp_scripted.py")), str(path)])
@@ -214,7 +212,7 @@ async def test_all_pages_of_a_list_of_tools_are_read(tmp_path: Path, size: int) 
         (None, "exceeds 1000 pages"),
     ],
 )
-async def test_a_list_of_tools_without_an_end_is_refused(
+async def test_an_endless_list_of_tools_is_refused(
     tmp_path: Path, cursors: dict[str, str] | None, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cursors is None:
@@ -282,7 +280,7 @@ async def test_every_kind_of_content_is_read_in_results_and_in_errors(tmp_path: 
         (["[1, 2]"], {"items": [1, 2]}),
     ],
 )
-async def test_structured_content_that_the_texts_say_is_not_said_again(
+async def test_structured_content_that_repeats_the_texts_is_left_out(
     tmp_path: Path, texts: list[str], structured: object
 ) -> None:
     content = [{"type": "text", "text": text} for text in texts]
@@ -292,8 +290,8 @@ async def test_structured_content_that_the_texts_say_is_not_said_again(
     assert (await tool.call({}, None)).text == "\n".join(texts)
 
 
-async def test_a_result_beside_its_schema_is_read_all_the_same(tmp_path: Path) -> None:
-    """A server's wrong description of its results is no reason to keep them from the policy."""
+async def test_a_result_that_violates_its_schema_is_read(tmp_path: Path) -> None:
+    """A server's wrong schema does not keep its results from the policy."""
     page = listed(["t"])
     page["tools"][0]["outputSchema"] = {  # type: ignore[index]
         "type": "object",
@@ -319,7 +317,7 @@ def serving(mode: str) -> tuple[subprocess.Popen[bytes], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["http", "sse"])
-async def test_headers_go_with_every_request_over_both_http_transports(
+async def test_headers_are_sent_with_every_request_over_both_http_transports(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "tok-4711-secret")
@@ -345,7 +343,7 @@ async def test_headers_go_with_every_request_over_both_http_transports(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500])
-async def test_an_address_that_refuses_is_named_with_its_status_and_without_secrets(
+async def test_the_error_of_a_refusing_address_has_its_status_and_no_secrets(
     status: int,
 ) -> None:
     from aiohttp import web
@@ -362,11 +360,11 @@ async def test_an_address_that_refuses_is_named_with_its_status_and_without_secr
         with pytest.raises(ConfigError) as caught:
             await source.load()
         await close_shared()
-    said = str(caught.value)
-    assert f"HTTP {status}" in said
-    assert "in-the-query" not in said
-    assert "tok-4711" not in said
-    assert ("takes headers" in said) == (status in (401, 403))
+    message = str(caught.value)
+    assert f"HTTP {status}" in message
+    assert "in-the-query" not in message
+    assert "tok-4711" not in message
+    assert ("takes headers" in message) == (status in (401, 403))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +381,7 @@ async def test_an_address_that_refuses_is_named_with_its_status_and_without_secr
         ({"url": "ftp://h"}, "url: expected http"),
     ],
 )
-def test_headers_and_variables_are_checked_when_the_source_is_made(
+def test_headers_and_variables_are_checked_when_the_source_is_created(
     kwargs: Any, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:

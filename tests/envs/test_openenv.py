@@ -90,7 +90,7 @@ async def test_a_served_environment_keeps_the_contract() -> None:
         await check_tool_env(lambda one: OpenEnv(one, url), task(), EPISODE)
 
 
-async def test_a_served_environment_answers_as_the_one_itself() -> None:
+async def test_a_served_environment_answers_as_the_original() -> None:
     async with served() as (_, url):
         here, there = CounterEnv(TASKS[0]), OpenEnv(task(), url)
         assert await there.reset(seed=7) == await here.reset(seed=7)
@@ -113,7 +113,7 @@ async def test_a_limit_of_the_client_is_graded_by_the_server() -> None:
         await env.close()
 
 
-async def test_forks_keep_the_law() -> None:
+async def test_forks_satisfy_the_fork_law() -> None:
     async with served() as (server, url):
         actions = [
             {"content": "", "tool_calls": [{"name": "add", "arguments": {"number": 1}}]},
@@ -125,7 +125,7 @@ async def test_forks_keep_the_law() -> None:
         assert len(server._sessions) == 0
 
 
-async def test_forks_beyond_the_number_of_sessions_are_refused_together() -> None:
+async def test_a_batch_of_forks_beyond_the_number_of_sessions_is_refused_whole() -> None:
     async with served(max_sessions=3) as (server, url):
         env = OpenEnv(task(), url)
         await env.reset(seed=1)
@@ -138,7 +138,7 @@ async def test_forks_beyond_the_number_of_sessions_are_refused_together() -> Non
         await env.close()
 
 
-async def test_sessions_are_waited_for_and_forks_refused_when_all_are_in_use() -> None:
+async def test_a_new_session_waits_and_a_fork_is_refused_when_all_are_in_use() -> None:
     async with served(max_sessions=1) as (_, url):
         first, second, third = (OpenEnv(task(), url) for _ in range(3))
         await first.reset(seed=1)
@@ -155,7 +155,7 @@ async def test_sessions_are_waited_for_and_forks_refused_when_all_are_in_use() -
         await third.close()
 
 
-async def test_a_fork_that_nobody_attaches_to_ends() -> None:
+async def test_a_session_without_a_client_ends() -> None:
     async with served(idle_s=0.2) as (server, url):
         async with aiohttp.ClientSession() as http:
             asked = {"method": "openenv/session/create"}
@@ -165,7 +165,7 @@ async def test_a_fork_that_nobody_attaches_to_ends() -> None:
         assert len(server._sessions) == 0
 
 
-async def test_a_key_is_asked_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_with_a_key_requires_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "secret")
     async with served(key="secret") as (_, url):
         with pytest.raises(ConfigError, match="401"):
@@ -195,7 +195,7 @@ async def test_rows_are_the_tasks_of_the_server_by_split() -> None:
             await asyncio.to_thread(lambda: [*generated_rows(path, {"sized": 3}, held_out=False)])
 
 
-async def test_a_server_that_is_not_there_is_a_mistake_of_the_configuration() -> None:
+async def test_a_missing_server_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"no OpenEnv 1\.x server at http://127.0.0.1:9"):
         await OpenEnv(task(), "http://127.0.0.1:9").reset(seed=1)
 
@@ -246,13 +246,13 @@ def observed(text: str, reward: float | None = None, done: bool = False) -> Any:
 MOVE = {"properties": {"move": {"type": "string"}, "metadata": {}}, "required": ["move"]}
 
 
-async def test_another_version_is_refused() -> None:
+async def test_a_server_of_another_version_is_refused() -> None:
     async with answering(version="2.1.0") as url:
         with pytest.raises(ConfigError, match=r"version 1.x, got 2\.1\.0"):
             await OpenEnv(task(), url).reset(seed=1)
 
 
-async def test_an_answer_that_is_late_or_cut_off_ends_the_session() -> None:
+async def test_a_late_or_lost_answer_ends_the_session() -> None:
     async def late(ws: Any, message: Any) -> None:
         if message["type"] == "reset":
             await ws.send_json(observed("begin"))
@@ -278,7 +278,7 @@ async def test_an_answer_that_is_late_or_cut_off_ends_the_session() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.0, 1.0])
-async def test_forks_are_replays_once_whole_episodes_were_replayed_alike(chance: float) -> None:
+async def test_forks_are_replays_after_enough_exact_replays_of_episodes(chance: float) -> None:
     num_resets, games = 0, dict[Any, Any]()
 
     async def game(ws: Any, message: Any) -> None:

@@ -34,7 +34,7 @@ async def _shared() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def theirs(name: str) -> AsyncIterator[str]:
-    """A server of their package."""
+    """A server of the OpenEnv package."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
@@ -60,7 +60,7 @@ def call(name: str, **arguments: Any) -> Message:
     return Message("assistant", "<think>.</think>", (ToolCall(name, arguments),))
 
 
-async def test_their_clients_and_their_validator_take_our_server() -> None:
+async def test_the_clients_and_the_validator_of_openenv_accept_the_server() -> None:
     async with served() as (_, url):
         process = await asyncio.create_subprocess_exec(
             *(PYTHON, ROOT / "tests/support/openenv_client.py", url), stdout=asyncio.subprocess.PIPE
@@ -78,7 +78,7 @@ async def test_their_clients_and_their_validator_take_our_server() -> None:
     assert seen["called"] == str(int(result.content) + 1)
 
 
-async def test_their_tools_of_mcp_are_tools_of_ours() -> None:
+async def test_mcp_tools_of_an_openenv_server_are_tools_of_the_environment() -> None:
     async with theirs("echo") as url:
         env = OpenEnv(task(seed=1), url)
         prompt, info = await env.reset(seed=1)
@@ -97,9 +97,7 @@ async def test_their_tools_of_mcp_are_tools_of_ours() -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), [("guessing", "replay"), ("chance", "none")])
-async def test_a_typed_action_is_a_tool_and_forks_where_the_seed_decides(
-    name: str, mode: str
-) -> None:
+async def test_a_typed_action_is_a_tool_and_seeded_environments_fork(name: str, mode: str) -> None:
     async with theirs(name) as url:
         for _ in range(4):
             env = OpenEnv(task(seed=7), url)
@@ -124,7 +122,7 @@ async def test_a_typed_action_is_a_tool_and_forks_where_the_seed_decides(
         await env.close()
 
 
-async def test_their_tasks_are_rows() -> None:
+async def test_tasks_of_an_openenv_server_are_rows() -> None:
     async with theirs("asking") as url:
         path: Any = f"openenv:{url}"
         rows = await asyncio.to_thread(lambda: [*generated_rows(path, {}, held_out=False)])

@@ -1,4 +1,4 @@
-"""A program in its sandbox reaches one address, its limits have names, nothing of it is left."""
+"""A program in its sandbox reaches one address, has named limits and leaves no process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.timeout(120)
-MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of what a program starts
+MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of the processes of a program
 
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """Of a server that says what it was asked."""
+    """The port of a server that returns the requested path."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
@@ -57,7 +57,7 @@ def python(code: str) -> tuple[str, ...]:
 
 
 async def run(spec: ProgramSpec, port: int = 0, **variables: str) -> tuple[Ended, Path]:
-    """How it ended; its folder is gone."""
+    """The end of a program, whose folder is then removed."""
     program = await Program.start(spec, variables, port)
     try:
         async with asyncio.timeout(60):
@@ -68,7 +68,7 @@ async def run(spec: ProgramSpec, port: int = 0, **variables: str) -> tuple[Ended
 
 
 def left() -> list[str]:
-    """Processes of programs that are still there."""
+    """Processes of programs that still run."""
     found = []
     for one in psutil.process_iter(["cmdline"]):
         line = one.info["cmdline"] or []
@@ -78,7 +78,7 @@ def left() -> list[str]:
 
 
 async def until(number: int) -> None:
-    """So many of them run."""
+    """Wait for this number of them."""
     for _ in range(1000):
         if len(left()) >= number:
             return
@@ -90,11 +90,11 @@ UNSAFE = pytest.mark.parametrize("unsafe", [False, True], ids=["sandbox", "unsaf
 
 
 @UNSAFE
-async def test_it_reaches_the_endpoint_and_its_files(port: int, unsafe: bool) -> None:
+async def test_a_program_reaches_the_endpoint_and_its_files(port: int, unsafe: bool) -> None:
     code = f"""
     import os, urllib.request
-    said = urllib.request.urlopen("http://127.0.0.1:{port}/hello").read().decode()
-    print(said, open("data/a.txt").read(), os.environ["KEY"], os.listdir("."))
+    reply = urllib.request.urlopen("http://127.0.0.1:{port}/hello").read().decode()
+    print(reply, open("data/a.txt").read(), os.environ["KEY"], os.listdir("."))
     """
     files = {"data/a.txt": "content"}
     spec = ProgramSpec(command=python(code), files=files, allow_unsafe=unsafe)
@@ -106,7 +106,7 @@ async def test_it_reaches_the_endpoint_and_its_files(port: int, unsafe: bool) ->
 async def test_the_temporary_folder_may_have_a_long_name(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the name of a socket may be."""
+    """Longer than the name of a socket can be."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -119,7 +119,7 @@ async def test_the_temporary_folder_may_have_a_long_name(
 
 
 @UNSAFE
-async def test_what_it_leaves_behind_is_gone(unsafe: bool) -> None:
+async def test_processes_left_by_a_program_are_killed(unsafe: bool) -> None:
     code = f"""
     import os, subprocess, sys, time
     for _ in range(3):
@@ -139,7 +139,7 @@ async def test_what_it_leaves_behind_is_gone(unsafe: bool) -> None:
 
 
 @UNSAFE
-async def test_stopping_it_ends_all_that_it_started(unsafe: bool) -> None:
+async def test_stopping_a_program_ends_all_its_processes(unsafe: bool) -> None:
     code = f"""
     import subprocess, sys
     inner = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); "
@@ -159,7 +159,7 @@ BURN = "while True: pass"
 LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu": (BURN, {"cpu_s": 1}),
     "cpu of children": (f"import os\nos.fork() and os.wait()\n{BURN}", {"cpu_s": 1}),
-    "cpu of the dead": (
+    "cpu of dead children": (
         "import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', 'pass'])",
         {"cpu_s": 1},
     ),
@@ -186,7 +186,7 @@ LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
-async def test_a_limit_has_a_name_and_is_of_all_together(name: str) -> None:
+async def test_a_named_limit_holds_for_all_processes_of_a_program_together(name: str) -> None:
     code, limits = LIMITS[name]
     spec = ProgramSpec(command=python(code), limits=ProgramLimits(**limits))
     ended, _ = await run(spec)
@@ -205,19 +205,19 @@ async def test_a_flood_of_output_keeps_head_and_tail() -> None:
     assert len(ended.output) < 2100
 
 
-async def test_a_command_that_is_not_there_ends_and_says_so() -> None:
+async def test_a_missing_command_ends_with_an_error() -> None:
     ended, _ = await run(ProgramSpec(command=("no-such-program",)))
     assert ended.exit == 127
     assert "no-such-program" in ended.output
 
 
-async def test_a_signal_ends_it() -> None:
+async def test_a_signal_ends_a_program() -> None:
     ended, _ = await run(ProgramSpec(command=("sh", "-c", "kill -SEGV $$")))
     assert ended.signal == signal.SIGSEGV
     assert ended.text == "was ended by signal 11"
 
 
-async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
+async def test_a_program_that_dies_before_its_reply_leaves_no_pending_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = asyncio.Event()
@@ -247,7 +247,7 @@ async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
     assert "pending" not in caplog.text
 
 
-async def test_files_are_read_within_its_folder_alone(tmp_path: Path) -> None:
+async def test_files_are_read_only_within_the_folder_of_a_program(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     code = f"""
@@ -262,12 +262,14 @@ async def test_files_are_read_within_its_folder_alone(tmp_path: Path) -> None:
     await program.wait()
     assert program.read("good", 6) == "result"
     for name in ("link", f"root{secret}", "../errors", "fifo", "folder", "missing"):
-        with pytest.raises(OSError):  # noqa: PT011 - whatever the system says
+        with pytest.raises(OSError):  # noqa: PT011 - any message of the system
             program.read(name, 100)
     await program.close()
 
 
-async def test_what_it_may_read_below_tmp_is_there_and_counts_for_no_limit(tmp_path: Path) -> None:
+async def test_read_only_files_below_tmp_are_readable_and_count_towards_no_limit(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "big").write_bytes(bytes(1 << 22))
     os.chmod(tmp_path, 0o755)
     code = f"import os, time; time.sleep(1.5); print(os.path.getsize('{tmp_path}/big'))"
@@ -302,7 +304,7 @@ async def test_a_machine_without_namespaces_is_refused_with_advice(
         await Program.start(ProgramSpec(command=("true",)), {})
 
 
-async def test_a_sandbox_that_is_killed_is_infrastructure() -> None:
+async def test_a_killed_sandbox_is_an_infra_error() -> None:
     program = await Program.start(ProgramSpec(command=python("import time; time.sleep(600)")), {})
     waiting = asyncio.ensure_future(program.wait())
     await until(1)
@@ -315,7 +317,7 @@ async def test_a_sandbox_that_is_killed_is_infrastructure() -> None:
 
 @pytest.mark.slow
 @UNSAFE
-def test_nothing_is_left_of_a_host_that_is_killed(unsafe: bool, tmp_path: Path) -> None:
+def test_programs_end_with_their_killed_host(unsafe: bool, tmp_path: Path) -> None:
     code = f"""
     import asyncio, sys
     from agentenv.envs.sandbox.program import Program
@@ -348,7 +350,7 @@ def test_nothing_is_left_of_a_host_that_is_killed(unsafe: bool, tmp_path: Path) 
     host.stdout.close()
 
 
-# Escapes: each prints what it got, nothing where it is stopped.
+# Escapes: each prints its success, and nothing if it is stopped.
 
 ESCAPES = {
     "a port of the host": "socket.create_connection(('127.0.0.1', {port}), 2); print('through')",
@@ -380,7 +382,7 @@ ESCAPES = {
 
 
 @pytest.mark.slow
-async def test_no_escape_gets_through(
+async def test_no_escape_succeeds(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "secret")

@@ -102,7 +102,7 @@ def program(code: str = LOOP, **more: Any) -> Callable[[Task], Any]:
 
 @pytest.mark.parametrize("unsafe", [False, True], ids=["sandbox", "unsafe"])
 @pytest.mark.parametrize("plan", [Independent(3), ForkOnce(8)])
-def test_the_tree_is_that_of_the_same_environment_in_process(
+def test_the_tree_of_a_program_equals_that_of_the_environment_in_process(
     plan: RolloutPlan, unsafe: bool
 ) -> None:
     own = grown(CountingEnv, plan=plan)
@@ -128,14 +128,14 @@ REWARDS: dict[str, tuple[dict[str, Any], float]] = {
     "post": ({"reward": "post"}, 2.0),
     "exit": ({"reward": "exit"}, 1.0),
     "file": ({"reward": "file:answer.txt"}, 1.0),
-    "a file that is not there": ({"reward": "file:other.txt"}, 0.0),
+    "a missing file": ({"reward": "file:other.txt"}, 0.0),
     "output": ({"reward": "output"}, 0.0),
     "function": ({"grade": f"{__name__}:grade_all"}, 2.0 + len("calls 2\n")),
 }
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_rewards(name: str) -> None:
+def test_the_reward_of_a_program_is_read_as_configured(name: str) -> None:
     more, reward = REWARDS[name]
     leaf = one_leaf(**more)
     assert leaf.end == "terminated", leaf.error
@@ -224,9 +224,9 @@ assert len(set(found)) == 4, found
 """
 # A program, more keys, and the end of its episode: terminated, the name of a limit, or a failure.
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "reads an input that is not there": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
+    "reads an empty input": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
     "never reads, prints 50 MB": (f"{ASK}; print('x' * (50 << 20))", {}, ""),
-    "prints without an end": (
+    "prints endlessly": (
         f"{ASK}\nwhile True: os.write(1, b'x' * 65536)",
         {"cpu_s": 2},
         "cpu",
@@ -237,7 +237,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"idle_s": 2},
         "idle",
     ),
-    "closes all its descriptors and hangs": (
+    "closes all descriptors and hangs": (
         f"{ASK}; os.closerange(0, 999); time.sleep(600)",
         {"idle_s": 2},
         "idle",
@@ -253,15 +253,15 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "",
     ),
-    "hangs up in an answer": (f"{CONNECT}{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
+    "hangs up during an answer": (f"{CONNECT}{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
     "four threads": (THREADS, {}, ""),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_program_ends_with_the_right_name(name: str) -> None:
-    """And nothing of it is left."""
+def test_an_unusual_program_has_the_expected_end_and_limit(name: str) -> None:
+    """No process of it remains."""
     code, limits, end = ODD[name]
     leaf = one_leaf(CLIENT + code, said, limits={"idle_s": 20, **limits}, reward="exit")
     ended = "truncated" if end else "terminated"
@@ -290,13 +290,13 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("code", DEATHS)
-def test_a_death_is_a_failure_with_its_reason(code: str) -> None:
+def test_the_death_of_a_program_is_a_failure_with_a_reason(code: str) -> None:
     leaf = one_leaf(CLIENT + code)
     assert leaf.end == "failed"
     assert leaf.error.startswith(DEATHS[code])
 
 
-def test_an_exit_code_may_be_an_end() -> None:
+def test_a_configured_exit_code_terminates_the_episode() -> None:
     code = CLIENT + "ask([{'role': 'user', 'content': 'x'}]); sys.exit(3)"
     leaf = one_leaf(code, exit_codes=[0, 3], reward="exit")
     assert (leaf.end, leaf.reward) == ("terminated", 0.0)
@@ -328,7 +328,7 @@ def replaced(body: str) -> str:
     return LOOP.replace("def note(text):\n    return text\n", body)
 
 
-def test_what_is_chance_is_no_difference() -> None:
+def test_a_fork_is_allowed_when_its_replay_differs_only_in_random_values() -> None:
     plan = ForkOnce(8)
     tree = grown(program(replaced(CHANCE)), plan=plan)
     forks = [leaf for leaf in tree.leaves() if "+" in leaf.branch]
@@ -347,7 +347,7 @@ def test_what_is_chance_is_no_difference() -> None:
         ),
     ],
 )
-def test_a_difference_refuses_the_fork_and_is_counted(
+def test_a_diverging_replay_refuses_the_fork_and_is_counted(
     note: str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Replays] = []
@@ -368,7 +368,7 @@ def test_a_difference_refuses_the_fork_and_is_counted(
     assert sum(value for name, value in stats.items() if "diverged" in name) == len(refused)
 
 
-def test_below_the_bound_there_are_no_forks_any_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_forks_are_off_when_too_few_replays_are_exact(caplog: pytest.LogCaptureFixture) -> None:
     replays = Replays(0.5)
     for number in range(programs.NUM_MEASURED):
         assert replays.allowed
@@ -378,7 +378,7 @@ def test_below_the_bound_there_are_no_forks_any_more(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_each_normalizer_takes_two_of_its_kind_for_one(name: str) -> None:
+def test_each_normalizer_equates_two_values_of_its_kind(name: str) -> None:
     pairs = {
         "uuid": ("550e8400-e29b-41d4-a716-446655440000", "6fa459ea-ee8a-3ca4-894e-db77e160355e"),
         "time": ("2026-11-27T04:00:01.123Z", "2025-01-02 13:14:15"),
@@ -399,12 +399,12 @@ def test_each_normalizer_takes_two_of_its_kind_for_one(name: str) -> None:
     assert not env._same({"x": "a 12 b"}, {"x": "a 13 b"})
 
 
-def test_a_table_of_ones_own_extends_it() -> None:
+def test_configured_normalizers_extend_the_table() -> None:
     env = ProgramEnv(TASK, keys(normalise={"ticket": r"T-\d+"}))
     assert env._same({"x": "T-12"}, {"x": "T-13"})
 
 
-def test_keys_that_cannot_be_are_refused() -> None:
+def test_invalid_keys_are_refused() -> None:
     for wrong in ({"reward": "luck"}, {"normalise": {"x": "("}}, {"limits": {"cpus": 1}}):
         with pytest.raises(ConfigError):
             ProgramEnv(TASK, keys(**wrong))
@@ -412,7 +412,7 @@ def test_keys_that_cannot_be_are_refused() -> None:
         ProgramEnv(TASK, {"folder": "x"})
 
 
-async def test_an_environment_that_is_not_begun_says_so() -> None:
+async def test_a_step_or_a_fork_before_reset_is_an_error() -> None:
     env = ProgramEnv(TASK, keys())
     from agentenv.types import Message
 
@@ -423,7 +423,7 @@ async def test_an_environment_that_is_not_begun_says_so() -> None:
     await env.close()
 
 
-async def test_few_programs_are_on_the_way_to_their_first_call_at_a_time(
+async def test_few_programs_start_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others wait before their processes start, so that no limit of theirs counts the wait."""
@@ -452,7 +452,7 @@ async def test_few_programs_are_on_the_way_to_their_first_call_at_a_time(
         await close_shared()
 
 
-def test_a_sandbox_that_is_killed_is_led_back_by_a_fresh_one(
+def test_a_branch_with_a_killed_sandbox_is_replayed_in_a_fresh_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Program] = []
@@ -487,7 +487,7 @@ DROPPING = LOOP.replace(
 
 
 @pytest.mark.parametrize(("thoughts", "num_contexts"), [("apart", 3), ("text", 1)])
-def test_thoughts_in_the_text_keep_one_context_of_a_program_that_drops_their_field(
+def test_a_program_that_drops_thoughts_keeps_one_context_with_thoughts_in_the_text(
     thoughts: str, num_contexts: int
 ) -> None:
     tree = grown(program(DROPPING, thoughts=thoughts))

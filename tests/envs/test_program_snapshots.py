@@ -1,5 +1,4 @@
-"""Copies of a program that waits for a reply: what they share with it, which is nothing; refusals,
-ends and limits."""
+"""Copies of a program that waits for a reply: they share nothing with it; refusals, limits."""
 
 from __future__ import annotations
 
@@ -107,8 +106,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ],
 )
 @pytest.mark.parametrize("plan", [ForkOnce(8), ForkAll(8)], ids=["roots", "forks of forks"])
-def test_a_copy_asks_what_a_replay_asks(plan: Any, code: str, counts: Counter[str]) -> None:
-    """And each turn is sampled once."""
+def test_a_copy_sends_the_requests_of_a_replay(plan: Any, code: str, counts: Counter[str]) -> None:
+    """Each turn is sampled once."""
     if "openai" in code:
         pytest.importorskip("openai")
     more = {"reward": "exit"}
@@ -144,7 +143,7 @@ async def _none_left() -> AsyncIterator[None]:
     assert left() == []
 
 
-def said(text: str) -> Message:
+def turn(text: str) -> Message:
     return Message("assistant", text)
 
 
@@ -157,10 +156,10 @@ async def copied(env: ProgramEnv) -> ProgramEnv:
 
 
 async def outputs(*envs: ProgramEnv) -> list[str]:
-    """Of programs whose calls are answered by "0", "1", and so on."""
+    """The outputs of programs whose calls are answered by "0", "1", and so on."""
     found = []
     for number, env in enumerate(envs):
-        *_, info = await env.step(said(str(number)))
+        *_, info = await env.step(turn(str(number)))
         found.append(info["program"]["output"])
     for env in envs:
         await env.close()
@@ -200,8 +199,8 @@ async def test_files_of_a_copy_can_be_read_after_its_end() -> None:
     after = "os.makedirs('out'); open('out/a', 'w').write(first); os.symlink('out', 'link')"
     env = env_of("", after)
     other = await copied(env)
-    await env.step(said("1"))
-    await other.step(said("2"))
+    await env.step(turn("1"))
+    await other.step(turn("2"))
     assert env._program is not None
     assert other._program is not None
     texts = [one.read("out/a", 99) for one in (env._program, other._program)]
@@ -230,7 +229,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("cause", "before", "after"), REFUSED)
-async def test_what_cannot_be_copied_is_replayed_and_counted(
+async def test_a_program_that_cannot_be_copied_is_replayed_and_counted(
     cause: str, before: str, after: str
 ) -> None:
     env = env_of(before, f"{after}\nprint(first)\nsys.stdout.flush(); os._exit(0)")
@@ -241,13 +240,12 @@ async def test_what_cannot_be_copied_is_replayed_and_counted(
     assert await outputs(env, other) == ["0\n", "1\n"]
 
 
-async def test_a_late_hook_forks_no_more() -> None:
-    """And the next request finds it."""
+async def test_a_late_hook_forks_nothing_and_the_next_request_is_copied() -> None:
     before = "import signal, threading; signal.pthread_sigmask(signal.SIG_BLOCK, {63})"
     env = env_of(before, "signal.pthread_sigmask(signal.SIG_UNBLOCK, {63})\n" + ASK)
     await env.reset(seed=1)
     late = await env.fork()
-    await env.step(said("0"))
+    await env.step(turn("0"))
     other = await env.fork()
     assert env._replays.num_snapshots == 1, env._replays.stats()
     assert len(pids()) == 3
@@ -263,13 +261,13 @@ async def test_an_agent_in_a_shell_is_replayed() -> None:
     assert await outputs(env, other) == ["0\n", "1\n"]
 
 
-def test_without_the_sandbox_there_are_none() -> None:
+def test_snapshots_require_the_sandbox() -> None:
     with pytest.raises(ConfigError, match='fork = "snapshot" needs the sandbox'):
         ProgramEnv(TASK, keys(fork="snapshot", allow_unsafe=True))
 
 
 def pids() -> list[int]:
-    """Of the program and its copies, in the order in which they began."""
+    """The process ids of the program and its copies, in the order of their start."""
     found = [
         one
         for one in psutil.process_iter(["cmdline", "create_time"])
@@ -281,7 +279,7 @@ def pids() -> list[int]:
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["program", "copy"])
-async def test_the_end_of_one_is_not_that_of_the_other(victim: int) -> None:
+async def test_a_killed_program_or_copy_does_not_end_the_others(victim: int) -> None:
     envs = [env_of("", "print(first)")]
     envs.append(await copied(envs[0]))
     envs.append(await envs[1].fork())  # of the copy
@@ -289,7 +287,7 @@ async def test_the_end_of_one_is_not_that_of_the_other(victim: int) -> None:
     os.kill(pids()[victim], signal.SIGKILL)
     killed = envs.pop(victim)
     with pytest.raises(ProgramDiedError, match="was ended by signal 9"):
-        await killed.step(said("x"))
+        await killed.step(turn("x"))
     await killed.close()
     assert len(pids()) == 2
     assert await outputs(*envs) == ["0\n", "1\n"]
@@ -306,7 +304,7 @@ async def test_a_copy_outlives_the_program_and_a_closed_copy_is_gone() -> None:
     assert await outputs(other) == ["0\n"]
 
 
-async def test_with_the_sandbox_all_of_them_end() -> None:
+async def test_a_killed_sandbox_ends_the_program_and_its_copies() -> None:
     env = env_of()
     other = await copied(env)
     assert env._program is not None
@@ -315,7 +313,7 @@ async def test_with_the_sandbox_all_of_them_end() -> None:
     os.killpg(process.pid, signal.SIGKILL)
     for one in (env, other):
         with pytest.raises(Exception, match="sandbox of a program died"):
-            await one.step(said("x"))
+            await one.step(turn("x"))
     await env.close()
     await other.close()
 
@@ -333,7 +331,7 @@ asyncio.run(main())
 """
 
 
-async def test_after_a_killed_controller_none_is_left() -> None:
+async def test_programs_and_copies_end_with_their_killed_controller() -> None:
     """The mark of its programs is that of its own process."""
     host = subprocess.Popen(  # noqa: ASYNC220 - it is to be killed
         [sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True
@@ -342,17 +340,17 @@ async def test_after_a_killed_controller_none_is_left() -> None:
     assert host.stdout.readline() == "there\n"
     mark = f"agentenvtestmark{host.pid}"
 
-    def there() -> int:
+    def num_running() -> int:
         return sum(mark in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
 
-    assert there() >= 3
+    assert num_running() >= 3
     host.kill()
     host.communicate()
     for _ in range(500):
-        if not there():
+        if not num_running():
             break
         await asyncio.sleep(0.02)
-    assert there() == 0
+    assert num_running() == 0
 
 
 LIMITS: dict[str, tuple[str, dict[str, int]]] = {
@@ -367,11 +365,11 @@ LIMITS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-async def test_limits_are_those_of_each(name: str) -> None:
+async def test_each_copy_has_its_own_limits(name: str) -> None:
     code, limits = LIMITS[name]
     env = env_of("", f"if first == '1':\n    {code}\nprint(first)", limits=limits)
     other = await copied(env)
-    *_, truncated, info = await other.step(said("1"))
+    *_, truncated, info = await other.step(turn("1"))
     assert (truncated, info["limit"]) == (True, name)
     assert len(pids()) == 1
     assert await outputs(env) == ["0\n"]
@@ -399,11 +397,11 @@ print({ASK}["content"])
 async def test_a_copy_reaches_neither_processes_nor_files_nor_calls_of_the_program() -> None:
     env = env_of("", f"if first == '1':\n    {TRIES.strip().replace(chr(10), chr(10) + '    ')}")
     other = await copied(env)
-    _, _, terminated, *_ = await other.step(said("1"))
+    _, _, terminated, *_ = await other.step(turn("1"))
     assert not terminated
     assert env._session is not None
     assert not env._session._waiting
-    *_, info = await other.step(said("own"))
+    *_, info = await other.step(turn("own"))
     lines = info["program"]["output"].splitlines()
     assert lines[0] == "['Operation not permitted'] Operation not permitted"
     assert lines[1] == "['Permission denied']"

@@ -45,7 +45,7 @@ async def grade(
         ("!", "!"),
     ],
 )
-def test_same(answer: str, gold: str) -> None:
+def test_equal_answers_match(answer: str, gold: str) -> None:
     assert same_answer(answer, gold)
 
 
@@ -67,12 +67,12 @@ def test_same(answer: str, gold: str) -> None:
         ("Paris " * 1000, "Paris"),
     ],
 )
-def test_different(answer: str, gold: str) -> None:
+def test_different_answers_do_not_match(answer: str, gold: str) -> None:
     assert not same_answer(answer, gold)
 
 
 @pytest.mark.parametrize("text", ["", "-", ".", "1/0", "1" * 41, "10^10", "9" * 10**6, "1e5"])
-def test_not_a_plain_number(text: str) -> None:
+def test_other_texts_are_no_plain_numbers(text: str) -> None:
     assert as_number(text) is None
 
 
@@ -85,7 +85,7 @@ def test_not_a_plain_number(text: str) -> None:
         ("a", None),
     ],
 )
-def test_last_boxed(text: str, boxed: str | None) -> None:
+def test_the_last_box_is_read_if_it_is_balanced(text: str, boxed: str | None) -> None:
     assert last_boxed(text) == boxed
 
 
@@ -99,7 +99,7 @@ def test_last_boxed(text: str, boxed: str | None) -> None:
         rf"{THINK}<answer>a \boxed{{Paris}} or \boxed{{Paris}}</answer> \boxed{{Lima}}",
     ],
 )
-async def test_exact_match(text: str) -> None:
+async def test_exact_match_rewards_an_equal_answer(text: str) -> None:
     assert await grade(ExactMatch(), "Lima", text) == Grade(
         1.0, True, {"accuracy": 1.0}, "right answer: Paris"
     )
@@ -107,7 +107,7 @@ async def test_exact_match(text: str) -> None:
     assert (await grade(ExactMatch(), text, answers=("Rome", "Paris"))).reward == 1
 
 
-async def test_exact_match_of_nothing() -> None:
+async def test_exact_match_of_no_message_is_wrong() -> None:
     assert not (await grade(ExactMatch())).success
 
 
@@ -124,7 +124,9 @@ async def test_exact_match_of_nothing() -> None:
         (r"<answer>\boxed{x} \boxed{Paris}</answer>", {}, 0.0),
     ],
 )
-async def test_tool_reward(text: str, calls: dict[str, int], reward: float) -> None:
+async def test_the_tool_reward_adds_a_bonus_for_both_tools_to_a_right_answer(
+    text: str, calls: dict[str, int], reward: float
+) -> None:
     result = await grade(ToolReward(), THINK, THINK + text, **calls)
     assert result.reward == reward
     assert result.success == (reward >= 1)
@@ -133,7 +135,7 @@ async def test_tool_reward(text: str, calls: dict[str, int], reward: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "0 <think>"),
         (r"<answer>\boxed{Paris}</answer>", "0 <think>"),
@@ -148,27 +150,27 @@ async def test_tool_reward(text: str, calls: dict[str, int], reward: float) -> N
         (THINK + r"\boxed{Paris}<answer></answer>", "no balanced"),
     ],
 )
-async def test_bad_format(text: str, says: str) -> None:
+async def test_a_malformed_answer_has_the_reward_minus_one(text: str, message: str) -> None:
     result = await grade(ToolReward(), text, **BOTH)
     assert (result.reward, result.success) == (-1.0, False)
     assert result.parts == {"format": -1.0, "accuracy": 0.0, "tool_bonus": 0.0}
-    assert says in result.reason
+    assert message in result.reason
 
 
-async def test_the_format_is_that_of_all_turns_together() -> None:
+async def test_the_format_is_checked_over_all_turns_together() -> None:
     turns = ["<think>", r"</think><answer>\boxed{Par", "is}</answer>"]
     assert check_format("".join(turns)) == ("", "Paris")
     answer = (await grade(ToolReward(), *turns)).reason
     assert answer.startswith("wrong answer: Par\nis")
 
 
-async def test_hostile_answers_are_graded_at_once() -> None:
+async def test_hostile_answers_are_graded_without_backtracking() -> None:
     for body in (r"\boxed{" * 50_000, "{" * 10**6, r"\boxed{" + "9" * 10**6 + "}"):
         result = await grade(ToolReward(), f"{THINK}<answer>{body}</answer>", answers=("9",))
         assert result.reward <= 0
 
 
-async def test_the_env_is_a_single_turn() -> None:
+async def test_an_episode_is_a_single_turn() -> None:
     task = Task("t", "agentenv/QAGrader-v0", "A third of 36?", ("12",))
     env = agentenv.env.make("agentenv/QAGrader-v0", task, grader={"math": False})
     prompt, info = await env.reset(seed=1)
@@ -183,7 +185,7 @@ async def test_the_env_is_a_single_turn() -> None:
         agentenv.env.make("agentenv/QAGrader-v0", task, grader={"mathh": False})
 
 
-async def test_math_verify_is_asked_for_when_it_is_not_there(
+async def test_a_missing_math_verify_is_reported_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

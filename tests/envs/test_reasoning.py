@@ -34,7 +34,7 @@ async def graded(task: Task, answer: str) -> Grade:
         await close_shared()
 
 
-def test_equal_seeds_give_equal_questions_and_held_out_ones_are_others() -> None:
+def test_equal_seeds_give_equal_questions_and_held_out_ones_differ() -> None:
     assert tasks() == tasks()
     training, held_out = tasks(size=200), tasks(size=200, held_out=True)
     assert not {one.id for one in training} & {one.id for one in held_out}
@@ -44,7 +44,7 @@ def test_equal_seeds_give_equal_questions_and_held_out_ones_are_others() -> None
 
 
 async def test_only_training_data_has_the_seeds_of_training() -> None:
-    """Whatever the key of an evaluation's questions is."""
+    """For every key of an evaluation set."""
     rows = {"train": SUMS, "source": {"size": 2}}
     training = await load_training(DataConfig(**rows), "e", Path, print)
     own = RowsConfig(source={"size": 2})
@@ -53,12 +53,12 @@ async def test_only_training_data_has_the_seeds_of_training() -> None:
         assert not {one.id for one in training} & {one.id for one in held_out}
 
 
-def test_difficulties_are_the_tasks_own() -> None:
+def test_difficulty_settings_are_those_of_the_task() -> None:
     for task in tasks(min_terms=2, max_terms=2, min_digits=1, max_digits=1):
         assert len(task.question.rpartition(": ")[2].split()) == 4  # a, sign, b, =
 
 
-def test_parts_of_a_mix_have_sizes_of_their_own() -> None:
+def test_each_part_of_a_mix_has_its_own_size() -> None:
     parts = [
         MixPart(path=SUMS, source={"size": 4}),
         MixPart(path="reasoning_gym:letter_counting", source={"size": 2}, weight=2.0),
@@ -68,7 +68,7 @@ def test_parts_of_a_mix_have_sizes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "says"),
+    ("path", "source", "message"),
     [
         ("reasoning_gym:chain_sums", {}, "unknown task; did you mean chain_sum"),
         (SUMS, {"max_term": 3}, "max_term.*it takes .*max_terms"),
@@ -77,18 +77,20 @@ def test_parts_of_a_mix_have_sizes_of_their_own() -> None:
         (SUMS, {"seed": "x"}, "seed = 'x'; expected a number"),
     ],
 )
-def test_mistakes_are_named(path: str, source: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_wrong_task_or_setting_is_named_in_the_error(
+    path: str, source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
         tasks(path, **source)
 
 
-def test_a_source_is_for_rows_that_are_made(tmp_path: Path) -> None:
+def test_a_source_is_refused_for_rows_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     with pytest.raises(ConfigError, match=r"source = .* is for generated rows"):
         tasks(str(tmp_path / "a.jsonl"))
 
 
-async def test_the_scorer_decides() -> None:
+async def test_the_scorer_of_reasoning_gym_decides() -> None:
     (task,) = tasks(size=1)
     assert (await graded(task, task.answers[0])).success
     wrong = await graded(task, "no number")
@@ -102,7 +104,7 @@ async def test_the_scorer_decides() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # some leave files open
 def test_each_task_scores_its_own_answer() -> None:
-    """Of all tasks but `composite`, which is made of others, and one that takes seconds a
+    """All tasks except `composite`, which is made of others, and one that takes seconds a
     question."""
     from reasoning_gym.factory import DATASETS
 
@@ -115,5 +117,5 @@ def test_each_task_scores_its_own_answer() -> None:
             task = Task(
                 id="1", env_id="e", question=row["question"], answers=(), metadata={KEY: row[KEY]}
             )
-            said = [Message("assistant", f"<answer>{row['answer']}</answer>")]
-            assert score(task, said, {})["correct"], name
+            messages = [Message("assistant", f"<answer>{row['answer']}</answer>")]
+            assert score(task, messages, {})["correct"], name

@@ -25,7 +25,7 @@ RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
-async def test_no_attack_gets_through(rung: Rung) -> None:
+async def test_no_attack_succeeds_on_any_rung(rung: Rung) -> None:
     assert len(ATTACKS) >= 40
     try:
         outcomes = await attack_all(ATTACKS, rung, timeout_s=1.0)
@@ -37,8 +37,8 @@ async def test_no_attack_gets_through(rung: Rung) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel itself refuses much to ordinary users")
-def test_each_group_succeeds_where_nothing_guards() -> None:
-    """Else it would show nothing that no sandbox lets it through."""
+def test_each_group_of_attacks_succeeds_without_a_sandbox() -> None:
+    """Otherwise its failure in a sandbox would show nothing."""
     stopped = []
     with host_secrets() as places:
         for name, code in GROUPS.items():
@@ -52,7 +52,7 @@ def test_each_group_succeeds_where_nothing_guards() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_tells_what_got_through(tmp_path: Path) -> None:
+def test_the_command_reports_attacks_that_succeed(tmp_path: Path) -> None:
     snippets = {"holds": "open('{SECRET_FILE}'); print('PWNED')", "leaks": "print('PWNED')"}
     path = tmp_path / "attacks.json"
     for names, code in (({"holds"}, 0), ({"holds", "leaks"}, 1)):

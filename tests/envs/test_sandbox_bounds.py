@@ -1,4 +1,4 @@
-"""Calls end when they end, and the sessions together are bounded."""
+"""No code runs after the end of its call, and all sessions together are bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from agentenv.errors import InfraError
-from tests.support.sandboxes import RESIDENTS, children, said, until, until_processes, zygote_of
+from tests.support.sandboxes import (
+    RESIDENTS,
+    children,
+    output_of,
+    until,
+    until_processes,
+    zygote_of,
+)
 
 FRAME = """
 import json, os, sys
@@ -29,7 +36,7 @@ def forge(number, output):
 
 
 def process_of(sandbox: Sandbox) -> psutil.Process:
-    """That of the only session."""
+    """The process of the only session."""
     for _ in range(200):
         children = zygote_of(sandbox).children()
         alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
@@ -43,7 +50,7 @@ def process_of(sandbox: Sandbox) -> psutil.Process:
     return process
 
 
-async def stands_still(process: psutil.Process) -> None:
+async def check_stopped(process: psutil.Process) -> None:
     await until(lambda: process.status() == psutil.STATUS_STOPPED)
     before = process.cpu_times()
     await asyncio.sleep(0.2)
@@ -51,15 +58,15 @@ async def stands_still(process: psutil.Process) -> None:
     assert process.status() == psutil.STATUS_STOPPED
 
 
-async def test_an_early_answer_gives_no_time_to_compute(
+async def test_a_forged_early_answer_gains_no_time_to_compute(
     sandbox: Sandbox, session: SandboxSession
 ) -> None:
     await session.run(FRAME, 10)
     result = await session.run("forge(number(), 'early')\nwhile True: pass", 10)
     assert (result.output, result.end) == ("early", "done")
-    await stands_still(process_of(sandbox))
+    await check_stopped(process_of(sandbox))
     assert (await session.run("1", 0.3)).end == "timed_out"  # in there the loop goes on
-    assert await said(session, "1") == f"{VARIABLES_LOST}\n1"
+    assert await output_of(session, "1") == f"{VARIABLES_LOST}\n1"
 
 
 @pytest.mark.parametrize(
@@ -72,14 +79,16 @@ async def test_an_early_answer_gives_no_time_to_compute(
         "os.write(3, b'x')",
     ],
 )
-async def test_answers_do_not_shift(session: SandboxSession, code: str) -> None:
+async def test_a_forged_answer_is_not_taken_for_that_of_a_later_call(
+    session: SandboxSession, code: str
+) -> None:
     await session.run(FRAME, 10)
     await session.run(code, 10)
     result = await session.run("6 * 7", 10)
     if result.end == "died":
         result = await session.run("6 * 7", 10)
     assert result.output == f"{VARIABLES_LOST}\n42"
-    assert await said(session, "7 * 6") == "42"
+    assert await output_of(session, "7 * 6") == "42"
 
 
 async def test_timers_and_handlers_run_only_within_calls(
@@ -88,32 +97,32 @@ async def test_timers_and_handlers_run_only_within_calls(
     code = "import signal, time\nticks = []\n"
     code += "signal.signal(signal.SIGALRM, lambda *_: ticks.append(1))\n"
     code += "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\ntime.sleep(0.05)\nlen(ticks) > 2"
-    assert await said(session, code) == "True"
-    num_ticks = await said(session, "len(ticks)")
-    await stands_still(process_of(sandbox))
-    assert await said(session, "time.sleep(0.05); len(ticks)") == num_ticks
+    assert await output_of(session, code) == "True"
+    num_ticks = await output_of(session, "len(ticks)")
+    await check_stopped(process_of(sandbox))
+    assert await output_of(session, "time.sleep(0.05); len(ticks)") == num_ticks
 
 
-async def test_threads_stand_still_between_calls() -> None:
+async def test_threads_are_stopped_between_calls() -> None:
     sandbox = Sandbox(limits=SandboxLimits(max_threads=3), preload=(), rungs=["namespaces"])
     session = sandbox.session(1)
     code = "import threading\nn = 0\ndef count():\n  global n\n  while True: n += 1\n"
     await session.run(code + "threading.Thread(target=count, daemon=True).start()", 10)
-    await stands_still(process_of(sandbox))
+    await check_stopped(process_of(sandbox))
     session.close()
     await sandbox.close()
 
 
-async def test_beyond_the_number_of_sessions_idle_ones_are_replayed() -> None:
+async def test_idle_sessions_beyond_the_maximum_are_replayed() -> None:
     sandbox = Sandbox(limits=SandboxLimits(max_sessions=2), preload=())
     sessions = [sandbox.session(number) for number in range(4)]
     for _ in range(2):
         for number, one in enumerate(sessions):
             await one.run(f"x = {number}", 10)
             await until(lambda: len(children()) <= RESIDENTS + 2)
-    assert await asyncio.gather(*(said(one, "x") for one in sessions)) == ["0", "1", "2", "3"]
+    assert await asyncio.gather(*(output_of(one, "x") for one in sessions)) == ["0", "1", "2", "3"]
     forks = await asyncio.gather(*(one.fork() for one in sessions))
-    assert await asyncio.gather(*(said(one, "x") for one in forks)) == ["0", "1", "2", "3"]
+    assert await asyncio.gather(*(output_of(one, "x") for one in forks)) == ["0", "1", "2", "3"]
     assert sandbox.counters.num_replays > 4
     for one in (*sessions, *forks):
         one.close()
@@ -127,15 +136,17 @@ async def test_a_session_waits_for_a_busy_one() -> None:
     await first.run("x = 1", 10)
     busy = asyncio.ensure_future(first.run("import time; time.sleep(0.2); x", 10))
     await asyncio.sleep(0.05)
-    assert await said(second, "2") == "2"
+    assert await output_of(second, "2") == "2"
     assert (await busy).output == "1"
-    assert await said(first, "x") == "1"
+    assert await output_of(first, "x") == "1"
     first.close()
     second.close()
     await sandbox.close()
 
 
-async def test_the_trainer_comes_first(sandbox: Sandbox, session: SandboxSession) -> None:
+async def test_sessions_yield_cpu_and_memory_to_the_trainer(
+    sandbox: Sandbox, session: SandboxSession
+) -> None:
     await session.run("1", 10)
     for process in (zygote_of(sandbox), process_of(sandbox)):
         assert process.nice() == min(19, os.nice(0) + 5)
@@ -143,23 +154,23 @@ async def test_the_trainer_comes_first(sandbox: Sandbox, session: SandboxSession
             assert file.read() == "1000\n"
 
 
-async def test_together_they_are_bounded_and_the_largest_dies(
+async def test_the_largest_session_dies_when_all_together_exceed_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "_machine_bytes", lambda: 300 << 20)
     sandbox = Sandbox(preload=())
     small, large = sandbox.session(1), sandbox.session(2)
-    assert await said(small, "x = bytearray(b'1') * (60 << 20); len(x) >> 20") == "60"
+    assert await output_of(small, "x = bytearray(b'1') * (60 << 20); len(x) >> 20") == "60"
     result = await large.run("x = bytearray(b'1') * (120 << 20)\nwhile True: pass", 20)
     assert result.end == "died"
-    assert await said(small, "len(x) >> 20") == "60"
+    assert await output_of(small, "len(x) >> 20") == "60"
     small.close()
     large.close()
     await sandbox.close()
 
 
-async def test_nobody_waits_for_room_in_a_sandbox_that_is_closed() -> None:
-    """Whoever has the only place may keep it for ever."""
+async def test_closing_a_sandbox_ends_the_wait_for_a_free_session() -> None:
+    """The holder of the only session may keep it forever."""
     sandbox = Sandbox(limits=SandboxLimits(max_sessions=1), preload=())
     holder, comer = sandbox.session(0), sandbox.session(1)
     sandbox._holding[holder] = None

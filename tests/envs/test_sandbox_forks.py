@@ -15,11 +15,11 @@ from agentenv.envs.sandbox.launch import HUGE_PAGES, Rung, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
 from agentenv.pipelines.diagnosis.doctor import RUNGS
-from tests.support.sandboxes import process_of, said, until, zygote_of
+from tests.support.sandboxes import output_of, process_of, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 
-# Cells that say nothing and leave `x`; what code does whose words never show a difference.
+# Cells without output that set `x`: a replay can differ only in variables and files.
 EQUAL = {
     "global generator": "import random; x = random.random()",
     "unseeded generator": "import random; x = random.Random().random()",
@@ -63,7 +63,7 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
 
 @pytest.fixture
 async def replaying(sandbox: Sandbox) -> Sandbox:
-    """One that cannot copy processes."""
+    """A sandbox that cannot copy processes."""
     (await sandbox.start()).live_forks = False
     return sandbox
 
@@ -79,20 +79,20 @@ SAME = "repr(x()) if callable(x) else repr(list(x)) if hasattr(x, '__next__') el
 
 
 @pytest.mark.slow
-async def test_an_idiom_leaves_equal_variables(replaying: Sandbox) -> None:
+async def test_a_replay_of_common_code_leaves_equal_variables(replaying: Sandbox) -> None:
     sandbox = replaying
     for name, code in EQUAL.items():
         parent, child = await two(sandbox, code)
         show = "x.made" if name == "class with state" else SAME
-        assert await said(parent, show) == await said(child, show), name
+        assert await output_of(parent, show) == await output_of(child, show), name
         parent.close()
         child.close()
     counters = sandbox.counters
     assert (counters.num_replays, counters.num_replays_refused) == (len(EQUAL), 0)
 
 
-async def test_what_a_replay_cannot_repeat_is_refused(replaying: Sandbox) -> None:
-    """Also where its words are the same."""
+async def test_a_replay_with_other_variables_or_files_is_refused(replaying: Sandbox) -> None:
+    """Also if its output is the same."""
     sandbox = replaying
     differing = CLOCKS | (FILES if sandbox.rung == "namespaces" else {})
     differing.pop("name of a file", None)
@@ -102,7 +102,7 @@ async def test_what_a_replay_cannot_repeat_is_refused(replaying: Sandbox) -> Non
         with pytest.raises(EnvError, match="its variables or files"):
             await parent.fork()
         assert sandbox.counters.num_replays_refused == number, name
-        assert await said(parent, "1") == "1"
+        assert await output_of(parent, "1") == "1"
         parent.close()
 
 
@@ -111,24 +111,24 @@ async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> N
         "import os, random, secrets, uuid; os.urandom(4), random.Random().random(), uuid.uuid4()"
     )
     one, two_, other = sandbox.session(5), sandbox.session(5), sandbox.session(6)
-    first = await said(one, drawn)
-    assert first == await said(two_, drawn)
-    assert first != await said(other, drawn)
+    first = await output_of(one, drawn)
+    assert first == await output_of(two_, drawn)
+    assert first != await output_of(other, drawn)
     for session in (one, two_, other):
         session.close()
 
 
 @pytest.mark.slow
-async def test_a_copy_of_the_process_has_it_all(sandbox: Sandbox) -> None:
+async def test_a_copied_process_has_equal_variables_and_random_state(sandbox: Sandbox) -> None:
     idioms = EQUAL | CLOCKS
     for name, code in idioms.items():
         if name == "random device":
             continue  # leaves a file open, until it is collected
         parent, child = await two(sandbox, code)
         show = "x.made" if name == "class with state" else SAME
-        assert await said(parent, show) == await said(child, show), name
+        assert await output_of(parent, show) == await output_of(child, show), name
         drawn = "import os, random; os.urandom(4), random.random(), random.Random().random()"
-        assert await said(parent, drawn) == await said(child, drawn), name
+        assert await output_of(parent, drawn) == await output_of(child, drawn), name
         parent.close()
         child.close()
     assert (sandbox.counters.num_replays, sandbox.counters.num_replays_refused) == (0, 0)
@@ -142,12 +142,12 @@ async def test_copies_are_independent(sandbox: Sandbox) -> None:
     grandchild, sister = await asyncio.gather(child.fork(), parent.fork())
     family = [parent, child, grandchild, sister]
     await asyncio.gather(*(one.run(f"x.append({n})", 10) for n, one in enumerate(family)))
-    assert [await said(one, "x") for one in family] == ["[0, 0]", "[0, 1]", "[0, 2]", "[0, 3]"]
-    assert len({await said(one, "import os; os.getpid()") for one in family}) == 4
+    assert [await output_of(one, "x") for one in family] == ["[0, 0]", "[0, 1]", "[0, 2]", "[0, 3]"]
+    assert len({await output_of(one, "import os; os.getpid()") for one in family}) == 4
     assert (await parent.run("os._exit(1)", 10)).end == "died"
     child.close()
     for one in (grandchild, sister):
-        assert await said(one, "len(x)") == "2"
+        assert await output_of(one, "len(x)") == "2"
         assert (await one.run("while True: pass", 0.2)).end == "timed_out"
     assert sandbox.counters.num_live_forks == 3
     for one in family:
@@ -155,7 +155,7 @@ async def test_copies_are_independent(sandbox: Sandbox) -> None:
     await until(lambda: len(zygote_of(sandbox).children()) <= 1)  # the initializer of forks, if any
 
 
-def had_for_the_asking() -> bool:
+def offers_huge_pages() -> bool:
     enabled = HUGE_PAGES / "enabled"
     return "GLIBC_TUNABLES" in environment() and "[never]" not in enabled.read_text()
 
@@ -165,18 +165,18 @@ def huge_kb(pid: int) -> int:
     return int(rollup.partition("AnonHugePages:")[2].split()[0])
 
 
-async def test_memory_lies_in_huge_pages_where_there_are_any(sandbox: Sandbox) -> None:
-    """Or else a fork copies an entry for each 4 kB."""
-    if not had_for_the_asking():
-        pytest.skip("this machine has none for the asking")
+async def test_memory_is_in_huge_pages_where_available(sandbox: Sandbox) -> None:
+    """Otherwise a fork copies an entry for each 4 kB."""
+    if not offers_huge_pages():
+        pytest.skip("this machine offers no huge pages")
     session = sandbox.session(1)
     assert (await session.run("x = [bytes(2000) for _ in range(8_000)]", 10)).ok
     assert huge_kb(process_of(session).pid) >= 2 << 10
-    assert await said(session, "import os; 'GLIBC_TUNABLES' in os.environ") == "False"
+    assert await output_of(session, "import os; 'GLIBC_TUNABLES' in os.environ") == "False"
     session.close()
 
 
-async def test_files_are_copied(sandbox: Sandbox) -> None:
+async def test_a_fork_has_its_own_copy_of_the_files(sandbox: Sandbox) -> None:
     await sandbox.start()
     if sandbox.rung != "namespaces":
         pytest.skip("there, sessions cannot write files")
@@ -197,26 +197,28 @@ os.chdir("a")
         "s = os.stat('b/file'); oct(s.st_mode), s.st_mtime_ns, s.st_size, os.getcwd(), "
         "os.readlink('/tmp/link'), os.readlink('/tmp/dangling'), open('/tmp/link').read(6)"
     )
-    assert await said(parent, look) == await said(child, look)
+    assert await output_of(parent, look) == await output_of(child, look)
     await child.run("open('/tmp/link', 'w').write('two')", 10)
     await child.run("os.remove('/tmp/dangling'); open('mine', 'w').close()", 10)
     await parent.run("open('b/new', 'w').close()", 10)
-    assert await said(parent, "open('/tmp/link').read(6), os.listdir('.')") == "('oneone', ['b'])"
-    assert await said(parent, "os.listdir('b')") != await said(child, "os.listdir('b')")
+    assert (
+        await output_of(parent, "open('/tmp/link').read(6), os.listdir('.')") == "('oneone', ['b'])"
+    )
+    assert await output_of(parent, "os.listdir('b')") != await output_of(child, "os.listdir('b')")
     assert sandbox.counters.num_live_forks == 1
     parent.close()
     child.close()
 
 
-async def test_forks_of_forks(sandbox: Sandbox) -> None:
+async def test_forks_can_be_forked(sandbox: Sandbox) -> None:
     """Namespaces can be nested 32 deep; beyond, the record is replayed."""
     line = [sandbox.session(1)]
     await line[0].run("x = []", 10)
     for number in range(36):
         line.append(await line[-1].fork())
         await line[-1].run(f"x.append({number})", 10)
-    assert await said(line[-1], "x") == str(list(range(36)))
-    assert await said(line[0], "x") == "[]"
+    assert await output_of(line[-1], "x") == str(list(range(36)))
+    assert await output_of(line[0], "x") == "[]"
     counters = sandbox.counters
     assert counters.num_live_forks + counters.num_replays == 36
     assert counters.num_live_forks > 25
@@ -224,14 +226,14 @@ async def test_forks_of_forks(sandbox: Sandbox) -> None:
         one.close()
 
 
-async def test_without_an_initializer_it_is_replayed(sandbox: Sandbox) -> None:
+async def test_a_session_without_an_initializer_is_replayed(sandbox: Sandbox) -> None:
     await sandbox.start()
     if sandbox.rung != "namespaces":
         pytest.skip("there, nothing is to be copied")
     for process in zygote_of(sandbox).children(recursive=True):
         process.kill()
     parent, child = await two(sandbox, "x = 3")
-    assert await said(child, "x") == "3"
+    assert await output_of(child, "x") == "3"
     assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
     parent.close()
     child.close()
@@ -247,20 +249,20 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-async def test_what_would_be_shared_is_not_copied(sandbox: Sandbox, name: str) -> None:
+async def test_a_session_with_shared_resources_is_replayed(sandbox: Sandbox, name: str) -> None:
     parent = sandbox.session(1)
     await parent.run(SHARED[name] + "\nx = 7", 10)
     child = await parent.fork()  # by running it again
-    assert await said(child, "x") == "7"
+    assert await output_of(child, "x") == "7"
     assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
-    assert await said(parent, "x") == "7"
+    assert await output_of(parent, "x") == "7"
     parent.close()
     child.close()
 
 
 @pytest.mark.slow
-async def test_no_fork_without_the_host(sandbox: Sandbox) -> None:
-    """The clone that a fork takes is refused to a cell, also while the host forks others."""
+async def test_a_cell_cannot_fork_without_the_host(sandbox: Sandbox) -> None:
+    """The clone of a fork is refused to a cell, also while the host forks other sessions."""
     await sandbox.start()
     flags = FORK_INTO_NAMESPACES if sandbox.rung == "namespaces" else FORK_BESIDE
     code = f"""
@@ -286,9 +288,9 @@ made, ctypes.get_errno()
         one.close()
 
 
-async def test_no_session_asks_to_die_with_its_parent(sandbox: Sandbox) -> None:
-    """The prctl by which a fork is born is refused to cells, also while the host forks others, and
-    in forks after their birth."""
+async def test_a_cell_cannot_set_the_signal_of_its_parents_death(sandbox: Sandbox) -> None:
+    """The prctl of a starting fork is refused to cells, also while the host forks other sessions,
+    and in forks after their start."""
     await sandbox.start()
     code = """
 import ctypes, time
@@ -308,16 +310,16 @@ granted, ctypes.get_errno()
     refused = f"(0, {errno.EPERM})"
     assert (await running).output == refused
     assert (await forks[-1].run(code, 10)).output == refused
-    assert await said(forks[0], "x") == "1"
+    assert await output_of(forks[0], "x") == "1"
     assert sandbox.counters.num_live_forks == len(forks) > 2
     for one in (asking, other, *forks):
         one.close()
 
 
-async def test_a_session_that_forks_otherwise_than_asked_is_replayed(
+async def test_a_session_that_forks_in_another_way_is_replayed(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it does with the one clone that it is granted."""
+    """Whatever it does with the one clone that it may make."""
     monkeypatch.setattr("agentenv.envs.sandbox.sandbox.FORK_TIMEOUT_S", 0.5)
     parent = sandbox.session(1)
     await parent.run("x = 5", 10)
@@ -329,8 +331,8 @@ async def test_a_session_that_forks_otherwise_than_asked_is_replayed(
         )
         await parent.run(hidden, 10)
         child = await parent.fork()
-        assert await said(child, "x") == "5"
+        assert await output_of(child, "x") == "5"
         child.close()
-    assert await said(parent, "x") == "5"
+    assert await output_of(parent, "x") == "5"
     assert sandbox.counters.num_live_forks == 0
     parent.close()

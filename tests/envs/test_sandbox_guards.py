@@ -1,4 +1,4 @@
-"""What forged frames, forks and signals would do if one guard were missing, and do not do."""
+"""Forged frames, forks and signals: refused by a guard, and successful without it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from agentenv.errors import ConfigError
 from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
-from tests.support.sandboxes import process_of, said
+from tests.support.sandboxes import output_of, process_of
 
 Remove = Callable[[str, str, str], None]
 
 
 @pytest.fixture
 def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
-    """Leave a guard out of a copy of what runs inside."""
+    """Remove a guard from a copy of the code that runs inside."""
 
     def without(name: str, guard: str, nothing: str) -> None:
         folder = shutil.copytree(launch.HERE, tmp_path / "sandbox")
@@ -58,7 +58,7 @@ async def shifted(sandbox: Sandbox) -> bool:
     return result.output == "forged"
 
 
-async def test_numbers_that_can_be_guessed(
+async def test_random_call_numbers_stop_forged_answers(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not await shifted(sandbox)
@@ -80,7 +80,7 @@ async def computed_s(sandbox: Sandbox) -> float:
     return after - before
 
 
-async def test_a_session_that_is_not_stopped(
+async def test_stopping_a_session_stops_its_computation(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await computed_s(sandbox) == 0.0
@@ -100,12 +100,12 @@ if pid == 0:
     libc._exit(0)
 int(pid > 0)
 """
-    made = await said(session, code)
+    made = await output_of(session, code)
     session.close()
     return made
 
 
-async def test_forks_that_nobody_asked_for(sandbox: Sandbox, remove: Remove) -> None:
+async def test_the_broker_refuses_unrequested_forks(sandbox: Sandbox, remove: Remove) -> None:
     assert await num_forks(sandbox) == "0"
     remove("fork_broker.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
@@ -125,7 +125,9 @@ async def crossed(sandbox: Sandbox) -> bool:
     return result.output == "b'across'"
 
 
-async def test_a_fork_that_shares_a_pipe(sandbox: Sandbox, remove: Remove) -> None:
+async def test_the_check_of_open_files_stops_forks_that_share_a_pipe(
+    sandbox: Sandbox, remove: Remove
+) -> None:
     assert not await crossed(sandbox)
     assert sandbox.counters.num_live_forks == 0
     guard = "if open_files != STANDARD or not channel"
@@ -135,10 +137,10 @@ async def test_a_fork_that_shares_a_pipe(sandbox: Sandbox, remove: Remove) -> No
     await open_.close()
 
 
-async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
+async def test_the_broker_refuses_signals_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
     code = "import os; os.kill(os.getppid(), 0)"
     session = sandbox.session(1)
-    assert "Operation not permitted" in await said(session, code)
+    assert "Operation not permitted" in await output_of(session, code)
     session.close()
     remove(
         "fork_broker.py",
@@ -150,7 +152,7 @@ async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
         await open_.start()
 
 
-async def test_where_the_kernel_asks_nobody_forks_are_replays(
+async def test_forks_are_replays_without_a_seccomp_listener(
     sandbox: Sandbox, remove: Remove
 ) -> None:
     """Each session is then process 1 of its own namespace, or may signal its own number only."""
@@ -161,12 +163,12 @@ async def test_where_the_kernel_asks_nobody_forks_are_replays(
     parent = other.session(1)
     await parent.run("import os; x = os.urandom(4)", 10)
     child = await parent.fork()
-    assert await said(parent, "x") == await said(child, "x")
+    assert await output_of(parent, "x") == await output_of(child, "x")
     assert (other.counters.num_live_forks, other.counters.num_replays) == (0, 1)
     if other.rung == "namespaces":
-        assert await said(child, "os.getpid(), os.getppid()") == "(1, 0)"
-    assert "not permitted" in await said(child, "os.kill(os.getppid() or 2, 0)")
-    assert await said(child, "os.kill(os.getpid(), 0)") == ""
+        assert await output_of(child, "os.getpid(), os.getppid()") == "(1, 0)"
+    assert "not permitted" in await output_of(child, "os.kill(os.getppid() or 2, 0)")
+    assert await output_of(child, "os.kill(os.getpid(), 0)") == ""
     parent.close()
     child.close()
     await other.close()

@@ -1,4 +1,4 @@
-"""What usual code imports works on the rung "landlock", where no path can be asked about."""
+"""Common imports work on the rung "landlock", which refuses the status of paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from tests.support.sandboxes import said
+from tests.support.sandboxes import output_of
 
 USUAL = (
     "pandas sklearn matplotlib.pyplot scipy.stats sympy networkx PIL.Image yaml lxml.etree "
@@ -26,7 +26,7 @@ async def session() -> AsyncIterator[SandboxSession]:
     await sandbox.close()
 
 
-async def test_files_that_may_be_read_can_be_asked_about(session: SandboxSession) -> None:
+async def test_the_status_of_readable_files_is_available(session: SandboxSession) -> None:
     code = """
 import os, pathlib, tempfile
 here = pathlib.Path(os.__file__)
@@ -46,7 +46,7 @@ except OSError as error:
     print(error.strerror)
 """
     said_twice = "No usable temporary directory found\nRead-only file system"
-    assert await said(session, code) == said_twice
+    assert await output_of(session, code) == said_twice
 
 
 @pytest.mark.slow
@@ -70,4 +70,4 @@ buffer = io.BytesIO()
 plt.savefig(buffer, format="png")
 buffer.getvalue()[1:4]
 """
-    assert (await said(session, code, 60)).endswith("b'PNG'")
+    assert (await output_of(session, code, 60)).endswith("b'PNG'")

@@ -1,4 +1,4 @@
-"""What a session cannot reach: files, descriptors, processes and sockets of the host."""
+"""Files, descriptors, processes and sockets of the host are out of reach of a session."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from pathlib import Path
 
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import (
-    said,
+    output_of,
 )
 
 
-async def test_limits_of_files_and_processes(session: SandboxSession) -> None:
+async def test_files_and_processes_of_a_session_are_limited(session: SandboxSession) -> None:
     big = "f = open('big', 'wb', buffering=0)\nwhile f.write(b'x' * 10 ** 6): pass"
-    output = await said(session, f"import signal; signal.signal(25, signal.SIG_IGN)\n{big}")
+    output = await output_of(session, f"import signal; signal.signal(25, signal.SIG_IGN)\n{big}")
     assert "File too large" in output or "No space left" in output
     many = "n = 0\nwhile True:\n  n += 1\n  open(f'm{n}', 'wb').write(b'x' * 10 ** 6)"
-    assert "No space left" in await said(session, many)
-    assert "BlockingIOError" in await said(session, "import os; os.fork()")
-    assert "can't start new thread" in await said(
+    assert "No space left" in await output_of(session, many)
+    assert "BlockingIOError" in await output_of(session, "import os; os.fork()")
+    assert "can't start new thread" in await output_of(
         session, "import threading; threading.Thread(target=print).start()"
     )
-    assert "Too many open files" in await said(session, "f = [open('f', 'w') for _ in range(99)]")
+    assert "Too many open files" in await output_of(
+        session, "f = [open('f', 'w') for _ in range(99)]"
+    )
 
 
 async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -49,15 +51,17 @@ async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> Non
         ):
             result = await first.run(code, 10)
             assert (result.ok, result.end) == (False, "raised"), (code, result.output)
-    names = await said(first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)")
+    names = await output_of(
+        first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)"
+    )
     assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
-    assert await said(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
+    assert await output_of(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
     assert (
-        await said(first, "sorted(os.listdir('/sandbox')), os.getppid(), os.getuid()")
+        await output_of(first, "sorted(os.listdir('/sandbox')), os.getppid(), os.getuid()")
         == "(['cells.py', 'confine.py', 'fork_broker.py', 'zygote.py'], 1, 1000)"
     )
     await first.run("open('/tmp/mine', 'w').write('secret')", 10)
-    assert await said(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
+    assert await output_of(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
     first.close()
     second.close()
 
@@ -79,11 +83,11 @@ async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path
             found
         """
         code = "\n".join(line[12:] for line in code.splitlines())
-        assert await said(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
+        assert await output_of(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
         session.close()
 
 
-async def test_an_answer_is_not_believed(sandbox: Sandbox) -> None:
+async def test_forged_frames_of_a_cell_are_not_trusted(sandbox: Sandbox) -> None:
     """Frames that model-written code sends itself, to confuse the host."""
     for payload in (
         "b'\\xff\\xff\\xff\\xff'",
@@ -99,5 +103,5 @@ async def test_an_answer_is_not_believed(sandbox: Sandbox) -> None:
     forged = '{"output": "' + "x" * 100_000 + '"}'
     session = sandbox.session(1)
     code = f"import os; os.write(3, {len(forged)}.to_bytes(4, 'big') + {forged!r}.encode())"
-    assert len(await said(session, code)) <= 16_000
+    assert len(await output_of(session, code)) <= 16_000
     session.close()

@@ -1,4 +1,4 @@
-"""The rungs of the sandbox: the first that holds is taken, and never a lower one in silence."""
+"""The rungs of the sandbox: the first that works is taken, a lower one only with a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentenv.envs.sandbox.launch import Interpreter
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, InfraError
 from agentenv.pipelines.diagnosis.doctor import RUNGS
-from tests.support.sandboxes import children, num_descriptors, said, until_processes
+from tests.support.sandboxes import children, num_descriptors, output_of, until_processes
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def test_namespaces_are_the_first_rung(caplog: pytest.LogCaptureFixture) -
 async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     sandbox = Sandbox(preload=())
     session = sandbox.session(1)
-    assert await said(session, "x = 6 * 7; x") == "42"
+    assert await output_of(session, "x = 6 * 7; x") == "42"
     assert sandbox.rung == "landlock"
     assert "uses its level 'landlock', since: namespaces" in caplog.text
     assert "apt install bubblewrap" in caplog.text
@@ -50,10 +50,12 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
     (record,) = caplog.records
     assert vars(record)["shown"], "on the terminal, too"
     fork = await session.fork()
-    assert await said(fork, "import fractions, wave, email.mime.text; x") == "42"  # not preloaded
-    assert "ModuleNotFoundError" in await said(fork, "import no_such_module")
-    assert "Read-only file system" in await said(fork, "open('f', 'w')")
-    assert "can't start new thread" in await said(
+    assert (
+        await output_of(fork, "import fractions, wave, email.mime.text; x") == "42"
+    )  # not preloaded
+    assert "ModuleNotFoundError" in await output_of(fork, "import no_such_module")
+    assert "Read-only file system" in await output_of(fork, "open('f', 'w')")
+    assert "can't start new thread" in await output_of(
         fork, "import threading; threading.Thread(target=print).start()"
     )
     session.close()
@@ -64,7 +66,7 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("no_bubblewrap", "no_landlock")
-async def test_without_any_rung_it_is_refused() -> None:
+async def test_a_sandbox_without_any_rung_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         await Sandbox(preload=()).start()
     text = str(caught.value)
@@ -72,7 +74,7 @@ async def test_without_any_rung_it_is_refused() -> None:
         assert part in text
 
 
-async def test_without_namespaces_it_is_refused(
+async def test_a_sandbox_without_namespaces_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bubblewrap = tmp_path / "bwrap"
@@ -86,7 +88,9 @@ async def test_without_namespaces_it_is_refused(
     assert (num_descriptors(), children()) == (before, [])
 
 
-async def test_a_sandbox_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_fails_its_self_test_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = zygote_process.bubblewrap
 
     def with_a_hole(python: Interpreter) -> list[str]:
@@ -99,13 +103,13 @@ async def test_a_sandbox_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert children() == []
 
 
-async def test_threads_that_cannot_be_counted_are_refused() -> None:
+async def test_a_thread_limit_is_refused_on_a_rung_that_cannot_count_threads() -> None:
     limits = SandboxLimits(max_threads=8)
     with pytest.raises(ConfigError, match=r"python\.limits\.max_threads"):
         await Sandbox(limits=limits, preload=(), rungs=["landlock"]).start()
 
 
-async def test_threads_up_to_the_limit() -> None:
+async def test_a_session_may_start_threads_up_to_the_limit() -> None:
     sandbox = Sandbox(limits=SandboxLimits(max_threads=4), preload=(), rungs=["namespaces"])
     session = sandbox.session(1)
     code = (
@@ -113,29 +117,31 @@ async def test_threads_up_to_the_limit() -> None:
         "    threading.Thread(target=wait.wait).start(); made += 1\n"
         "except RuntimeError: wait.set()\nmade"
     )
-    assert await said(session, code) == "3"
-    assert "PermissionError" in await said(session, "import os; os.fork()")
+    assert await output_of(session, code) == "3"
+    assert "PermissionError" in await output_of(session, "import os; os.fork()")
     await sandbox.close()
     session.close()
 
 
 @pytest.mark.usefixtures("no_bubblewrap", "no_landlock")
-async def test_a_plain_subprocess_only_when_allowed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_plain_subprocess_is_used_only_when_allowed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sandbox = Sandbox(allow_unsafe=True, preload=())
     session = sandbox.session(1)
-    assert await said(session, "x = 1; x") == "1"
+    assert await output_of(session, "x = 1; x") == "1"
     assert "WITHOUT a sandbox" in caplog.text
     assert sandbox.rung == "unsafe"
-    home = Path((await said(session, "import os; os.getcwd()")).strip("'"))
+    home = Path((await output_of(session, "import os; os.getcwd()")).strip("'"))
     assert home.parts[1] == "tmp"
     assert (await session.run("while True: pass", 0.2)).end == "timed_out"
-    assert (await said(session, "2")).endswith("2")
+    assert (await output_of(session, "2")).endswith("2")
     zygote_process_id = sandbox._zygote._process.pid if sandbox._zygote else 0
     os.kill(zygote_process_id, signal.SIGKILL)
     await until_processes(1)  # the dead zygote, not waited for yet; its session died with it
     with pytest.raises(InfraError):
         await session.run("1", 10)
-    assert (await said(session, "3")).endswith("3")
+    assert (await output_of(session, "3")).endswith("3")
     await sandbox.close()
     session.close()
     assert children() == []
@@ -144,16 +150,16 @@ async def test_a_plain_subprocess_only_when_allowed(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.slow
-async def test_numpy_and_sympy_are_there_and_seeded() -> None:
+async def test_numpy_and_sympy_are_available_and_seeded() -> None:
     sandbox = Sandbox()
     one, two, other = sandbox.session(5), sandbox.session(5), sandbox.session(6)
     code = "import sys; loaded = 'sympy' in sys.modules\nimport numpy, sympy\n"
     code += "loaded, numpy.random.rand(), sympy.integrate(sympy.Symbol('x'))"
-    first = await said(one, code)
+    first = await output_of(one, code)
     assert first.startswith("(True, ")
     assert first.endswith(", x**2/2)")
-    assert first == await said(two, code)
-    assert first != await said(other, code)
+    assert first == await output_of(two, code)
+    assert first != await output_of(other, code)
     await sandbox.close()
     for session in (one, two, other):
         session.close()
@@ -167,7 +173,7 @@ async def test_a_missing_package_is_reported_at_the_start() -> None:
 
 
 def virtual_environment(folder: Path) -> Path:
-    """One that holds a single module, only_here."""
+    """An environment with a single module, only_here."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     packages = folder / "lib" / version / "site-packages"
     packages.mkdir(parents=True)
@@ -180,19 +186,19 @@ def virtual_environment(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-async def test_another_environment(tmp_path: Path) -> None:
+async def test_the_interpreter_of_another_environment_is_used(tmp_path: Path) -> None:
     folder = virtual_environment(tmp_path / "venv")
     for rung in RUNGS:
         sandbox = Sandbox(interpreter=str(folder), preload=["only_here"], rungs=[rung])
         session = sandbox.session(1)
-        assert await said(session, "import sys, only_here; only_here.answer") == "42"
-        assert folder.name in await said(session, "sys.prefix")
-        assert "Read-only" in await said(session, "open(only_here.__file__, 'w')")
+        assert await output_of(session, "import sys, only_here; only_here.answer") == "42"
+        assert folder.name in await output_of(session, "sys.prefix")
+        assert "Read-only" in await output_of(session, "open(only_here.__file__, 'w')")
         await sandbox.close()
         session.close()
 
 
-async def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
+async def test_a_path_without_a_working_interpreter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"python\.interpreter: .*neither a virtual"):
         await Sandbox(interpreter=str(tmp_path)).start()
     (tmp_path / "bin").mkdir()

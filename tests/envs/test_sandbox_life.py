@@ -1,4 +1,4 @@
-"""The life of a sandbox: cancelled, killed, stopped, and nothing left behind."""
+"""The life of a sandbox: cancelled, killed and stopped, without leftovers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError, InfraError
 from tests.support.sandboxes import (
     RESIDENTS,
-    said,
+    output_of,
     until_gone,
     until_processes,
     zygote_of,
 )
 
 
-async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
+async def test_a_session_survives_the_cancellation_of_a_running_call(sandbox: Sandbox) -> None:
     session = sandbox.session(1)
     await session.run("x = 1", 10)
     running = asyncio.ensure_future(session.run("while True: pass", 60))
@@ -32,7 +32,7 @@ async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     await until_processes(RESIDENTS)
-    assert await said(session, "x") == "1"  # no fault of the code: the record is replayed
+    assert await output_of(session, "x") == "1"  # no fault of the code: the record is replayed
     session.close()
     await until_processes(RESIDENTS)
     with pytest.raises(EnvError, match="closed"):
@@ -40,14 +40,16 @@ async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.02, 0.1])
-async def test_cancelled_while_starting(sandbox: Sandbox, delay_s: float) -> None:
+async def test_a_sandbox_survives_cancellation_while_sessions_start(
+    sandbox: Sandbox, delay_s: float
+) -> None:
     sessions = [sandbox.session(number) for number in range(5)]
     starting = [asyncio.ensure_future(one.run("1", 60)) for one in sessions]
     await asyncio.sleep(delay_s)
     for one in starting:
         one.cancel()
     await asyncio.wait(starting)
-    assert await said(sessions[0], "1") == "1"
+    assert await output_of(sessions[0], "1") == "1"
     for session in sessions:
         session.close()
     await until_processes(RESIDENTS)
@@ -66,15 +68,15 @@ async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
     with pytest.raises(InfraError, match="the sandbox died"):
         await sessions[1].run("x", 10)
     for session in sessions[:2]:
-        assert await said(session, "x") == "4"
+        assert await output_of(session, "x") == "4"
     for session in sessions:
         session.close()
 
 
-async def test_who_replaces_a_zygote_may_be_cancelled(
+async def test_the_replacement_of_a_zygote_can_be_cancelled(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the dead one is buried."""
+    """While the dead zygote is reaped."""
     bury = zygote_process.ZygoteProcess._reap_group
 
     def slowly(self: zygote_process.ZygoteProcess) -> None:
@@ -91,11 +93,11 @@ async def test_who_replaces_a_zygote_may_be_cancelled(
     starting.cancel()
     await asyncio.wait({starting})
     session = sandbox.session(1)
-    assert await said(session, "6 * 7") == "42"
+    assert await output_of(session, "6 * 7") == "42"
     session.close()
 
 
-async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
+async def test_the_zygote_ends_with_a_killed_bubblewrap(sandbox: Sandbox) -> None:
     session = sandbox.session(1)
     await session.run("1", 10)
     assert sandbox._zygote is not None
@@ -106,8 +108,8 @@ async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
     await until_gone(zygote)
 
 
-async def test_closing_ends_sessions_that_nobody_has_closed(sandbox: Sandbox) -> None:
-    """The fixture counts what is left."""
+async def test_closing_a_sandbox_ends_its_open_sessions(sandbox: Sandbox) -> None:
+    """The fixture counts leftovers."""
     idle, busy = sandbox.session(1), sandbox.session(2)
     await asyncio.gather(idle.run("x = 1", 10), busy.run("x = 2", 10))
     forked = await idle.fork()
@@ -120,7 +122,7 @@ async def test_closing_ends_sessions_that_nobody_has_closed(sandbox: Sandbox) ->
     assert not forked.resting()
 
 
-async def test_nothing_outlives_a_killed_host() -> None:
+async def test_no_process_outlives_a_killed_host() -> None:
     code = """
 import asyncio
 import psutil
@@ -146,8 +148,8 @@ asyncio.run(main())
         await until_gone(process)
 
 
-async def test_a_frame_that_a_cell_forges_is_no_answer(session: SandboxSession) -> None:
-    """Whatever it is: the interpreter counts as dead, and the next one starts anew."""
+async def test_a_forged_frame_ends_the_interpreter(session: SandboxSession) -> None:
+    """Whatever its content: the interpreter counts as dead, and the next call starts another."""
     deep = b'{"output": "x", "y":' + b"[" * 5000
     for frame in (deep, b"\xff", b'{"output": 3}', b'{"output": "\\ud800"}', b""):
         code = f"import os\nframe = {frame!r}\n"

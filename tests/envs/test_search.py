@@ -53,29 +53,29 @@ async def test_the_best_passage_comes_first(tmp_path: Path) -> None:
     assert result.info == {"ids": ["oslo"]}  # of equals the first in the corpus
 
 
-async def test_results_are_lines_and_cut(tmp_path: Path) -> None:
+async def test_results_are_lines_cut_to_the_limit(tmp_path: Path) -> None:
     tool = SearchTool(write(tmp_path, ROWS), top_k=3, max_chars_per_result=9)
     assert await search(tool, "norway fjord") == "Oslo, the\nOslo, the"
     assert len((await search(tool, "capital of")).splitlines()) == 3
 
 
 @pytest.mark.parametrize("query", ["", "   ", "?!", "zebra", "ZEBRA's stripes"])
-async def test_nothing_found(tmp_path: Path, query: str) -> None:
+async def test_a_query_without_hits_returns_a_notice(tmp_path: Path, query: str) -> None:
     assert await search(SearchTool(write(tmp_path, ROWS)), query) == "No results."
 
 
 @pytest.mark.parametrize("arguments", [{}, {"query": 3}, {"query": "x", "k": 2}])
-async def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
+async def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ToolError, match="search: "):
         await SearchTool(write(tmp_path, ROWS)).call(arguments, None)
 
 
-def test_one_index_for_one_corpus(tmp_path: Path) -> None:
+def test_tools_over_one_corpus_share_an_index(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
     assert SearchTool(path).index is SearchTool(str(path), top_k=2).index
 
 
-def test_words_of_any_script() -> None:
+def test_text_of_any_script_is_split_into_words() -> None:
     assert words("The Zorvex-Labs' \u00c9T\u00c9, \u6771\u4eac_1!") == [
         "the",
         "zorvex",
@@ -99,7 +99,7 @@ def test_words_of_any_script() -> None:
         ("\u1112\u1161\u11ab", "\ud55c"),  # Hangul in parts
     ],
 )
-def test_spellings_of_one_word(one: str, other: str) -> None:
+def test_spellings_of_one_word_are_equal(one: str, other: str) -> None:
     assert words(one) == words(other)
 
 
@@ -110,12 +110,12 @@ def test_spellings_of_one_word(one: str, other: str) -> None:
         ("\u0439", "\u0438"),  # Russian i short and i
     ],
 )
-def test_marks_that_make_another_letter_stay(one: str, other: str) -> None:
+def test_marks_that_form_another_letter_are_kept(one: str, other: str) -> None:
     assert words(one) != words(other)
 
 
 async def test_korean_is_found_without_its_particles(tmp_path: Path) -> None:
-    """ "Korea capital" in "Korea's capital is Seoul", which hangs particles at both words."""
+    """ "Korea capital" in "Korea's capital is Seoul", which has particles on both words."""
     seoul = "\ub300\ud55c\ubbfc\uad6d\uc758 \uc218\ub3c4\ub294 \uc11c\uc6b8\uc774\ub2e4"
     other = "\ubbf8\uad6d\uc758 \ub300\ud1b5\ub839"  # "America's president"
     rows = [{"id": text, "title": "", "text": text} for text in (other, seoul)]
@@ -124,7 +124,7 @@ async def test_korean_is_found_without_its_particles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ("{", "row 2"),
         ('["a"]', "row 2.*object"),
@@ -134,15 +134,15 @@ async def test_korean_is_found_without_its_particles(tmp_path: Path) -> None:
         (ROWS[0], "row 2: id 'lima' is already that of row 1"),
     ],
 )
-def test_a_bad_row_is_refused(tmp_path: Path, row: Any, says: str) -> None:
+def test_a_bad_row_is_refused(tmp_path: Path, row: Any, message: str) -> None:
     path = write(tmp_path, [ROWS[0], row])
-    with pytest.raises(DataError, match=says) as raised:
+    with pytest.raises(DataError, match=message) as raised:
         SearchTool(path)
     assert str(path) in str(raised.value)
     assert "expected" in str(raised.value)
 
 
-def test_no_corpus(tmp_path: Path) -> None:
+def test_a_missing_or_empty_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.jsonl cannot be read: No such file"):
         SearchTool(tmp_path / "nowhere.jsonl")
     with pytest.raises(DataError, match="is empty"):

@@ -114,7 +114,7 @@ def test_a_flashrag_corpus_is_read(tmp_path: Path) -> None:
         (BEIJING, "en-GB", "en-GB"),
     ],
 )
-def test_the_market(text: str, market: str, expected: str) -> None:
+def test_the_market_follows_the_script_of_the_query(text: str, market: str, expected: str) -> None:
     assert market_of(text, market) == expected
 
 
@@ -123,13 +123,13 @@ def test_a_wrong_market_is_refused() -> None:
         market_of("x", "english")
 
 
-def test_a_missing_package_says_how_to_get_it(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_package_names_its_extra(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"requires the package 'nosuch'.*\[dense\]"):
         extras.needed("no_such_module", "nosuch", "dense", "this")
 
 
 @pytest.mark.parametrize(("module", "extra"), [("bm25s", "search"), ("torch", "train")])
-def test_every_package_that_a_backend_needs_says_how_to_get_it(
+def test_each_backend_names_the_extra_of_a_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
@@ -139,7 +139,7 @@ def test_every_package_that_a_backend_needs_says_how_to_get_it(
         build()
 
 
-async def test_tantivy_finds_the_same_and_keeps_its_index(tmp_path: Path) -> None:
+async def test_tantivy_finds_the_same_passages_and_keeps_its_index(tmp_path: Path) -> None:
     pytest.importorskip("tantivy")
     directory = tmp_path / "index"
     for _ in range(2):  # built, then opened
@@ -169,7 +169,7 @@ async def test_tantivy_refuses_the_index_of_another_corpus(tmp_path: Path) -> No
     await files.close()
 
 
-async def test_tantivy_without_a_corpus(tmp_path: Path) -> None:
+async def test_tantivy_refuses_a_missing_corpus(tmp_path: Path) -> None:
     pytest.importorskip("tantivy")
     backend = TantivyBackend(tmp_path / "nowhere.jsonl", tmp_path / "index")
     with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read"):

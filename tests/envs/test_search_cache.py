@@ -1,4 +1,4 @@
-"""What is kept of the traffic: the shared cache."""
+"""The shared cache of search traffic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     await other.close()
 
 
-async def test_what_is_too_old_is_fetched_again(tmp_path: Path) -> None:
+async def test_an_expired_entry_is_fetched_again(tmp_path: Path) -> None:
     path = tmp_path / "cache.db"
     cache = ResultCache(path, max_age_s=0.4)
     cache.put("a", b"1")
@@ -80,9 +80,9 @@ async def test_damaged_pages_are_misses_and_one_warning(
     found = [cache.get(str(number)) for number in range(300)]
     assert {value for value in found if value is not None} < {b"%d" % n * 200 for n in range(300)}
     assert 0 < found.count(None) < 300
-    (said,) = warnings(caplog)
-    assert "search.cache" in said
-    assert "cache.db is damaged" in said
+    (warning,) = warnings(caplog)
+    assert "search.cache" in warning
+    assert "cache.db is damaged" in warning
     cache.put("0", b"new")
     assert cache.get("0") == b"new"
     await cache.close()
@@ -100,8 +100,8 @@ async def test_a_damaged_schema_is_a_warning(
     data[4082:4091] = b"\xff" * 9
     path.write_bytes(data)
     cache = ResultCache(path)
-    (said,) = warnings(caplog)
-    assert "cache.db is unusable: its schema is damaged; results are kept in memory" in said
+    (warning,) = warnings(caplog)
+    assert "cache.db is unusable: its schema is damaged; results are kept in memory" in warning
     cache.put("a", b"new")
     assert cache.get("a") == b"new"
     await cache.close()
@@ -109,7 +109,7 @@ async def test_a_damaged_schema_is_a_warning(
 
 
 @pytest.mark.parametrize("value", [b'[{"another": "form"}]', b"\xff", b"[" * 5000, "text", 5, None])
-async def test_an_entry_of_another_form_is_fetched_again(
+async def test_a_malformed_entry_is_fetched_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
 ) -> None:
     path, backend = tmp_path / "cache.db", Counting([Hit("Lima")])
@@ -134,7 +134,7 @@ async def test_an_entry_of_another_form_is_fetched_again(
         ("ALTER TABLE entries RENAME COLUMN value TO content", "no such column: value"),
     ],
 )
-async def test_a_file_of_another_version_is_left_alone(
+async def test_a_file_of_another_version_is_not_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str, problem: str
 ) -> None:
     path = tmp_path / "cache.db"
@@ -185,7 +185,7 @@ async def test_answers_are_cached_and_failures_are_not() -> None:
     await cached.close()
 
 
-async def test_no_results_is_an_answer_too_but_not_for_ever(
+async def test_empty_results_are_cached_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = Counting([])
@@ -213,7 +213,7 @@ def name_of(**keys: object) -> tuple[str, bool]:
     return config.cache_name, config.cache_lasts
 
 
-def test_what_changes_the_results_changes_their_name(tmp_path: Path) -> None:
+def test_each_setting_that_changes_results_changes_their_name(tmp_path: Path) -> None:
     index = tmp_path / "index"
     faiss = {"name": "faiss", "index": str(index), "corpus": "c.jsonl", "encoder": "e5"}
     names = [name_of(**faiss)]
@@ -241,7 +241,7 @@ async def test_results_of_a_corpus_without_a_name_stay_in_memory(tmp_path: Path)
     assert backend.num_calls == 2
 
 
-async def test_arpos_cache_is_taken_in(tmp_path: Path) -> None:
+async def test_a_cache_of_arpo_is_imported(tmp_path: Path) -> None:
     entries = {
         "amy smart": "Page 1: The film Page 7: is\nof three segments \nPage 2: Nov 5",
         "nothing": "No search results found.",
@@ -263,7 +263,7 @@ async def test_arpos_cache_is_taken_in(tmp_path: Path) -> None:
     await again.close()
 
 
-def test_a_text_of_arpos_cache_without_pages_is_one_hit() -> None:
+def test_a_text_without_pages_in_a_cache_of_arpo_is_one_hit() -> None:
     assert hits_of_arpo("just text") == [Hit("just text")]
 
 

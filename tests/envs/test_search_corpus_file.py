@@ -22,7 +22,7 @@ def write(path: Path, rows: list[object]) -> Path:
 
 
 def test_passages_are_found_by_place_and_by_id(tmp_path: Path) -> None:
-    """Of FlashRAG's rows and ours, numbers as ids, blank lines between, no newline at the end."""
+    """Rows of FlashRAG and of agentenv, numbers as ids, blank lines between, no final newline."""
     path = write(
         tmp_path / "corpus.jsonl",
         [
@@ -66,25 +66,23 @@ def test_memory_does_not_depend_on_the_length_of_passages(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         ([], "is empty"),
         ([{"id": "a", "text": "x", "title": ""}, {"id": "b"}], "row 2: .*expected"),
     ],
 )
-def test_a_corpus_that_cannot_be_used_is_refused(
-    tmp_path: Path, rows: list[object], says: str
-) -> None:
-    with pytest.raises(DataError, match=says):
+def test_an_invalid_corpus_is_refused(tmp_path: Path, rows: list[object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         CorpusFile(write(tmp_path / "corpus.jsonl", rows))
 
 
-def test_a_corpus_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
         CorpusFile(tmp_path / "none.jsonl")
 
 
-def test_a_file_that_takes_its_name_later_is_another(tmp_path: Path) -> None:
+def test_an_open_corpus_does_not_read_a_file_that_replaces_it(tmp_path: Path) -> None:
     path = write(tmp_path / "corpus.jsonl", [{"id": "a", "contents": "first"}])
     corpus = CorpusFile(path)
     other = write(tmp_path / "other.jsonl", [{"id": "b", "contents": "second"}])

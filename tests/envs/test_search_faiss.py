@@ -35,16 +35,14 @@ async def test_the_nearest_passage_is_found(tmp_path: Path, encoder: str, poolin
     await backend.close()
 
 
-async def test_queries_that_come_together_are_encoded_together(
-    tmp_path: Path, encoder: str
-) -> None:
+async def test_concurrent_queries_are_encoded_together(tmp_path: Path, encoder: str) -> None:
     backend = FaissBackend(make(tmp_path, encoder))
     await backend.start()
     asked = [Query(text, max_results=number + 1) for number, text in enumerate(TEXTS)] * 20
     leaving = asyncio.ensure_future(backend.search(asked[0]))
     found = asyncio.gather(*map(backend.search, asked))
     await asyncio.sleep(0)
-    leaving.cancel()  # takes no one else's answer away
+    leaving.cancel()  # does not cancel the other queries
     for query, hits in zip(asked, await found, strict=True):
         assert hits[0].text == query.text
         assert len(hits) == query.max_results
@@ -56,7 +54,7 @@ async def test_queries_that_come_together_are_encoded_together(
     await backend.close()
 
 
-async def test_a_closed_backend_lets_its_waiters_go(tmp_path: Path, encoder: str) -> None:
+async def test_closing_a_backend_releases_its_waiters(tmp_path: Path, encoder: str) -> None:
     backend = FaissBackend(make(tmp_path, encoder))
     await backend.start()
     waiting = [asyncio.ensure_future(backend.search(Query("lima"))) for _ in range(100)]
@@ -67,7 +65,7 @@ async def test_a_closed_backend_lets_its_waiters_go(tmp_path: Path, encoder: str
     assert not pending
 
 
-async def test_a_failing_search_reaches_all_who_asked(
+async def test_a_failing_search_fails_every_waiting_query(
     tmp_path: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FaissBackend(make(tmp_path, encoder))
@@ -86,7 +84,7 @@ async def test_a_failing_search_reaches_all_who_asked(
     await backend.close()
 
 
-def test_the_prefix_stands_before_the_query(tmp_path: Path, encoder: str) -> None:
+def test_the_prefix_precedes_the_query(tmp_path: Path, encoder: str) -> None:
     plain = Encoder(make(tmp_path, encoder))
     prefixed = Encoder(make(tmp_path, encoder, prefix="rome "))
     assert prefixed.encode(["lima"]) == pytest.approx(plain.encode(["rome lima"]), abs=1e-6)
@@ -106,19 +104,21 @@ async def test_index_and_corpus_of_different_length_are_refused(
     await backend.close()
 
 
-async def test_what_cannot_be_loaded_is_refused(tmp_path: Path, encoder: str) -> None:
+async def test_an_index_or_encoder_that_cannot_be_loaded_is_refused(
+    tmp_path: Path, encoder: str
+) -> None:
     config = make(tmp_path, encoder)
     (tmp_path / "bad.index").write_text("nonsense")
     wide = faiss.IndexFlatIP(5)
     wide.add(Encoder(config).encode(TEXTS)[:, :5].copy())
     faiss.write_index(wide, str(tmp_path / "wide.index"))
-    for name, says in [
+    for name, message in [
         ("none", r"search\.backend\.index: .*is not a file"),
         ("bad", r"is not a FAISS index"),
         ("wide", r"search\.backend\.encoder: .*size 16, but the index .* has 5"),
     ]:
         changed = FaissConfig(str(tmp_path / f"{name}.index"), config.corpus, encoder)
         backend = FaissBackend(changed)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             await backend.start()
         await backend.close()

@@ -1,4 +1,4 @@
-"""Fetching pages: which addresses are refused, and what of a page is read."""
+"""Fetching pages: refused addresses, and the part of a page that is read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_private_addresses_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::808:808"])
-def test_public_addresses_are_not(address: str) -> None:
+def test_public_addresses_are_allowed(address: str) -> None:
     AddressRule().check(address)
 
 
@@ -103,7 +103,7 @@ def test_networks_can_be_allowed() -> None:
         AddressRule(["10.1.0.0/99"])
 
 
-def test_only_the_usual_ports_are_opened_but_in_allowed_networks() -> None:
+def test_only_ports_80_and_443_are_opened_outside_allowed_networks() -> None:
     rule = AddressRule(["10.1.0.0/16"])
     rule.check_port(443, ["93.184.216.34"])
     rule.check_port(8080, ["10.1.2.3"])
@@ -114,7 +114,7 @@ def test_only_the_usual_ports_are_opened_but_in_allowed_networks() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://93.184.216.34:22/", "http://public.test:8080/"])
-async def test_no_other_port_of_a_public_address_is_reached(url: str) -> None:
+async def test_other_ports_of_a_public_address_are_refused(url: str) -> None:
     async with fetching(FetchConfig(), Names(public_test=["93.184.216.34"])) as fetcher:
         with pytest.raises(ToolError, match=r"may not be opened: its port is not one of 80, 443\."):
             await fetcher.fetch(url)
@@ -140,7 +140,7 @@ async def test_no_other_port_of_a_public_address_is_reached(url: str) -> None:
         "http://both.test:{port}/",  # resolves to a public and a private one
     ],
 )
-async def test_nothing_private_is_reached(url: str) -> None:
+async def test_private_addresses_are_not_reached_in_any_notation(url: str) -> None:
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -179,7 +179,7 @@ async def test_only_http_is_opened(target: str) -> None:
                 await fetcher.fetch(url)
 
 
-async def test_redirects_are_followed_but_not_for_ever() -> None:
+async def test_redirects_are_followed_a_limited_number_of_times() -> None:
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/old":
             return web.Response(status=301, headers={"Location": "/new"})
@@ -194,7 +194,7 @@ async def test_redirects_are_followed_but_not_for_ever() -> None:
             await fetcher.fetch(f"{url}/loop")
 
 
-async def test_a_page_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_BYTES", 200_000)
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -211,7 +211,7 @@ async def test_a_page_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await fetcher.fetch(url)).body == b"x" * 200_000
 
 
-async def test_a_page_that_takes_too_long_is_given_up() -> None:
+async def test_a_slow_page_times_out() -> None:
     async def answer(request: web.Request) -> web.Response:
         await asyncio.sleep(60)
         return web.Response()
@@ -223,7 +223,7 @@ async def test_a_page_that_takes_too_long_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("status", "num_requests"), [(404, 1), (403, 1), (429, 3), (503, 3)])
-async def test_the_status_of_a_page_is_a_fact(status: int, num_requests: int) -> None:
+async def test_the_error_status_of_a_page_is_a_tool_error(status: int, num_requests: int) -> None:
     service = Scripted(*[status] * 9)
     async with serving(service) as url, fetching() as fetcher:
         with pytest.raises(ToolError, match=f"{url} answered with status {status}"):
@@ -231,12 +231,12 @@ async def test_the_status_of_a_page_is_a_fact(status: int, num_requests: int) ->
     assert service.num_requests == num_requests
 
 
-async def test_a_page_that_is_busy_for_a_moment_is_asked_again() -> None:
+async def test_a_briefly_busy_page_is_requested_again() -> None:
     async with serving(Scripted(503, 429)) as url, fetching() as fetcher:
         assert (await fetcher.fetch(url)).body == b"fine"
 
 
-async def test_what_cannot_be_reached_is_a_fact() -> None:
+async def test_an_unreachable_page_is_a_tool_error() -> None:
     async with fetching(resolver=Names()) as fetcher:
         with pytest.raises(ToolError, match=r"http://no\.test/ could not be reached"):
             await fetcher.fetch("http://no.test/")
@@ -244,7 +244,7 @@ async def test_what_cannot_be_reached_is_a_fact() -> None:
             await fetcher.fetch("http://127.0.0.1:9/")
 
 
-async def test_what_our_own_machine_lacks_is_no_fact() -> None:
+async def test_a_shortage_of_the_own_machine_is_an_infra_error() -> None:
     class Full(Names):
         async def resolve(self, *_: Any) -> NoReturn:
             raise OSError(errno.EMFILE, "too many")
@@ -254,7 +254,7 @@ async def test_what_our_own_machine_lacks_is_no_fact() -> None:
             await fetcher.fetch("http://a.test/")
 
 
-async def test_pages_that_are_asked_again_leave_their_places_to_others(
+async def test_pages_that_wait_for_a_retry_hold_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
@@ -274,7 +274,7 @@ async def test_pages_that_are_asked_again_leave_their_places_to_others(
         waiting.cancel()
 
 
-async def test_what_is_no_text_is_refused() -> None:
+async def test_content_that_is_not_text_is_refused() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=b"%PDF", content_type="application/pdf")
 
@@ -284,7 +284,7 @@ async def test_what_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("location", MALFORMED)
-async def test_a_malformed_redirect_is_a_fact_of_the_page(location: str) -> None:
+async def test_a_malformed_redirect_is_a_tool_error(location: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n"

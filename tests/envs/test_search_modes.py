@@ -1,4 +1,4 @@
-"""What one search gives: snippets, pages or summaries."""
+"""The modes of a search: snippets, pages or summaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentenv.errors import ConfigError
 from tests.envs.search_site import SNIPPET, Web, search
 
 
-async def test_snippets_as_arpo_shows_them(site: Web) -> None:
+async def test_snippets_are_formatted_as_in_arpo(site: Web) -> None:
     result = await search(site.config(max_chars_per_result=8), "lima")
     assert result.text == "Page 1: Lima was\nPage 2: A page t"  # repeated results once
     assert (await search(site.config(), "?")).text == "No search results found."
@@ -38,7 +38,7 @@ async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     assert len(result.info["pages_failed"]) == 1
 
 
-async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> None:
+async def test_a_repeated_query_is_reported_as_in_the_evaluation_of_arpo(site: Web) -> None:
     service = SearchService(site.config(preset="arpo_eval", mode="snippets"))
     episode = Episode()
     await service.search("lima", episode)
@@ -54,7 +54,7 @@ async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> Non
 
 
 @pytest.mark.slow
-async def test_a_summary_is_asked_for_once_and_kept(site: Web, tmp_path: Path) -> None:
+async def test_a_summary_is_requested_once_and_cached(site: Web, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "preset": "arpo_eval",
         "summarizer": {"url": f"{site.url}/v1", "model": "small"},
@@ -71,7 +71,7 @@ async def test_a_summary_is_asked_for_once_and_kept(site: Web, tmp_path: Path) -
     assert len(site.summarized) == 2
 
 
-async def test_summaries_know_question_and_reasoning(site: Web) -> None:
+async def test_the_summarizer_receives_the_question_and_the_reasoning(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(preset="arpo_eval", summarizer=summarizer)
     episode = Episode("When was Lima founded?", ["<think>I should search.</think>"])
@@ -127,7 +127,7 @@ def _sizes(name: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "message"),
     [
         ({"mode": "summaries"}, r"search\.summarizer: not set"),
         ({"mode": "summary"}, r"mode: .*got 'summary'"),
@@ -137,12 +137,12 @@ def _sizes(name: Any) -> list[Any]:
         ({"max_results": 0}, r"max_results"),
     ],
 )
-def test_wrong_keys_are_refused(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_keys_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         search_config(keys)
 
 
-def test_no_configuration_holds_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_configuration_contains_an_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "s3cret-key")
     config = search_config({"backend": {"name": "web", "provider": "serper"}})
     service = SearchService(config)

@@ -30,7 +30,7 @@ ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
 
 
 @pytest.mark.parametrize("trafilatura", [True, False])
-def test_the_text_of_a_page_without_its_boilerplate(trafilatura: bool) -> None:
+def test_the_text_of_a_page_has_no_boilerplate(trafilatura: bool) -> None:
     module = pytest.importorskip("trafilatura") if trafilatura else None
     text = page_text(PAGE, module)
     assert "founded in 1535" in text
@@ -54,7 +54,7 @@ async def test_pages_are_extracted_in_workers() -> None:
         extractor.close()
 
 
-async def test_a_page_that_makes_its_worker_hang_or_die_cannot_be_read() -> None:
+async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
     extractor = TextExtractor(limit_s=0.3, handler="tests.support.jobs:read")
 
     def page(body: bytes) -> Reply:
@@ -75,7 +75,7 @@ async def test_a_page_that_makes_its_worker_hang_or_die_cannot_be_read() -> None
 
 
 @pytest.mark.slow
-async def test_a_page_is_read_once() -> None:
+async def test_a_page_is_fetched_once() -> None:
     num_requests = 0
 
     async def answer(request: web.Request) -> web.Response:
@@ -109,10 +109,10 @@ class Jina:
             return web.Response(status=422)
         if "spent" in request.path:
             return web.Response(status=402)
-        said = f"Title: Lima\n\n{request.path}"
+        body = f"Title: Lima\n\n{request.path}"
         if "blocked" in request.path:
-            said = "Warning: Target URL returned error 403: Forbidden\n\nMarkdown Content:\n"
-        return web.Response(text=said)
+            body = "Warning: Target URL returned error 403: Forbidden\n\nMarkdown Content:\n"
+        return web.Response(text=body)
 
 
 @pytest.fixture
@@ -128,7 +128,9 @@ async def jina(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Jina, Pag
         await reader.close()
 
 
-async def test_jinas_reader(jina: tuple[Jina, PageReader], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reader_of_jina_returns_text_or_the_status_of_a_page(
+    jina: tuple[Jina, PageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
     service, reader = jina
     assert await reader.text("https://a.test/lima#x") == "Title: Lima\n\n/https://a.test/lima"
@@ -153,7 +155,7 @@ async def test_jinas_reader(jina: tuple[Jina, PageReader], monkeypatch: pytest.M
         "http://[::1]/",
     ],
 )
-async def test_jinas_reader_is_asked_for_no_private_address(
+async def test_private_addresses_are_not_sent_to_the_reader_of_jina(
     jina: tuple[Jina, PageReader], url: str
 ) -> None:
     service, reader = jina
@@ -163,7 +165,7 @@ async def test_jinas_reader_is_asked_for_no_private_address(
 
 
 @pytest.mark.parametrize("path", ["../../../y", "%2e%2e/%2E%2e/y", "a/../../y", "./../y"])
-async def test_no_address_leads_to_another_door_of_jinas(
+async def test_the_path_of_a_page_reaches_no_other_route_of_jina(
     jina: tuple[Jina, PageReader], path: str
 ) -> None:
     service, reader = jina
@@ -178,7 +180,7 @@ NEEDLE = "The treaty of Tordesillas was signed in June 1494."
 WITH_NEEDLE = f"{LONG}\n{NEEDLE}\n{LONG}"
 
 
-def test_the_window_is_round_the_snippet() -> None:
+def test_the_window_surrounds_the_snippet() -> None:
     found = window(WITH_NEEDLE, "... treaty of Tordesillas, signed 1494 ...", 3000)
     assert NEEDLE in found
     assert len(found) == 3000
@@ -186,12 +188,12 @@ def test_the_window_is_round_the_snippet() -> None:
 
 
 @pytest.mark.parametrize("snippet", ["", "something quite unlike this page"])
-def test_without_a_likely_place_the_beginning_is_taken(snippet: str) -> None:
+def test_the_window_is_the_beginning_when_the_snippet_is_not_found(snippet: str) -> None:
     assert window(WITH_NEEDLE, snippet, 1000) == WITH_NEEDLE[:1000]
     assert window("short", snippet, 1000) == "short"
 
 
-def test_the_passages_of_a_query() -> None:
+def test_passages_of_a_page_match_the_query() -> None:
     second = "Tordesillas lies in Spain."
     found = passages(f"{WITH_NEEDLE}\n{second}\n{LONG}", "Tordesillas treaty", 2000)
     assert NEEDLE in found

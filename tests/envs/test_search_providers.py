@@ -52,7 +52,7 @@ REPLIES: dict[ProviderName, dict[str, Any]] = {
     "brave": {"type": "search", "web": {"results": renamed("description", "url")}},
     "searxng": {"query": "peru", "results": renamed("content", "url")},
 }
-# what each must be sent for Query('capital "Peru"', 2): method, path, where the key is
+# the request of each for Query('capital "Peru"', 2): method, path, where the key is
 REQUESTS: dict[ProviderName, tuple[str, str, str]] = {
     "brightdata": ("POST", "/request", "Authorization"),
     "serper": ("POST", "/search", "X-API-KEY"),
@@ -97,7 +97,7 @@ async def ask(service: Service, name: ProviderName, query: Query) -> list[Hit]:
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
-async def test_a_provider_is_asked_and_understood(name: ProviderName) -> None:
+async def test_a_provider_receives_the_query_and_its_results_are_read(name: ProviderName) -> None:
     service = Service(REPLIES[name], 503)  # the first try fails, as infrastructure does
     assert await ask(service, name, Query('capital "Peru"', 2)) == EXPECTED
     method, path, key = REQUESTS[name]
@@ -123,29 +123,27 @@ async def test_an_empty_reply_means_no_results(name: ProviderName) -> None:
 
 @pytest.mark.parametrize("name", PROVIDERS)
 @pytest.mark.parametrize("content", ["<html>", "[]", "nonsense"])
-async def test_another_form_is_a_failure_and_not_no_results(
-    name: ProviderName, content: str
-) -> None:
+async def test_a_malformed_reply_is_an_infra_error(name: ProviderName, content: str) -> None:
     with pytest.raises(InfraError, match=f"{name}: the reply has an unexpected form"):
         await ask(Service(content), name, Query("x"))
 
 
-# what a provider refuses, and what it only seems to answer
+# refusals of a provider, and replies that only seem to be answers
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "content", "says"),
+    ("name", "status", "content", "message"),
     [
         ("tavily", 400, {"detail": {"error": "Query is too long."}}, "Query is too long"),
         ("searxng", 414, "Request-URI Too Large", "status 414: Request-URI Too Large"),
         ("brave", 422, {"error": {"detail": f"bad q for {KEY}"}}, r"bad q for \.\.\."),
     ],
 )
-async def test_a_search_that_is_refused_is_a_fact(
-    name: ProviderName, status: int, content: Any, says: str
+async def test_a_refused_query_is_a_tool_error(
+    name: ProviderName, status: int, content: Any, message: str
 ) -> None:
     service = Service(content, status, status)
-    with pytest.raises(ToolError, match=f"refused with .*{says}"):
+    with pytest.raises(ToolError, match=f"refused with .*{message}"):
         await ask(service, name, Query("x"))
     assert len(service.statuses) == 1  # not asked again
 
@@ -162,7 +160,7 @@ async def test_a_search_that_is_refused_is_a_fact(
         ("brightdata", 400, "zone serp_api not found"),
     ],
 )
-async def test_a_spent_plan_or_a_wrong_key_is_no_fact(
+async def test_a_spent_plan_or_a_wrong_key_is_a_configuration_error(
     name: ProviderName, status: int, content: Any
 ) -> None:
     service = Service(content, status, status)
@@ -171,13 +169,13 @@ async def test_a_spent_plan_or_a_wrong_key_is_no_fact(
     assert len(service.statuses) == 1  # paid for once
 
 
-async def test_a_query_that_speaks_of_keys_is_still_only_a_query() -> None:
+async def test_a_refused_query_that_mentions_keys_is_a_tool_error() -> None:
     content = {"error": "Query is too long: where is my api key"}
     with pytest.raises(ToolError):
         await ask(Service(content, 400), "serper", Query("where is my api key"))
 
 
-async def test_a_provider_that_refuses_every_search_is_configured_wrongly() -> None:
+async def test_a_provider_that_refuses_every_query_is_a_configuration_error() -> None:
     service = Service({"error": "unknown parameter"}, *[400] * 99)
     async with serving(service) as url:
         backend = WebBackend(WebConfig("serper", url=url, traffic=QUICK))
@@ -190,18 +188,18 @@ async def test_a_provider_that_refuses_every_search_is_configured_wrongly() -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "query", "says"),
+    ("name", "query", "message"),
     [
         ("tavily", "x" * 401, "401 characters; at most 400"),
         ("brave", "x" * 401, "401 characters; at most 400"),
         ("brave", "x " * 51, "51 words; at most 50"),
     ],
 )
-async def test_a_query_longer_than_a_provider_takes_is_not_sent(
-    name: ProviderName, query: str, says: str
+async def test_a_query_beyond_the_limit_of_a_provider_is_not_sent(
+    name: ProviderName, query: str, message: str
 ) -> None:
     service = Service(REPLIES[name])
-    with pytest.raises(ToolError, match=says):
+    with pytest.raises(ToolError, match=message):
         await ask(service, name, Query(query))
     assert not hasattr(service, "request")
 
@@ -213,14 +211,14 @@ async def test_a_query_longer_than_a_provider_takes_is_not_sent(
         ("serpapi", {"error": "Google is blocked", "organic_results": []}),
     ],
 )
-async def test_an_empty_answer_of_a_blocked_engine_is_no_fact(
+async def test_empty_results_of_a_blocked_engine_are_an_infra_error(
     name: ProviderName, content: Any
 ) -> None:
     with pytest.raises(InfraError, match=f"{name}: no results, but .*(CAPTCHA|blocked)"):
         await ask(Service(content), name, Query("x"))
 
 
-async def test_what_some_engines_found_is_an_answer() -> None:
+async def test_results_of_some_engines_count_when_others_are_blocked() -> None:
     content = REPLIES["searxng"] | {"unresponsive_engines": [["google", "CAPTCHA"]]}
     assert await ask(Service(content), "searxng", Query("x")) == EXPECTED
     nothing = {"error": "Google hasn't returned any results for this query."}
@@ -239,7 +237,7 @@ async def test_what_some_engines_found_is_an_answer() -> None:
         ("eo-XX", None, "ALL"),
     ],
 )
-async def test_brave_is_asked_in_its_own_codes(
+async def test_brave_receives_its_own_codes_of_a_market(
     market: str, language: str | None, country: str
 ) -> None:
     service = Service(REPLIES["brave"])
@@ -248,7 +246,7 @@ async def test_brave_is_asked_in_its_own_codes(
     assert service.request.query["country"] == country
 
 
-async def test_braves_texts_are_no_html() -> None:
+async def test_texts_of_brave_contain_no_html() -> None:
     row = {
         "title": "A &amp; B",
         "url": "http://a.test/?x=1&amp",
@@ -270,7 +268,7 @@ async def test_chinese_is_searched_in_the_chinese_market() -> None:
     assert (service.json["hl"], service.json["gl"]) == ("zh-cn", "cn")
 
 
-def test_results_without_text_are_left_out_and_titles_stand_in() -> None:
+def test_results_without_text_have_their_title_or_are_left_out() -> None:
     rows = [{"title": "", "snippet": None}, {"title": "Lima"}, {"snippet": "x", "link": None}]
     reply = Reply(200, json.dumps({"organic": rows}).encode())
     assert provider_hits(WebConfig("serper"), reply, 10) == [Hit("Lima", "Lima"), Hit("x")]
@@ -294,7 +292,7 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
         assert KEY not in str(raised.value)
 
 
-async def test_a_refusal_says_what_to_check() -> None:
+async def test_the_error_of_a_refusal_names_the_setting_to_check() -> None:
     with pytest.raises(ConfigError, match=r"searxng rejected .* 403; expected .*json among"):
         await ask(Service({}, 403), "searxng", Query("x"))
     with pytest.raises(ConfigError, match=r"serper rejected .* 401; check the key in SERPER_API"):
@@ -318,7 +316,7 @@ BARE = Hit("The capital.", "Lima", "", "1", 0.0)
 @pytest.mark.parametrize(
     ("dialect", "sent"), [("skyrl", {"query": "peru"}), ("search_r1", {"queries": ["peru"]})]
 )
-async def test_both_dialects_of_retrieve(dialect: Any, sent: dict[str, Any]) -> None:
+async def test_a_retriever_is_queried_in_both_dialects(dialect: Any, sent: dict[str, Any]) -> None:
     service = Service(NESTED, 500)
     async with serving(service) as url:
         for address in (url, url + "/retrieve"):
@@ -338,7 +336,7 @@ async def test_both_dialects_of_retrieve(dialect: Any, sent: dict[str, Any]) -> 
         ({"result": []}, []),
     ],
 )
-def test_the_replies_of_retrievers(content: Any, expected: list[Any]) -> None:
+def test_replies_of_retrievers_are_read_in_each_form(content: Any, expected: list[Any]) -> None:
     hits = retrieved_hits(Reply(200, json.dumps(content).encode()), "http://x")
     assert hits == expected
 

@@ -34,7 +34,7 @@ async def test_open_page_gives_the_passages_of_the_query(site: Web) -> None:
 
 
 @pytest.mark.parametrize("tool", [SearchPagesTool, OpenPageTool])
-async def test_wrong_arguments_are_the_policys_fault(tool: Any) -> None:
+async def test_wrong_arguments_are_tool_errors(tool: Any) -> None:
     with pytest.raises(ToolError, match=rf"{tool.name}: "):
         await tool(None).call({"q": 3}, Episode())
 
@@ -46,7 +46,7 @@ def act(name: str, **arguments: Any) -> Message:
 TASK = Task("t", "agentenv/WebSearch-v0", "How many points did the defense give up?", ("308",))
 
 
-async def test_an_episode_over_the_shipped_corpus() -> None:
+async def test_an_episode_searches_the_shipped_corpus() -> None:
     env = agentenv.env.make("agentenv/WebSearch-v0", TASK)
     _, info = await env.reset(seed=1)
     assert [tool["name"] for tool in info["tools"]] == ["search", "open_page"]
@@ -66,7 +66,7 @@ async def test_an_episode_over_the_shipped_corpus() -> None:
 
 
 @pytest.mark.slow
-async def test_the_summarizer_is_told_what_the_policy_wrote(site: Web) -> None:
+async def test_the_summarizer_receives_the_text_of_the_policy(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(mode="summaries", summarizer=summarizer)
     env = WebSearchEnv(TASK, config)
@@ -83,7 +83,7 @@ async def test_the_summarizer_is_told_what_the_policy_wrote(site: Web) -> None:
     assert "child's" not in second
 
 
-async def test_a_failing_provider_fails_the_episode_and_is_never_read() -> None:
+async def test_a_failing_provider_fails_the_episode() -> None:
     async def down(request: web.Request) -> web.Response:
         return web.Response(status=503, text="overloaded")
 

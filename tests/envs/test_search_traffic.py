@@ -28,7 +28,7 @@ async def test_infrastructure_statuses_are_retried(status: int) -> None:
     assert service.num_requests == 3
 
 
-async def test_what_still_fails_is_an_infra_error() -> None:
+async def test_a_request_that_fails_every_attempt_is_an_infra_error() -> None:
     service = Scripted(429, 503, 429)
     async with serving(service) as url:
         with pytest.raises(InfraError, match="service: 3 attempts failed: status 429"):
@@ -45,7 +45,7 @@ async def test_a_refused_key_stops_the_run(status: int) -> None:
     assert service.num_requests == 1
 
 
-async def test_nobody_there_is_an_infra_error_without_the_address() -> None:
+async def test_an_unreachable_service_is_an_infra_error_without_the_address() -> None:
     request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_params={"api_key": "s3cret"})
     upstream = Upstream("service", QUICK)
     with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
@@ -55,7 +55,7 @@ async def test_nobody_there_is_an_infra_error_without_the_address() -> None:
     assert "s3cret" not in repr(request) + request.key
 
 
-async def test_no_answer_in_time_is_an_infra_error() -> None:
+async def test_a_timeout_is_an_infra_error() -> None:
     async def never(request: web.Request) -> web.Response:
         await asyncio.sleep(60)
         return web.Response()
@@ -81,7 +81,7 @@ async def test_no_answer_in_time_is_an_infra_error() -> None:
         ({}, None),
     ],
 )
-def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+def test_the_wait_is_read_from_retry_after(headers: dict[str, str], seconds: float | None) -> None:
     assert retry_after_s(headers) == seconds
 
 
@@ -115,7 +115,7 @@ async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
 # single flight
 
 
-async def test_equal_calls_in_the_air_are_one() -> None:
+async def test_equal_concurrent_calls_are_one_request() -> None:
     flight: SharedFetches[int] = SharedFetches()
     gate, calls = asyncio.Event(), []
 
@@ -133,10 +133,10 @@ async def test_equal_calls_in_the_air_are_one() -> None:
     assert len(calls) == 1
     assert waiters[0].cancelled()
     assert await flight.run("q", fetch) == 7
-    assert len(calls) == 2  # landed: the next one fetches anew
+    assert len(calls) == 2  # finished: the next call fetches again
 
 
-async def test_all_waiters_see_the_failure_and_closing_ends_flights() -> None:
+async def test_a_failure_reaches_every_waiter_and_closing_cancels_them() -> None:
     flight: SharedFetches[int] = SharedFetches()
 
     async def fail() -> int:
@@ -180,7 +180,7 @@ def test_the_bucket_keeps_its_rate() -> None:
 
 
 @pytest.mark.parametrize("rate_per_s", [0.0, 1000.0])
-def test_a_pause_holds_for_everybody(rate_per_s: float) -> None:
+def test_a_pause_delays_every_call(rate_per_s: float) -> None:
     async def drain() -> float:
         bucket, loop = TokenBucket(rate_per_s, burst=9), asyncio.get_running_loop()
         bucket.pause(7)
@@ -191,7 +191,7 @@ def test_a_pause_holds_for_everybody(rate_per_s: float) -> None:
     assert run_virtual(drain()) == pytest.approx(7, abs=0.01)
 
 
-async def test_the_wait_that_a_service_asks_for_holds_for_all_calls() -> None:
+async def test_the_wait_requested_by_a_service_delays_every_call() -> None:
     service = Scripted(429, 503, headers={"Retry-After": "1"})
     config = TrafficConfig(num_retries=2)
     pauses: list[float] = []
@@ -224,35 +224,35 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def asked(service: Service, count: int) -> list[str]:
-    """What became of so many calls at once."""
+async def outcomes_of(service: Service, count: int) -> list[str]:
+    """The outcomes of this number of concurrent calls."""
     calls = (service.send(HttpRequest("GET", f"http://a.test/{n}")) for n in range(count))
     found = await asyncio.gather(*calls, return_exceptions=True)
     return [str(getattr(one, "status", one)) for one in found]
 
 
-def test_a_service_that_keeps_failing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_FAILURES", 2)
 
     async def run() -> None:
         service = Service(up_at=10, config=TrafficConfig(num_retries=0))
-        assert await asked(service, 4) == ["service: 1 attempts failed: status 503"] * 4
+        assert await outcomes_of(service, 4) == ["service: 1 attempts failed: status 503"] * 4
         await asyncio.sleep(5)  # calls wait for the end of the break
-        assert await asked(service, 50) == ["200"] * 50
+        assert await outcomes_of(service, 50) == ["200"] * 50
         assert min(service.times[4:]) == pytest.approx(1 + BREAK_S)
 
     run_virtual(run())
 
 
-def test_who_waits_to_try_again_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 20.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 30.0)
 
     async def run() -> None:
         service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
-        first = asyncio.ensure_future(asked(service, 1))
+        first = asyncio.ensure_future(outcomes_of(service, 1))
         await asyncio.sleep(2)
-        assert await asked(service, 2) == ["200"] * 2
+        assert await outcomes_of(service, 2) == ["200"] * 2
         assert now() == pytest.approx(4)
         assert await first == ["200"]
         assert service.times[-1] > 20

@@ -61,7 +61,7 @@ EPERM, EAGAIN, ENOSYS, EROFS, ENOENT = (
 
 
 def simulate(program: list[Instruction], arch: int, number: int, *arguments: int) -> int:
-    """What the kernel would answer, by running the classic BPF program on the call's data."""
+    """The answer of the kernel, from the classic BPF program run on the data of the call."""
     data = number.to_bytes(4, "little") + arch.to_bytes(4, "little") + bytes(8)
     for argument in (*arguments, *(0,) * (6 - len(arguments))):
         data += (argument % 2**64).to_bytes(8, "little")
@@ -96,7 +96,9 @@ class Filter:
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("files", [True, False])
 @pytest.mark.parametrize("threads", [True, False])
-def test_what_a_session_may_call(machine: Machine, files: bool, threads: bool) -> None:
+def test_a_session_may_make_only_permitted_calls(
+    machine: Machine, files: bool, threads: bool
+) -> None:
     answer = Filter(machine, files, threads)
     assert {name: answer(number) for name, number in machine.reading.items()} == dict.fromkeys(
         machine.reading, ALLOW
@@ -112,7 +114,7 @@ def test_what_a_session_may_call(machine: Machine, files: bool, threads: bool) -
 
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
-def test_what_depends_on_the_arguments(machine: Machine) -> None:
+def test_some_calls_are_permitted_by_their_arguments(machine: Machine) -> None:
     answer = Filter(machine, files=False, threads=True)
     assert answer(machine.openat, -100, 0, 0o2000000) == ALLOW  # read-only, close on exec
     for flags in (0o1, 0o2, 0o100, 0o1000, 0o20200000, 0o101, 0o10000000):
@@ -145,13 +147,13 @@ def test_what_depends_on_the_arguments(machine: Machine) -> None:
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("flags", [confine.FORK_BESIDE, confine.FORK_INTO_NAMESPACES])
-def test_what_is_left_to_who_listens(machine: Machine, flags: int) -> None:
-    """The clone by which a session forks, one prctl and signals; nothing else gets that far."""
+def test_only_forks_and_signals_are_referred_to_the_listener(machine: Machine, flags: int) -> None:
+    """The clone of a fork, one prctl and signals; no other call is referred."""
     program = confine.program(machine.name, OWN_PID, files=True, threads=False, fork_flags=flags)
     above = confine.listening(machine.name, flags)
 
     def decided(number: int, *arguments: int) -> int:
-        """The stricter of two answers: a refusal, then a question, then leave."""
+        """The stricter of two answers: refusal, then referral, then permission."""
         arch = AUDIT_ARCH[machine.name]
         answers = [simulate(one, arch, number, *arguments) for one in (program, above)]
         return min(answers, key=lambda answer: answer & 0x7FFF0000)
@@ -171,7 +173,7 @@ def test_what_is_left_to_who_listens(machine: Machine, flags: int) -> None:
 
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
-def test_calls_by_the_numbers_of_another_machine(machine: Machine) -> None:
+def test_calls_by_the_numbers_of_another_machine_are_refused(machine: Machine) -> None:
     program = Filter(machine, files=True, threads=True).program
     i386 = 0x40000003
     others = {i386, *AUDIT_ARCH.values()} - {AUDIT_ARCH[machine.name]}
@@ -179,13 +181,13 @@ def test_calls_by_the_numbers_of_another_machine(machine: Machine) -> None:
     assert simulate(program, AUDIT_ARCH[machine.name], 0x40000000 + 41) in (EPERM, ENOSYS)
 
 
-def test_the_filter_of_an_unknown_machine() -> None:
+def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(ValueError, match="no system call filter for riscv64"):
         confine.program("riscv64", 1, files=False, threads=False)
 
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
-def test_a_program_asks_about_copies_of_itself_and_about_signals(machine: Machine) -> None:
+def test_copies_and_signals_of_a_program_are_referred_to_the_listener(machine: Machine) -> None:
     arch = AUDIT_ARCH[machine.name]
     plain = confine.program_filter(machine.name)
     asking = confine.program_filter(machine.name, snapshots=True)

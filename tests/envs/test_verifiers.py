@@ -42,12 +42,12 @@ def tasks(name: str, held_out: bool = False) -> list[Task]:
     return load_tasks(f"verifiers:{name}", "e", config, held_out=held_out)
 
 
-def said(text: str, **calls: dict[str, Any]) -> Message:
+def action(text: str, **calls: dict[str, Any]) -> Message:
     found = tuple(ToolCall(name, arguments) for name, arguments in calls.items())
     return Message("assistant", text, found, turn=Turn("", text, "stop", 1, 1))
 
 
-async def played(env: VerifiersEnv, *actions: Message) -> list[Any]:
+async def play(env: VerifiersEnv, *actions: Message) -> list[Any]:
     return [await env.step(action) for action in actions]
 
 
@@ -55,17 +55,17 @@ def episode(name: str, place: int = 0) -> tuple[Task, list[Message]]:
     """A task, and the turns that get all of its reward."""
     task = tasks(name)[place]
     if name == "dice":
-        return task, [said("one"), said("two")]
+        return task, [action("one"), action("two")]
     if name == "parcels":
         number = task.question.split()[-1][:-1]
-        return task, [said(f"Track {number}"), said(f"<answer>{task.answers[0]}</answer>")]
+        return task, [action(f"Track {number}"), action(f"<answer>{task.answers[0]}</answer>")]
     number = int(task.question.split()[-1][:-1])
-    return task, [said("", track={"number": number}), said(task.answers[0])]
+    return task, [action("", track={"number": number}), action(task.answers[0])]
 
 
 @real
 @pytest.mark.parametrize("name", ["desk", "parcels"])
-def test_training_and_held_out_rows_are_others(name: str) -> None:
+def test_training_and_held_out_rows_are_disjoint(name: str) -> None:
     training, held_out = tasks(name), tasks(name, held_out=True)
     assert training
     assert held_out
@@ -75,13 +75,13 @@ def test_training_and_held_out_rows_are_others(name: str) -> None:
 
 @real
 @pytest.mark.parametrize("name", ["desk", "parcels"])
-async def test_an_episode_has_their_messages_tools_and_rewards(name: str) -> None:
+async def test_an_episode_has_the_messages_tools_and_rewards_of_the_package(name: str) -> None:
     task, actions = episode(name)
     env = VerifiersEnv(task)
     try:
         prompt, info = await env.reset(seed=0)
         assert prompt[-1].content == task.question
-        first, last = await played(env, *actions)
+        first, last = await play(env, *actions)
         assert not first[2]
         assert task.answers[0] in first[0][0].content
         if name == "desk":
@@ -101,7 +101,7 @@ async def test_an_episode_has_their_messages_tools_and_rewards(name: str) -> Non
 
 @real
 @pytest.mark.parametrize("name", ["desk", "parcels"])
-async def test_a_cut_episode_is_scored_by_them(name: str) -> None:
+async def test_a_cut_episode_is_scored_by_the_package(name: str) -> None:
     task, actions = episode(name)
     try:
         for last in (actions[1], None):
@@ -119,21 +119,21 @@ async def test_a_cut_episode_is_scored_by_them(name: str) -> None:
 
 @real
 @pytest.mark.slow
-async def test_forks_come_where_episodes_replay() -> None:
+async def test_forks_are_enabled_after_exact_replays() -> None:
     task, actions = episode("desk")
     try:
         for number in range(NUM_MEASURED):
             env = VerifiersEnv(task)
             assert env.fork_mode == "none"
             await env.reset(seed=number)
-            await played(env, *actions)
+            await play(env, *actions)
             await env.close()
         env = VerifiersEnv(task)
         assert env.fork_mode == "replay"
         await env.reset(seed=0)
         await env.step(actions[0])
         child = await env.fork()
-        one, other = await asyncio.gather(child.step(actions[1]), env.step(said("Rome or Oslo")))
+        one, other = await asyncio.gather(child.step(actions[1]), env.step(action("Rome or Oslo")))
         assert one[1] == 1.5
         assert other[1] < 1.5
         await child.close()
@@ -144,13 +144,13 @@ async def test_forks_come_where_episodes_replay() -> None:
 
 @real
 @pytest.mark.slow
-async def test_there_are_roots_only_where_they_do_not() -> None:
+async def test_forks_stay_disabled_without_exact_replays() -> None:
     task, actions = episode("dice")
     try:
         for number in range(NUM_MEASURED):
             env = VerifiersEnv(task)
             await env.reset(seed=number)
-            await played(env, *actions)
+            await play(env, *actions)
             assert env.fork_mode == "none"
             await env.close()
         stats = env._replays.stats()
@@ -162,13 +162,13 @@ async def test_there_are_roots_only_where_they_do_not() -> None:
 
 @real
 @pytest.mark.slow
-async def test_it_keeps_the_contract() -> None:
+async def test_a_package_keeps_the_contract() -> None:
     task, actions = episode("desk")
     await check_tool_env(VerifiersEnv, task, actions)
 
 
 @real
-async def test_a_process_that_dies_is_replaced() -> None:
+async def test_a_dead_process_is_replaced() -> None:
     task, actions = episode("desk")
     try:
         env = VerifiersEnv(task)
@@ -180,7 +180,7 @@ async def test_a_process_that_dies_is_replaced() -> None:
         await env.close()
         env = VerifiersEnv(task)
         await env.reset(seed=0)
-        *_, last = await played(env, *actions)
+        *_, last = await play(env, *actions)
         assert last[1] == 1.5
         await env.close()
     finally:
@@ -189,32 +189,34 @@ async def test_a_process_that_dies_is_replaced() -> None:
 
 @real
 @pytest.mark.parametrize(
-    ("name", "source", "says"),
+    ("name", "source", "message"),
     [
         ("desks", {}, "no package 'desks'.*pip install ..., or set source.folder"),
         ("desk", {"args": {"nummer": 3}}, "nummer"),
         ("desk", {"args": {"groups": True}}, "rewards groups of rollouts"),
     ],
 )
-def test_their_mistakes_are_named(name: str, source: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_missing_package_or_a_wrong_argument_is_named_in_the_error(
+    name: str, source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
         list(rows(name, {**DESK, **source}, held_out=False))
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ({"nummer": 3}, r"source has the keys size, args, python, folder, not \['nummer'\]"),
         ({"python": "/none/python"}, "loading its rows failed.*python"),
         ({"folder": "/none/folder"}, "/none/folder"),
     ],
 )
-def test_mistakes_are_named(source: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_wrong_source_is_named_in_the_error(source: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         list(rows("desk", source, held_out=False))
 
 
-def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path) -> None:
+def test_missing_or_unsupported_verifiers_are_named_in_the_error(tmp_path: Path) -> None:
     source = {"folder": str(tmp_path), "python": sys.executable}
     with pytest.raises(DataError, match=r"has no verifiers; pip install .*source\.python"):
         list(rows("desk", source, held_out=False))
@@ -229,7 +231,7 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("version", "package", "says"),
+    ("version", "package", "message"),
     [
         ("0.4.0", "import datasets\ndef load_environment(): ...", "has load_environment; verifiers "
          "is 0.4.0, not <0.4"),
@@ -237,8 +239,8 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path
          r".*own_env\.py., line 1"),
     ],
 )  # fmt: skip
-def test_a_package_for_another_release_and_one_that_raises_are_named(
-    tmp_path: Path, version: str, package: str, says: str
+def test_a_package_for_another_release_or_with_a_bug_is_named_in_the_error(
+    tmp_path: Path, version: str, package: str, message: str
 ) -> None:
     loads = (
         "def load_environment(name):\n    import own_env\n    try:\n        own_env."
@@ -252,7 +254,7 @@ def test_a_package_for_another_release_and_one_that_raises_are_named(
     metadata = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
     (info / "METADATA").write_text(metadata)
     source = {"folder": str(tmp_path), "python": sys.executable}
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         list(rows("own-env", source, held_out=False))
 
 
@@ -275,7 +277,7 @@ ARGS = {"args": {"split": "train"}}
         ("verifiers:desk", "held_out.jsonl", {}, {}),
     ],
 )
-def test_evaluation_sets_run_where_training_does(
+def test_evaluation_sets_inherit_the_source_of_training(
     kind: type[TrainConfig | ServeEnvConfig],
     train: str | list[str],
     path: str | list[str],
@@ -291,12 +293,12 @@ def test_evaluation_sets_run_where_training_does(
     assert build_config(kind, raw, "test").eval.sets["a"].source == source
 
 
-def test_a_task_of_elsewhere_is_refused() -> None:
+def test_a_task_without_a_generated_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"not a row of data\.train"):
         VerifiersEnv(Task("1", "e", "q", ("a",)))
 
 
-def test_rows_hold_what_an_episode_needs() -> None:
+def test_an_environment_is_created_from_its_row() -> None:
     made = {"name": "n", "args": {}, "python": "p", "folder": "f", "row": json.dumps({"idx": 1})}
     env = VerifiersEnv(Task("1", "e", "q", ("a",), metadata={KEY: made}))
     assert env.fork_mode == "none"

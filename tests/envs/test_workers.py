@@ -1,4 +1,4 @@
-"""Worker pools: a job is bounded by what it uses, whatever else the machine does."""
+"""Worker pools: a job is bounded by its own use of resources, under any load of the machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _workers_of(pid: int) -> list[psutil.Process]:
     return found
 
 
-async def test_time_that_a_job_waits_for_a_core_does_not_count(
+async def test_the_limit_of_a_job_does_not_count_its_wait_for_a_core(
     make_pool: Callable[..., WorkerPool],
 ) -> None:
     num_jobs = 4 * len(os.sched_getaffinity(0))  # so each takes at least four times its CPU time
@@ -72,7 +72,7 @@ async def test_time_that_a_job_waits_for_a_core_does_not_count(
     assert await asyncio.gather(*jobs) == ["done"] * num_jobs
 
 
-async def test_workers_that_may_take_much_are_as_many_as_the_memory_holds(
+async def test_the_memory_of_the_machine_bounds_the_number_of_workers(
     make_pool: Callable[..., WorkerPool],
 ) -> None:
     pool = make_pool(memory_bytes=psutil.virtual_memory().total // 3)
@@ -82,7 +82,7 @@ async def test_workers_that_may_take_much_are_as_many_as_the_memory_holds(
 
 
 @pytest.mark.parametrize(
-    ("payload", "limit_s", "error", "says"),
+    ("payload", "limit_s", "error", "message"),
     [
         ({"spin_s": 99.0}, 0.3, JobStoppedError, r"stopped after 0\.3 s"),
         ({"sleep_s": 99.0}, 99.0, JobStoppedError, r"stopped after 0\.5 s"),
@@ -92,32 +92,32 @@ async def test_workers_that_may_take_much_are_as_many_as_the_memory_holds(
         ({"spin_s": "x"}, 9.0, JobRaisedError, "TypeError"),
     ],
 )
-async def test_a_job_that_fails_harms_no_other(
+async def test_a_failing_job_affects_no_other(
     make_pool: Callable[..., WorkerPool],
     payload: dict[str, Any],
     limit_s: float,
     error: type[Exception],
-    says: str,
+    message: str,
 ) -> None:
     pool = make_pool(max_jobs=1, memory_bytes=1 << 30, max_asleep_s=0.5)
     failing = asyncio.ensure_future(pool.run(payload, limit_s))
     others = [pool.run({}, 9.0) for _ in range(3)]
     assert await asyncio.gather(*others) == ["done"] * 3
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         await failing
     is_killed = error is not JobRaisedError
     assert pool.stats() == {"jobs/num_jobs": 4, "jobs/num_killed": is_killed}
 
 
-def test_what_messagepack_does_not_hold_becomes_text() -> None:
-    """The policy may write any number into the arguments that a grader gets to see."""
+def test_values_that_messagepack_cannot_hold_become_text() -> None:
+    """The policy may write any number into the arguments that a grader reads."""
     message = {"payload": [{"count": 10**30, "ratio": 0.5, "half": "a\ud800"}, -(2**63), -(10**30)]}
     found = decode(packed(message), packed=True)
     assert found["payload"][0] == {"count": str(10**30), "ratio": 0.5, "half": "a\\ud800"}
     assert found["payload"][1:] == [str(-(2**63)), str(-(10**30))]
 
 
-async def test_a_cancelled_job_gives_its_place_back(make_pool: Callable[..., WorkerPool]) -> None:
+async def test_a_cancelled_job_frees_its_worker(make_pool: Callable[..., WorkerPool]) -> None:
     pool = make_pool(max_jobs=1)
     await pool.run({}, 9.0)
     job = asyncio.ensure_future(pool.run({"sleep_s": 99.0}, 9.0))
@@ -129,7 +129,7 @@ async def test_a_cancelled_job_gives_its_place_back(make_pool: Callable[..., Wor
 
 
 @pytest.mark.slow
-async def test_a_pool_outlives_the_death_of_its_processes(
+async def test_a_pool_survives_the_death_of_its_processes(
     make_pool: Callable[..., WorkerPool],
 ) -> None:
     pool = make_pool()
@@ -148,7 +148,7 @@ async def test_a_pool_outlives_the_death_of_its_processes(
         await job
 
 
-async def test_a_fork_server_that_is_about_to_die_is_replaced(
+async def test_a_dead_fork_server_that_is_not_yet_noticed_is_replaced(
     make_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
@@ -162,21 +162,21 @@ async def test_a_fork_server_that_is_about_to_die_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("handler", "says"),
+    ("handler", "message"),
     [
         ("tests.support.jobs:nothing", "nothing cannot be loaded: AttributeError"),
         ("a_module_that_is_nowhere:f", "ModuleNotFoundError: .*a_module_that_is_nowhere"),
     ],
 )
-async def test_a_handler_that_cannot_be_loaded_is_refused(handler: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+async def test_a_handler_that_cannot_be_loaded_is_refused(handler: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         await WorkerPool(handler, name="jobs").start()
 
 
-async def test_a_start_on_a_machine_without_a_free_core_is_waited_for(
+async def test_the_start_of_a_worker_may_wait_for_a_free_core(
     make_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for a core is not late, and what sleeps is: the import of a handler too."""
+    """A worker that waits for a core is not late; one that sleeps in an import is."""
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.001)
     monkeypatch.setattr(workers, "_used", lambda pid: Used(0.0, time.monotonic(), True))
     pool = make_pool()
@@ -219,8 +219,8 @@ def test_workers_die_with_their_host() -> None:
 
 
 @pytest.mark.slow
-async def test_slow_expressions_cost_no_other_answer_its_verdict() -> None:
-    """64 right answers that only math-verify can tell, behind 64 that it never finishes."""
+async def test_slow_expressions_do_not_stop_the_verdicts_of_other_answers() -> None:
+    """64 right answers that only math-verify can decide, after 64 that it never finishes."""
     pytest.importorskip("math_verify")
     math = MathEquivalence(limit_s=0.2)
     try:

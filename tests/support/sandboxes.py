@@ -57,5 +57,5 @@ async def until_gone(process: psutil.Process) -> None:
     await until(lambda: not process.is_running())
 
 
-async def said(session: SandboxSession, code: str, timeout_s: float = 10.0) -> str:
+async def output_of(session: SandboxSession, code: str, timeout_s: float = 10.0) -> str:
     return (await session.run(code, timeout_s)).output
