@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LAWS = Path(__file__).with_name("laws.toml")
+LIMIT_S = 900
 ENVIRONMENTS = (".venv", ".venv-vllm", ".venv-sglang")
 
 
@@ -87,14 +88,18 @@ def tried(mutant: Mutant) -> str:
 def first_failure(copy: Path, tests: Sequence[str]) -> str:
     """The first test that fails in the copy; empty: none."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(
-        command,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:  # Hypothesis takes pytest's time limit for a failing example
+        return f"no test within {LIMIT_S} s"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
     if failed:
         return failed[1]
