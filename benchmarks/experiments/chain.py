@@ -172,10 +172,10 @@ class World:
         for (relation, person), value in self.values.items():
             for form in range(len(FORMS)):
                 if form == self.forms[relation]:
-                    self.results[query(form, relation, person)] = result_of(relation, person, value)
+                    self.results[query(form, relation, person)] = say(relation, person, value)
                 elif not shows:
                     other = rng.choice([one for one in PEOPLE if one != value])
-                    self.results[query(form, relation, person)] = result_of(relation, person, other)
+                    self.results[query(form, relation, person)] = say(relation, person, other)
 
     def question(self, rng: Random, people: Sequence[str], length: int) -> dict[str, str]:
         """As a row."""
@@ -183,18 +183,18 @@ class World:
         person = start
         for relation in chain:
             person = self.values[relation, person]
-        return {"question": question_of(start, chain), "answer": person, "kind": f"chain{length}"}
+        return {"question": ask(start, chain), "answer": person, "kind": f"chain{length}"}
 
 
 def query(form: int, relation: str, person: str) -> str:
     return FORMS[form].format(relation=relation, person=person)
 
 
-def result_of(relation: str, person: str, value: str) -> str:
+def say(relation: str, person: str, value: str) -> str:
     return f"The {relation} of {person} is {value}."
 
 
-def question_of(start: str, chain: Sequence[str]) -> str:
+def ask(start: str, chain: Sequence[str]) -> str:
     named = " of ".join(f"the {relation}" for relation in reversed(chain))
     return f"What is {named} of {start}?"
 
@@ -218,7 +218,7 @@ def demonstration(
         for form, found in tries(rng, relation):
             text = f"<search>{query(form, relation, person)}</search>"
             action = f"<think>I need the {relation}.</think>{text}"
-            result = result_of(relation, person, value) if found else NOTHING
+            result = say(relation, person, value) if found else NOTHING
             turns.append({"action": action, "result": result})
         if not found:
             knows = False
@@ -227,7 +227,7 @@ def demonstration(
     last = rf"<think>I know it.</think><answer>\boxed{{{person}}}</answer>"
     giving_up = r"<think>I do not know.</think><answer>\boxed{unknown}</answer>"
     turns.append({"action": last if knows else giving_up, "result": None})
-    about = {"stage": stage, "kind": f"chain{length}", "question": question_of(start, chain)}
+    about = {"stage": stage, "kind": f"chain{length}", "question": ask(start, chain)}
     return about | {"turns": turns}
 
 

@@ -40,12 +40,11 @@ def tables_of(result: Row) -> str:
         for arm, row in arms.items()
     ]
     texts = [markdown([*head, *(f"calls to {level}" for level in levels)], rows)]
-    for base, title in ((BEST, "the best GRPO"), ("against grpo", "`grpo`")):
-        rows = [_compared(arm, row, base, result) for arm, row in arms.items() if row.get(base)]
-        if rows:
-            names = [f"calls to {level}" for level in levels]
-            names += [f"success at {budget}" for budget in result["budgets"]]
-            texts.append(markdown([f"compared with {title}", "seeds", *names], rows))
+    rows = [_compared(arm, row, result) for arm, row in arms.items() if row.get(BEST)]
+    if rows:
+        names = [f"calls to {level}" for level in levels]
+        names += [f"success at {budget}" for budget in result["budgets"]]
+        texts.append(markdown(["compared with the best GRPO", "seeds", *names], rows))
     return "\n\n".join(texts)
 
 
@@ -55,8 +54,8 @@ def _calls(row: Row, level: float) -> str:
     return f"{row[f'calls to {level}']:,.0f}{note}"
 
 
-def _compared(arm: str, row: Row, base: str, result: Row) -> list[str]:
-    found = row[base]
+def _compared(arm: str, row: Row, result: Row) -> list[str]:
+    found = row[BEST]
     names = [f"calls to {level}" for level in result["levels"]]
     names += [f"success at {budget}" for budget in result["budgets"]]
     count = max(figure["num_seeds"] for figure in found.values())
