@@ -18,6 +18,11 @@ by the overall mean: the gain over a random choice (1 is no gain). `within` is t
 points of the same kind of question and the same number of earlier calls, with its 95 % interval by
 bootstrap over questions. Dividing by ln V or V changes none of these, only `shift`, the change of
 the fork probability.
+
+The score of the plan "learned" is compared too: p (1 - p) of the forecast (agentenv/forecast.py),
+by the probe and one more root, or by all roots, but no sibling. For the questions with even
+numbers it is fitted on those with odd ones, and the other way round, with all trees at once.
+"tree" is the same without a forecast, the score of the plan "spread".
 """
 
 from __future__ import annotations
@@ -26,14 +31,17 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean, pvariance
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -42,15 +50,23 @@ from agentenv.config import build_config
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
+from agentenv.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places
 from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.setup.assembly import load_set, make_renderer
 from agentenv.pipelines.setup.environments import EnvMaker
+from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, Trajectory, TrajectoryTree
+from agentenv.types import Task
 
 ROOTS = 8
 PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured
+# By the number of roots that a score sees: these roots, some of which are probes.
+SEEN: dict[int, list[tuple[str, ...]]] = {
+    2: [("0", "4"), ("1", "5"), ("2", "6"), ("3", "7")],
+    ROOTS: [tuple(map(str, range(ROOTS)))],
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,7 @@ def fork_points(tree: TrajectoryTree) -> list[dict[str, Any]]:
                     "question": tree.task.id,
                     "kind": tree.task.kind,
                     "tool": calls[-1]["name"],
+                    "probe": name,
                     "depth": depth,
                     "result_tokens": len(node.observation_ids),
                     "order": following.index,
@@ -114,8 +131,61 @@ def _starts_at(trajectory: Trajectory, node: Node) -> bool:
     return "+" in trajectory.leaf.branch and own[0].parent == node.index
 
 
-async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fork points of the run's policy after `step` updates, on its training questions."""
+def of_branches(tree: TrajectoryTree, names: Collection[str]) -> TrajectoryTree:
+    """The tree as it would be with these branches from scratch alone."""
+    found, place = replace(tree, nodes=[]), {tree.root.index: 0}
+    for node in tree.nodes:
+        if node is tree.root or node.branch in names:
+            place[node.index] = len(found.nodes)
+            above = None if node.parent is None else place[node.parent]
+            found.nodes.append(replace(node, index=place[node.index], parent=above))
+    return found
+
+
+def scores(trees: Sequence[TrajectoryTree]) -> dict[tuple[str, str, int], dict[str, float]]:
+    """By question, probe and depth of a tool result: p (1 - p) of the forecast that was fitted on
+    the questions of the other parity, and of the tree alone."""
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for num_roots, groups in SEEN.items():
+        halves = [
+            [of_branches(tree, names) for tree in trees[parity::2] for names in groups]
+            for parity in (0, 1)
+        ]
+        for scored, fitted in (halves, halves[::-1]):
+            forecaster = Forecaster(Known())
+            forecaster.learn(fitted)
+            for tree in scored:
+                forecast = {FORECAST: to_builtins(forecaster.forecast(tree.task.id))}
+                for name, info in (("learned", forecast), ("tree", {})):
+                    tree.root.info = info
+                    for place, p in chances(tree).items():
+                        of_place = found.setdefault((tree.task.id, *place), {})
+                        of_place[f"{name}, {num_roots} roots"] = p * (1 - p)
+    return found
+
+
+def chances(tree: TrajectoryTree) -> dict[tuple[str, int], float]:
+    """p by probe and depth, for tool results of probes that ended."""
+    known = Places(tree).chances(PRIOR_WEIGHT)
+    return {
+        (name, depth): known[node.index]
+        for name in PROBES
+        for depth, node in enumerate((one for one in tree.nodes if one.branch == name), 1)
+        if node.index in known
+    }
+
+
+class Frozen(NamedTuple):
+    """The policy of a run after some updates, and the run's training questions."""
+
+    actor: Actor
+    tasks: list[Task]
+    config: TrainConfig
+    model: Path
+
+
+@asynccontextmanager
+async def frozen(run: Path, step: int) -> AsyncIterator[Frozen]:
     raw = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
     config = build_config(TrainConfig, raw, str(run))
     model = run / "checkpoints" / f"step-{step:06d}"
@@ -131,25 +201,45 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
         tasks = await load_set(
             config.data.train, config.env.id, config.data, resolve, print, "data", 0
         )
-        tasks = Random(f"forks {config.run.seed}").sample(tasks, options.questions)
         if not isinstance(config.engine, EmbeddedConfig):
             raise SystemExit(f"{run}: engine.name: the probe samples with the embedded engine")
         engine = EmbeddedEngine(config.engine, model)
         stack.push_async_callback(engine.close)
         sampling = config.sampling.train.params()
         actor = Actor(engine, renderer, make_env, config.limits, sampling, seed=f"forks {step}")
-        plan = ProbePlan(options.siblings)
-        slots = asyncio.Semaphore(8)
+        yield Frozen(actor, list(tasks), config, model)
 
-        async def one(index: int) -> TrajectoryTree:
-            async with slots:
-                return await actor.rollout(tasks[index], plan, index=index)
 
-        async with asyncio.TaskGroup() as group:
-            growing = [group.create_task(one(index)) for index in range(len(tasks))]
-    rows = [row for tree in growing for row in fork_points(tree.result())]
-    origin = {"run": str(run), "step": step, "vocab_size": vocab_size(model)}
-    return [row | origin for row in rows]
+async def grown(
+    actor: Actor, plan: RolloutPlan, tasks: Sequence[Task], first: int = 0, slots: int = 8
+) -> list[TrajectoryTree]:
+    """A tree of each task, `slots` at a time; `first` is the index of the first one."""
+    free = asyncio.Semaphore(slots)
+
+    async def one(number: int, task: Task) -> TrajectoryTree:
+        async with free:
+            return await actor.rollout(task, plan, index=first + number)
+
+    async with asyncio.TaskGroup() as group:
+        growing = [group.create_task(one(*pair)) for pair in enumerate(tasks)]
+    return [tree.result() for tree in growing]
+
+
+async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fork points of the run's policy after `step` updates, on its training questions."""
+    async with frozen(run, step) as policy:
+        rng = Random(f"forks {policy.config.run.seed}")
+        tasks = rng.sample(policy.tasks, options.questions)
+        trees = await grown(policy.actor, ProbePlan(options.siblings), tasks)
+    known = scores(trees)
+    origin = {"run": str(run), "step": step, "vocab_size": vocab_size(policy.model)}
+    rows = [row | origin for tree in trees for row in fork_points(tree)]
+    places = [(row["question"], row["probe"], row["depth"]) for row in rows]
+    return [
+        row | {"scores": known[place]}
+        for row, place in zip(rows, places, strict=True)
+        if place in known
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

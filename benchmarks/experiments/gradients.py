@@ -1,0 +1,278 @@
+"""The signal of a gradient per tool call: plans and credits of the study on frozen policies.
+
+    python benchmarks/experiments/gradients.py --out FOLDER [--tasks mend chain] [--seeds 900]
+        [--steps 0 5 10] [--arms grpo-8 ...] [--trees 300] [--groups 500] [--report-only]
+
+Trains, for each task and seed, GRPO with groups of 4 at four times the quick start's rate, as
+study.py does, but to its last update; then measures, for its policy after each of `steps` updates,
+the gradients of `trees` trees of each arm, one of a question: their parts in the loss of the
+learner, if they were one mini-batch. The true gradient is that of the mean return, from `groups`
+other groups of 8 without forks, whose advantages are r - mean. With u its direction, and g the
+gradient of a tree:
+
+    signal    (mean of g u)^2 / variance of g u / calls of a tree, to that of the first arm
+    first     the same for the gradient of first turns alone, and its own true gradient
+    cosine    of the mean of g with u: below 1 by bias
+    update    the cosine of u with the sum of g over UPDATE trees: by bias and noise
+
+Gradients are kept as projections on DIRECTIONS fixed random directions; noise is subtracted from
+the squares of means. Intervals (95 %) are jackknifed over BLOCKS blocks of trees. Written:
+FOLDER/gradients/TASK-SEED-STEP.npz, which are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice, product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from agentenv.config import build_config
+from agentenv.errors import DataError
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import ActionTokens, encode
+from agentenv.learners.credit import TreeCredit
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.minibatch import prepare
+from agentenv.learners.partition import pack
+from agentenv.learners.policy import Policy
+from agentenv.model_files import vocab_size
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.plan import RolloutPlan
+from agentenv.tree import TrajectoryTree
+from benchmarks.experiments.algorithms import configuration, seeds_of
+from benchmarks.experiments.forks import frozen, grown
+from benchmarks.experiments.runs import START, start_config, train
+from benchmarks.experiments.study import Cell, Study, start_of
+
+ARMS = ["grpo-8", "grpo-4", "gigpo-4", "arpo", "tree_grpo"]
+ARMS += ["uniform-turnwise-4", "spread-turnwise-4"]
+TRUE = "the true gradient"
+TRUTH = GRPO(group_size=8, normalize_by_std=False)
+RATE, EVERY = 4.0, 5  # of the runs: the rate of the study, updates between checkpoints
+DIRECTIONS, BLOCKS, UPDATE, SLOTS = 4096, 20, 4, 24
+FIRST_INDEX = 100_000  # of the trees of a plan, times its number: seeds depend on it
+Floats = NDArray[np.float64]
+Measured = dict[str, NDArray[Any]]  # of each arm: "ARM parts" [2, trees, directions], "ARM calls"
+
+
+def policy(study: Study, task: str, seed: int) -> Path:
+    """The run whose checkpoints are the policies, trained unless it is there."""
+    cell, raw = Cell(task, "grpo-4", RATE, seed), configuration(task)
+    begun, folder = study.out / start_of(cell), study.out / task / f"seed-{seed}"
+    config = study.config(cell, raw, (begun / START).resolve())
+    del config["train"]["stop_at"]
+    config["checkpoint"] = {"every": EVERY, "keep_last": 9}
+    if not train(begun, START, start_config(raw, seed, study.plan["questions"])):
+        raise DataError(f"the cold start failed: {begun / START}.log")
+    if not train(folder, "policy", config):
+        raise DataError(f"the run failed: {folder / 'policy'}.log")
+    return folder / "policy"
+
+
+def algorithm_of(study: Study, cell: Cell) -> Algorithm:
+    config = study.config(cell, configuration(cell.task), study.out)
+    return build_config(TrainConfig, config, cell.arm).algorithm
+
+
+class Gradients:
+    """Of trees, at the weights of a model."""
+
+    def __init__(self, model: Path) -> None:
+        weights = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.backend = TorchBackend(Policy(weights.eval()), LearnerConfig(backend="torch"))
+        self.parameters = [one for one in weights.parameters() if one.requires_grad]
+        rng, size = np.random.default_rng(0), sum(one.numel() for one in self.parameters)
+        self.places = rng.integers(DIRECTIONS, size=size)
+        self.signs = rng.choice([-1.0, 1.0], size)
+
+    def of(self, tree: TrajectoryTree, credit: TreeCredit, algorithm: Algorithm) -> Floats:
+        """The tree's part of the gradient of a mini-batch, times its denominator: [directions]."""
+        if not credit.has_signal:
+            return np.zeros(DIRECTIONS)
+        trees = [encode(tree, credit, tree.policy_version)]
+        tokens, gather = ActionTokens.of(trees), self.backend.gather_replicas
+        fixed = (tokens.behavior, tokens.entropies, None)
+        batch = prepare(trees, tokens, *fixed, algorithm, gather)
+        for part in pack(trees, self.backend.config.replica_tokens, "segments"):
+            logprobs, entropies, _ = self.backend.forward(part)
+            given = batch.loss_batch(part.index, logprobs, None)
+            self.backend.backward(algorithm.loss(given, logprobs, entropies)[0])
+        flat = torch.cat([one.grad.ravel() for one in self.parameters if one.grad is not None])
+        self.backend.skip()
+        found = np.bincount(self.places, self.signs * flat.numpy(), DIRECTIONS)
+        return np.asarray(found * -batch.denominator, np.float64)
+
+    def parts(self, trees: Sequence[TrajectoryTree], algorithm: Algorithm) -> NDArray[np.float32]:
+        """Of the first turns and of the others: [2, trees, directions]. A tree with too few counted
+        leaves has none."""
+        found = np.zeros((2, len(trees), DIRECTIONS), np.float32)
+        for number, tree in enumerate(trees):
+            credit = algorithm.credit(tree)
+            for part, one in enumerate(() if credit is None else by_turn(tree, credit)):
+                found[part, number] = self.of(tree, one, algorithm)
+        return found
+
+
+def by_turn(tree: TrajectoryTree, credit: TreeCredit) -> Iterator[TreeCredit]:
+    """The credit of first turns alone, and that of all others."""
+    first = np.array([node.parent == tree.root.index for node in tree.nodes])
+    for own in (first, ~first):
+        pos, neg = credit.adv_pos * own, credit.adv_neg * own
+        yield dataclasses.replace(credit, adv_pos=pos, adv_neg=neg)
+
+
+def num_calls(tree: TrajectoryTree) -> int:
+    """Those of a shared prefix count once."""
+    return sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
+
+
+async def measure(
+    run: Path, step: int, algorithms: Mapping[str, Algorithm], counts: Mapping[str, int]
+) -> Measured:
+    """Of trees of each name's plan; `TRUE` has trees of its own, other equal plans share them."""
+    found: Measured = {}
+    trees: dict[tuple[RolloutPlan, bool], list[TrajectoryTree]] = {}
+    async with frozen(run, step) as policy:
+        gradients, size = Gradients(policy.model), vocab_size(policy.model)
+        rng = Random(f"gradients {policy.config.run.seed}")
+        questions = rng.sample(policy.tasks, len(policy.tasks))
+        for number, (name, algorithm) in enumerate(algorithms.items()):
+            key = (plan := algorithm.plan(size), name == TRUE)
+            if key not in trees:
+                order = questions[::-1] if name == TRUE else questions
+                tasks = list(islice(cycle(order), counts[name]))
+                begin = FIRST_INDEX * number
+                trees[key] = await grown(policy.actor, plan, tasks, begin, SLOTS)
+            found[f"{name} parts"] = gradients.parts(trees[key], algorithm)
+            found[f"{name} calls"] = np.array([num_calls(tree) for tree in trees[key]])
+            print(f"{run} step {step}: {name}", flush=True)
+    return found
+
+
+def square(parts: Floats) -> float:
+    """|mean|^2 of [trees, directions] without the noise's part: over pairs of different trees."""
+    num, total = len(parts), parts.sum(0)
+    return float((total @ total - (parts * parts).sum()) / (num * (num - 1)))
+
+
+def signal(parts: Floats, calls: Floats, truth: Floats) -> float:
+    """Per call, along `truth` [directions]; nan if noise hides the mean."""
+    along = parts @ truth / np.linalg.norm(truth)
+    variance = float(along.var(ddof=1))
+    found = (float(along.mean()) ** 2 - variance / len(along)) / variance / float(calls.mean())
+    return found if found > 0 else math.nan
+
+
+def cosine(parts: Floats, truths: Floats, num: float = math.inf) -> float:
+    """Of the mean over `num` trees with the mean of `truths`, both [trees, directions]."""
+    mean = square(parts)
+    noise = (float((parts * parts).sum(1).mean()) - mean) / num
+    product = float(parts.mean(0) @ truths.mean(0))
+    squares = (mean + noise) * square(truths)
+    return product / math.sqrt(squares) if squares > 0 else math.nan
+
+
+def interval(figure: Callable[[int], float]) -> tuple[float, float]:
+    """The value of a figure, which is computed with all trees (-1) or without those of one of
+    `BLOCKS` blocks, and the half-width of its 95 % interval."""
+    without = np.array([figure(block) for block in range(BLOCKS)])
+    spread = (BLOCKS - 1) / BLOCKS * ((without - without.mean()) ** 2).sum()
+    return figure(-1), 1.96 * math.sqrt(spread)
+
+
+def kept(values: NDArray[Any], block: int) -> Floats:
+    """Without each tree of the block."""
+    return np.asarray(values[np.arange(len(values)) % BLOCKS != block], np.float64)
+
+
+def figures(found: Measured, arm: str, base: str) -> dict[str, tuple[float, float]]:
+    """Each figure of an arm with the half-width of its interval."""
+    whole = {name: found[f"{name} parts"] for name in (TRUE, arm, base)}
+    by_part = {name: (parts.sum(0), parts[0]) for name, parts in whole.items()}
+
+    def ratio(part: int, block: int) -> float:
+        truth = kept(by_part[TRUE][part], block).mean(0)
+        own, other = (
+            signal(kept(by_part[name][part], block), kept(found[f"{name} calls"], block), truth)
+            for name in (arm, base)
+        )
+        return own / other
+
+    def angle(num: float, block: int) -> float:
+        return cosine(kept(by_part[arm][0], block), kept(by_part[TRUE][0], block), num)
+
+    return {
+        "signal": interval(partial(ratio, 0)),
+        "first": interval(partial(ratio, 1)),
+        "cosine": interval(partial(angle, math.inf)),
+        "update": interval(partial(angle, UPDATE)),
+    }
+
+
+def report(file: Path) -> None:
+    with np.load(file) as stored:
+        found = dict(stored)
+    arms = [name.removesuffix(" calls") for name in found if name.endswith(" calls")]
+    arms.remove(TRUE)
+    print(f"\n{file.stem}, {len(found[f'{TRUE} calls'])} groups for the true gradient\n")
+    print("arm | calls | equal | signal | first | cosine | update\n" + " | ".join(["---"] * 7))
+    for arm in arms:
+        equal = (~found[f"{arm} parts"].any((0, 2))).mean()
+        cells = [f"{one:.2f} +- {half:.2f}" for one, half in figures(found, arm, arms[0]).values()]
+        print(" | ".join([arm, f"{found[f'{arm} calls'].mean():.1f}", f"{equal:.2f}", *cells]))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", choices=("mend", "chain"), default=["mend", "chain"])
+    parser.add_argument("--seeds", type=seeds_of, default=[900])
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 5, 10])
+    parser.add_argument("--arms", nargs="+", default=ARMS)
+    parser.add_argument("--trees", type=int, default=300)
+    parser.add_argument("--groups", type=int, default=500)
+    parser.add_argument("--report-only", action="store_true")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    study, folder = Study(options.out), options.out / "gradients"
+    folder.mkdir(exist_ok=True)
+    counts = dict.fromkeys(options.arms, options.trees) | {TRUE: options.groups}
+    cells = product(options.seeds, options.tasks, options.steps)
+    for seed, task, step in () if options.report_only else cells:
+        file = folder / f"{task}-{seed}-{step}.npz"
+        if not file.is_file():
+            run = policy(study, task, seed)
+            algorithms = {TRUE: TRUTH} | {
+                arm: algorithm_of(study, Cell(task, arm, RATE, seed)) for arm in options.arms
+            }
+            found = asyncio.run(measure(run, step, algorithms, counts))
+            np.savez(file.with_suffix(".part.npz"), **found)  # type: ignore[arg-type]
+            file.with_suffix(".part.npz").replace(file)
+    for file in sorted(folder.glob("*-*-*.npz")):
+        if not file.stem.endswith(".part"):
+            report(file)
+
+
+if __name__ == "__main__":
+    main()
