@@ -75,6 +75,16 @@ def test_fork_points_are_measured(clone: Path, study: Path) -> None:
     assert grown.returncode == 0, grown.stdout + grown.stderr
     shown = command(clone, "forks", "--out", rows)
     assert "after 0 updates, 1 runs" in shown.stdout, shown.stdout + shown.stderr
+    assert "\n  learned, 2 roots" in shown.stdout
+
+
+def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
+    small = ("--tasks", "mend", "--seeds", "7", "--steps", "0", "--trees", "40", "--groups", "40")
+    arms = ("--arms", "grpo-8", "uniform-turnwise-4")
+    done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mend-7-0, 40 groups for the true gradient" in done.stdout
+    assert "\nuniform-turnwise-4 | " in done.stdout
 
 
 def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ class Gradients:
         )
         self.backend = TorchBackend(Policy(weights.eval()), LearnerConfig(backend="torch"))
         self.parameters = [one for one in weights.parameters() if one.requires_grad]
+        torch.set_num_threads(1)  # several wait for each other at low priority
         rng, size = np.random.default_rng(0), sum(one.numel() for one in self.parameters)
         self.places = rng.integers(DIRECTIONS, size=size)
         self.signs = rng.choice([-1.0, 1.0], size)
