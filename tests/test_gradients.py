@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from random import Random
 
@@ -19,10 +20,10 @@ from benchmarks.experiments.forks import ROOTS, of_branches, scores
 from benchmarks.experiments.gradients import (
     DIRECTIONS,
     Gradients,
-    by_turn,
     cosine,
     interval,
     kept,
+    of_first_turns,
     signal,
     square,
 )
@@ -88,17 +89,22 @@ def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Pat
     flat = torch.cat([one.ravel() for one in torch.autograd.grad(loss, gradients.parameters)])
     whole = np.bincount(gradients.places, gradients.signs * flat.numpy(), DIRECTIONS)
     assert np.abs(whole).max() > 1e-3
-    assert parts.sum((0, 1)) / -batch.denominator == pytest.approx(whole, abs=1e-5)
+    assert parts[0].sum(0) / -batch.denominator == pytest.approx(whole, abs=1e-5)
 
 
-def test_the_first_turns_and_the_others_have_all_credit_between_them() -> None:
-    (tree,) = grown(5, 1)
-    credit = GRPO(group_size=2).credit(tree)
+def test_the_gradient_of_first_turns_is_that_of_the_tree_cut_after_them(tmp_path: Path) -> None:
+    (tree,), algorithm = grown(5, 1), GRPO(group_size=2)
+    credit = algorithm.credit(tree)
     assert credit is not None
-    first, others = by_turn(tree, credit)
-    assert (first.adv_pos + others.adv_pos == credit.adv_pos).all()
-    turns = {node.parent for node in tree.nodes if first.adv_neg[node.index] < 0}
-    assert turns == {tree.root.index}
+    first = of_first_turns(tree, credit)
+    later = np.array([node.parent not in (None, tree.root.index) for node in tree.nodes])
+    assert later.any()
+    assert not np.stack([first.adv_pos, first.adv_neg, first.weight])[:, later].any()
+    kept_weight = dataclasses.replace(first, weight=credit.weight)
+    gradients = Gradients(save_tiny_model(tmp_path))
+    found = gradients.of(tree, first, algorithm)
+    assert np.abs(found).max() > 1e-3
+    assert found == pytest.approx(gradients.of(tree, kept_weight, algorithm), abs=1e-4)
 
 
 def probed(number: int, of_roots: int, of_siblings: int) -> TrajectoryTree:

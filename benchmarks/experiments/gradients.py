@@ -27,7 +27,8 @@ import asyncio
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -123,22 +124,21 @@ class Gradients:
         return np.asarray(found * -batch.denominator, np.float64)
 
     def parts(self, trees: Sequence[TrajectoryTree], algorithm: Algorithm) -> NDArray[np.float32]:
-        """Of the first turns and of the others: [2, trees, directions]. A tree with too few counted
-        leaves has none."""
+        """Of all turns, and of the first ones: [2, trees, directions]. 0 for a tree with too few
+        counted leaves."""
         found = np.zeros((2, len(trees), DIRECTIONS), np.float32)
         for number, tree in enumerate(trees):
-            credit = algorithm.credit(tree)
-            for part, one in enumerate(() if credit is None else by_turn(tree, credit)):
-                found[part, number] = self.of(tree, one, algorithm)
+            if (credit := algorithm.credit(tree)) is not None:
+                found[0, number] = self.of(tree, credit, algorithm)
+                found[1, number] = self.of(tree, of_first_turns(tree, credit), algorithm)
         return found
 
 
-def by_turn(tree: TrajectoryTree, credit: TreeCredit) -> Iterator[TreeCredit]:
-    """The credit of first turns alone, and that of all others."""
-    first = np.array([node.parent == tree.root.index for node in tree.nodes])
-    for own in (first, ~first):
-        pos, neg = credit.adv_pos * own, credit.adv_neg * own
-        yield dataclasses.replace(credit, adv_pos=pos, adv_neg=neg)
+def of_first_turns(tree: TrajectoryTree, credit: TreeCredit) -> TreeCredit:
+    """The credit without later turns."""
+    own = np.array([node.parent in (None, tree.root.index) for node in tree.nodes])
+    pos, neg, weight = (one * own for one in (credit.adv_pos, credit.adv_neg, credit.weight))
+    return dataclasses.replace(credit, adv_pos=pos, adv_neg=neg, weight=weight)
 
 
 def num_calls(tree: TrajectoryTree) -> int:
@@ -165,7 +165,7 @@ async def measure(
                 trees[key] = await grown(policy.actor, plan, tasks, begin, SLOTS)
             found[f"{name} parts"] = gradients.parts(trees[key], algorithm)
             found[f"{name} calls"] = np.array([num_calls(tree) for tree in trees[key]])
-            print(f"{run} step {step}: {name}", flush=True)
+            print(f"{run} step {step}: {name}, {time.process_time():.0f} s", flush=True)
     return found
 
 
@@ -207,19 +207,18 @@ def kept(values: NDArray[Any], block: int) -> Floats:
 
 def figures(found: Measured, arm: str, base: str) -> dict[str, tuple[float, float]]:
     """Each figure of an arm with the half-width of its interval."""
-    whole = {name: found[f"{name} parts"] for name in (TRUE, arm, base)}
-    by_part = {name: (parts.sum(0), parts[0]) for name, parts in whole.items()}
+    parts = {name: found[f"{name} parts"] for name in (TRUE, arm, base)}
 
     def ratio(part: int, block: int) -> float:
-        truth = kept(by_part[TRUE][part], block).mean(0)
+        truth = kept(parts[TRUE][part], block).mean(0)
         own, other = (
-            signal(kept(by_part[name][part], block), kept(found[f"{name} calls"], block), truth)
+            signal(kept(parts[name][part], block), kept(found[f"{name} calls"], block), truth)
             for name in (arm, base)
         )
         return own / other
 
     def angle(num: float, block: int) -> float:
-        return cosine(kept(by_part[arm][0], block), kept(by_part[TRUE][0], block), num)
+        return cosine(kept(parts[arm][0], block), kept(parts[TRUE][0], block), num)
 
     return {
         "signal": interval(partial(ratio, 0)),
