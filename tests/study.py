@@ -83,7 +83,7 @@ def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
     arms = ("--arms", "grpo-8", "uniform-turnwise-4")
     done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mend-7-0, 40 groups for the true gradient" in done.stdout
+    assert "mend-7-0, 40 groups for the true gradient, " in done.stdout
     assert "\nuniform-turnwise-4 | " in done.stdout
 
 

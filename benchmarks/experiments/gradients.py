@@ -17,7 +17,7 @@ gradient of a tree:
 
 Gradients are kept as projections on DIRECTIONS fixed random directions; noise is subtracted from
 the squares of means. Intervals (95 %) are jackknifed over BLOCKS blocks of trees. Written:
-FOLDER/gradients/TASK-SEED-STEP.npz, which are not measured again.
+FOLDER/gradients/TASK-SEED-STEP/ARM.npz, which is not measured again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -55,22 +55,20 @@ from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy
 from agentenv.model_files import vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.plan import RolloutPlan
 from agentenv.tree import TrajectoryTree
 from benchmarks.experiments.algorithms import configuration, seeds_of
 from benchmarks.experiments.forks import frozen, grown
 from benchmarks.experiments.runs import START, start_config, train
 from benchmarks.experiments.study import Cell, Study, start_of
 
-ARMS = ["grpo-8", "grpo-4", "gigpo-4", "arpo", "tree_grpo"]
-ARMS += ["uniform-turnwise-4", "spread-turnwise-4"]
-TRUE = "the true gradient"
+ARMS = ["grpo-8", "grpo-4", "uniform-turnwise-4", "spread-turnwise-4"]
+ARMS += ["gigpo-4", "tree_grpo", "arpo"]
+TRUE = "truth"
 TRUTH = GRPO(group_size=8, normalize_by_std=False)
 RATE, EVERY = 4.0, 5  # of the runs: the rate of the study, updates between checkpoints
 DIRECTIONS, BLOCKS, UPDATE, SLOTS = 4096, 20, 4, 24
-FIRST_INDEX = 100_000  # of the trees of a plan, times its number: seeds depend on it
 Floats = NDArray[np.float64]
-Measured = dict[str, NDArray[Any]]  # of each arm: "ARM parts" [2, trees, directions], "ARM calls"
+Measured = dict[str, dict[str, NDArray[Any]]]  # by name: its `measure`
 
 
 def policy(study: Study, task: str, seed: int) -> Path:
@@ -147,26 +145,17 @@ def num_calls(tree: TrajectoryTree) -> int:
 
 
 async def measure(
-    run: Path, step: int, algorithms: Mapping[str, Algorithm], counts: Mapping[str, int]
-) -> Measured:
-    """Of trees of each name's plan; `TRUE` has trees of its own, other equal plans share them."""
-    found: Measured = {}
-    trees: dict[tuple[RolloutPlan, bool], list[TrajectoryTree]] = {}
+    run: Path, step: int, algorithm: Algorithm, count: int, first: int
+) -> dict[str, NDArray[Any]]:
+    """`parts` of `count` trees, and the `calls` of each. Trees of a place have equal seeds."""
     async with frozen(run, step) as policy:
-        gradients, size = Gradients(policy.model), vocab_size(policy.model)
         rng = Random(f"gradients {policy.config.run.seed}")
-        questions = rng.sample(policy.tasks, len(policy.tasks))
-        for number, (name, algorithm) in enumerate(algorithms.items()):
-            key = (plan := algorithm.plan(size), name == TRUE)
-            if key not in trees:
-                order = questions[::-1] if name == TRUE else questions
-                tasks = list(islice(cycle(order), counts[name]))
-                begin = FIRST_INDEX * number
-                trees[key] = await grown(policy.actor, plan, tasks, begin, SLOTS)
-            found[f"{name} parts"] = gradients.parts(trees[key], algorithm)
-            found[f"{name} calls"] = np.array([num_calls(tree) for tree in trees[key]])
-            print(f"{run} step {step}: {name}, {time.process_time():.0f} s", flush=True)
-    return found
+        questions = cycle(rng.sample(policy.tasks, len(policy.tasks)))
+        tasks = list(islice(questions, first, first + count))
+        plan = algorithm.plan(vocab_size(policy.model))
+        trees = await grown(policy.actor, plan, tasks, first, SLOTS)
+        parts = Gradients(policy.model).parts(trees, algorithm)
+    return {"parts": parts, "calls": np.array([num_calls(tree) for tree in trees])}
 
 
 def square(parts: Floats) -> float:
@@ -207,18 +196,17 @@ def kept(values: NDArray[Any], block: int) -> Floats:
 
 def figures(found: Measured, arm: str, base: str) -> dict[str, tuple[float, float]]:
     """Each figure of an arm with the half-width of its interval."""
-    parts = {name: found[f"{name} parts"] for name in (TRUE, arm, base)}
 
     def ratio(part: int, block: int) -> float:
-        truth = kept(parts[TRUE][part], block).mean(0)
+        truth = kept(found[TRUE]["parts"][part], block).mean(0)
         own, other = (
-            signal(kept(parts[name][part], block), kept(found[f"{name} calls"], block), truth)
-            for name in (arm, base)
+            signal(kept(one["parts"][part], block), kept(one["calls"], block), truth)
+            for one in (found[arm], found[base])
         )
         return own / other
 
     def angle(num: float, block: int) -> float:
-        return cosine(kept(parts[arm][0], block), kept(parts[TRUE][0], block), num)
+        return cosine(*(kept(found[one]["parts"][0], block) for one in (arm, TRUE)), num)
 
     return {
         "signal": interval(partial(ratio, 0)),
@@ -228,17 +216,25 @@ def figures(found: Measured, arm: str, base: str) -> dict[str, tuple[float, floa
     }
 
 
-def report(file: Path) -> None:
-    with np.load(file) as stored:
-        found = dict(stored)
-    arms = [name.removesuffix(" calls") for name in found if name.endswith(" calls")]
-    arms.remove(TRUE)
-    print(f"\n{file.stem}, {len(found[f'{TRUE} calls'])} groups for the true gradient\n")
-    print("arm | calls | equal | signal | first | cosine | update\n" + " | ".join(["---"] * 7))
-    for arm in arms:
-        equal = (~found[f"{arm} parts"].any((0, 2))).mean()
-        cells = [f"{one:.2f} +- {half:.2f}" for one, half in figures(found, arm, arms[0]).values()]
-        print(" | ".join([arm, f"{found[f'{arm} calls'].mean():.1f}", f"{equal:.2f}", *cells]))
+def report(folder: Path, arms: Sequence[str]) -> None:
+    """Print the table of a policy, as far as its arms are measured."""
+    found: Measured = {}
+    for name in (TRUE, *arms):
+        if (file := folder / f"{name}.npz").is_file():
+            with np.load(file) as stored:
+                found[name] = dict(stored)
+    if not {TRUE, arms[0]} <= found.keys():
+        return
+    truths = found[TRUE]["parts"][0].astype(np.float64)
+    share = square(truths) / float(np.square(truths.mean(0)).sum())
+    print(
+        f"\n{folder.name}, {len(truths)} groups for the true gradient ({share:.0%} of its square)"
+    )
+    print("\narm | calls | equal | signal | first | cosine | update\n" + " | ".join(["---"] * 7))
+    for arm in list(found)[1:]:
+        equal = (~found[arm]["parts"].any((0, 2))).mean()
+        cells = [f"{one:.2f} ± {half:.2f}" for one, half in figures(found, arm, arms[0]).values()]
+        print(" | ".join([arm, f"{found[arm]['calls'].mean():.1f}", f"{equal:.2f}", *cells]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -255,23 +251,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--report-only", action="store_true")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    study, folder = Study(options.out), options.out / "gradients"
-    folder.mkdir(exist_ok=True)
-    counts = dict.fromkeys(options.arms, options.trees) | {TRUE: options.groups}
-    cells = product(options.seeds, options.tasks, options.steps)
-    for seed, task, step in () if options.report_only else cells:
-        file = folder / f"{task}-{seed}-{step}.npz"
-        if not file.is_file():
-            run = policy(study, task, seed)
-            algorithms = {TRUE: TRUTH} | {
-                arm: algorithm_of(study, Cell(task, arm, RATE, seed)) for arm in options.arms
-            }
-            found = asyncio.run(measure(run, step, algorithms, counts))
-            np.savez(file.with_suffix(".part.npz"), **found)  # type: ignore[arg-type]
-            file.with_suffix(".part.npz").replace(file)
-    for file in sorted(folder.glob("*-*-*.npz")):
-        if not file.stem.endswith(".part"):
-            report(file)
+    study = Study(options.out)
+    for seed, task, step in product(options.seeds, options.tasks, options.steps):
+        folder = options.out / "gradients" / f"{task}-{seed}-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in () if options.report_only else (TRUE, *options.arms):
+            if not (file := folder / f"{name}.npz").is_file():
+                run = policy(study, task, seed)
+                algorithm, rest = TRUTH, (options.groups, options.trees)
+                if name != TRUE:
+                    algorithm = algorithm_of(study, Cell(task, name, RATE, seed))
+                    rest = (options.trees, 0)
+                found = asyncio.run(measure(run, step, algorithm, *rest))
+                np.savez(folder / "part.npz", **found)  # type: ignore[arg-type]
+                (folder / "part.npz").replace(file)
+                print(f"{folder.name}, {name}: {time.process_time():.0f} CPU s", flush=True)
+        report(folder, options.arms)
 
 
 if __name__ == "__main__":
