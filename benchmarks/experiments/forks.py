@@ -20,9 +20,10 @@ bootstrap over questions. Dividing by ln V or V changes none of these, only `shi
 the fork probability.
 
 The score of the plan "learned" is compared too: p (1 - p) of the forecast (agentenv/forecast.py),
-by the probe and one more root, or by all roots, but no sibling. For the questions with even
-numbers it is fitted on those with odd ones, and the other way round, with all trees at once.
-"tree" is the same without a forecast, the score of the plan "spread".
+by a tree of the probe and one more root, without siblings. It is fitted, in one update, on trees of
+two roots and two siblings, as the plan has them in groups of 4: for questions with even numbers on
+those with odd ones, and the other way round. "tree" is the same without a forecast, the score of
+the plan "spread".
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -62,11 +63,8 @@ from agentenv.types import Task
 
 ROOTS = 8
 PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured
-# By the number of roots that a score sees: these roots, some of which are probes.
-SEEN: dict[int, list[tuple[str, ...]]] = {
-    2: [("0", "4"), ("1", "5"), ("2", "6"), ("3", "7")],
-    ROOTS: [tuple(map(str, range(ROOTS)))],
-}
+PAIRS = [("0", "4"), ("1", "5"), ("2", "6"), ("3", "7")]  # a probe, and one more root
+NUM_FORKS, NUM_TREES = 2, 4  # of a tree that forecasts are fitted on; of those trees, for a pair
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _starts_at(trajectory: Trajectory, node: Node) -> bool:
 
 
 def of_branches(tree: TrajectoryTree, names: Collection[str]) -> TrajectoryTree:
-    """The tree as it would be with these branches from scratch alone."""
+    """The tree as it would be with these branches alone."""
     found, place = replace(tree, nodes=[]), {tree.root.index: 0}
     for node in tree.nodes:
         if node is tree.root or node.branch in names:
@@ -146,22 +144,28 @@ def scores(trees: Sequence[TrajectoryTree]) -> dict[tuple[str, str, int], dict[s
     """By question, probe and depth of a tool result: p (1 - p) of the forecast that was fitted on
     the questions of the other parity, and of the tree alone."""
     found: dict[tuple[str, str, int], dict[str, float]] = {}
-    for num_roots, groups in SEEN.items():
-        halves = [
-            [of_branches(tree, names) for tree in trees[parity::2] for names in groups]
-            for parity in (0, 1)
-        ]
-        for scored, fitted in (halves, halves[::-1]):
-            forecaster = Forecaster(Known())
-            forecaster.learn(fitted)
-            for tree in scored:
-                forecast = {FORECAST: to_builtins(forecaster.forecast(tree.task.id))}
+    for parity in (0, 1):
+        forecaster = Forecaster(Known())
+        forecaster.learn([one for tree in trees[1 - parity :: 2] for one in small_trees(tree)])
+        for tree in trees[parity::2]:
+            forecast = {FORECAST: to_builtins(forecaster.forecast(tree.task.id))}
+            for pair in PAIRS:
+                known = of_branches(tree, pair)
                 for name, info in (("learned", forecast), ("tree", {})):
-                    tree.root.info = info
-                    for place, p in chances(tree).items():
-                        of_place = found.setdefault((tree.task.id, *place), {})
-                        of_place[f"{name}, {num_roots} roots"] = p * (1 - p)
+                    known.root.info = info
+                    for place, p in chances(known).items():
+                        found.setdefault((tree.task.id, *place), {})[name] = p * (1 - p)
     return found
+
+
+def small_trees(tree: TrajectoryTree) -> Iterator[TrajectoryTree]:
+    """Trees of a pair of roots and some siblings of the probe."""
+    for probe, other in PAIRS:
+        rng = Random(f"{tree.task.id} {probe}")
+        forks = sorted({one.branch for one in tree.nodes if one.branch.startswith(f"{probe}.")})
+        for _ in range(NUM_TREES):
+            drawn = rng.sample(forks, min(NUM_FORKS, len(forks)))
+            yield of_branches(tree, [probe, other, *drawn])
 
 
 def chances(tree: TrajectoryTree) -> dict[tuple[str, int], float]:
