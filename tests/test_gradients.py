@@ -29,6 +29,7 @@ from benchmarks.experiments.gradients import (
 )
 from tests.learners.flat import grown
 from tests.learners.ranks import save_tiny_model
+from tests.learners.trees import credited
 
 TRUTH = np.array([3.0, 0.0, 0.0])
 
@@ -76,10 +77,11 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
 def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Path) -> None:
     gradients, algorithm = Gradients(save_tiny_model(tmp_path)), GRPO(group_size=2)
     trees = grown(4)
-    credits = [algorithm.credit(tree) for tree in trees]
     parts = gradients.parts(trees, algorithm)
     assert parts.shape == (2, len(trees), DIRECTIONS)
-    encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
+    pairs = credited(trees, algorithm)
+    assert len(pairs) == len(trees)
+    encoded = [encode(tree, credit, 0) for tree, credit in pairs]
     tokens = ActionTokens.of(encoded)
     fixed = (tokens.behavior, tokens.entropies, None)
     batch = prepare(encoded, tokens, *fixed, algorithm, lambda own: [own])

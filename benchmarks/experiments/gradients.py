@@ -206,7 +206,8 @@ def figures(found: Measured, arm: str, base: str) -> dict[str, tuple[float, floa
         return own / other
 
     def angle(num: float, block: int) -> float:
-        return cosine(*(kept(found[one]["parts"][0], block) for one in (arm, TRUE)), num)
+        own, true = (kept(found[name]["parts"][0], block) for name in (arm, TRUE))
+        return cosine(own, true, num)
 
     return {
         "signal": interval(partial(ratio, 0)),
@@ -258,11 +259,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in () if options.report_only else (TRUE, *options.arms):
             if not (file := folder / f"{name}.npz").is_file():
                 run = policy(study, task, seed)
-                algorithm, rest = TRUTH, (options.groups, options.trees)
-                if name != TRUE:
+                if name == TRUE:
+                    work = measure(run, step, TRUTH, options.groups, options.trees)
+                else:
                     algorithm = algorithm_of(study, Cell(task, name, RATE, seed))
-                    rest = (options.trees, 0)
-                found = asyncio.run(measure(run, step, algorithm, *rest))
+                    work = measure(run, step, algorithm, options.trees, 0)
+                found = asyncio.run(work)
                 np.savez(folder / "part.npz", **found)  # type: ignore[arg-type]
                 (folder / "part.npz").replace(file)
                 print(f"{folder.name}, {name}: {time.process_time():.0f} CPU s", flush=True)
