@@ -11,13 +11,14 @@ other groups of 8 without forks, whose advantages are r - mean. With u its direc
 gradient of a tree:
 
     signal    (mean of g u)^2 / variance of g u / calls of a tree, to that of the first arm
-    first     the same for the gradient of first turns alone, and its own true gradient
+    first     the same of first turns alone, for g and for the true gradient
     cosine    of the mean of g with u: below 1 by bias
     update    the cosine of u with the sum of g over UPDATE trees: by bias and noise
 
-Gradients are kept as projections on DIRECTIONS fixed random directions; noise is subtracted from
-the squares of means. Intervals (95 %) are jackknifed over BLOCKS blocks of trees. Written:
-FOLDER/gradients/TASK-SEED-STEP/ARM.npz, which is not measured again.
+Gradients are kept as projections on DIRECTIONS fixed random directions (with n, cosines have errors
+of n ** -0.5); noise is subtracted from the squares of means. Intervals (95 %) are jackknifed over
+BLOCKS blocks of trees. Each arm is kept in a file, FOLDER/gradients/TASK-SEED-STEP/ARM.npz, and
+not measured again.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ def signal(parts: Floats, calls: Floats, truth: Floats) -> float:
     """Per call, along `truth` [directions]; nan if noise hides the mean."""
     along = parts @ truth / np.linalg.norm(truth)
     variance = float(along.var(ddof=1))
+    if not variance:
+        return math.nan
     found = (float(along.mean()) ** 2 - variance / len(along)) / variance / float(calls.mean())
     return found if found > 0 else math.nan
 
