@@ -6,7 +6,7 @@
 With RUNs (arms of algorithms.py, policies of gradients.py, or any runs with checkpoints), fork
 points are added to the file; without, its content is reported. For each checkpoint and question,
 ROOTS trajectories are sampled from scratch; at each tool result of the PROBES among them,
-`siblings` more are forked, which do not fork again. Each fork point then has two independent figures:
+`siblings` more are forked, which do not fork again. Each fork point then has two figures:
 
     signal   from the entropies of the trajectory's own next turn, the input of a plan
     worth    from the siblings alone: the variance of their returns, and whether they differ in
