@@ -74,6 +74,16 @@ def test_fork_points_are_measured(clone: Path, study: Path) -> None:
     assert grown.returncode == 0, grown.stdout + grown.stderr
     shown = command(clone, "forks", "--out", rows)
     assert "after 0 updates, 1 runs" in shown.stdout, shown.stdout + shown.stderr
+    assert "\n  learned " in shown.stdout
+
+
+def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
+    small = ("--tasks", "mend", "--seeds", "7", "--steps", "0", "--trees", "40", "--groups", "40")
+    arms = ("--arms", "grpo-8", "uniform-turnwise-4")
+    done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mend-7-0, 40 groups for the true gradient, " in done.stdout
+    assert "\nuniform-turnwise-4 | " in done.stdout
 
 
 def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
@@ -94,6 +104,7 @@ most_rates = 0
 [arms]
 grpo-4 = { name = "grpo", group_size = 4 }
 spread = { name = "turnwise", plan_name = "spread", initial_rollouts = 2, group_size = 4 }
+prefix = { name = "grpo", group_size = 4, data = { max_samples = 4, prefix_starts = {} } }
 [stages]
 a = { tasks = ["mend"], seeds = [7], rates = [1.0] }
 b = { tasks = ["mend"], seeds = [7, 8] }
@@ -109,4 +120,4 @@ def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stage d, mend; baseline grpo-4" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").open()]
-    assert len(rows) == 2 * (1 + 1 + 2 + 1)  # a run of stage a is one of stage b too
+    assert len(rows) == 3 * (1 + 1 + 1) + 2 * (1 + 1)  # a run of stage a is one of stage b too

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import mannwhitneyu, rankdata, spearmanr
+from scipy.stats import rankdata, spearmanr
 
 from agentenv.learners.arpo import relative_rise
 
@@ -46,6 +46,8 @@ def signals(rows: Sequence[Row]) -> dict[str, Floats]:
     for window in (5, 20):
         places = [row["tool"] for row in rows]
         found[f"rise {window}, by tool"] = _standardized(found[f"rise {window}"], places)
+    for name in rows[0].get("scores", ()):  # of forecasts, in files of forks.py since they exist
+        found[name] = np.array([row["scores"][name] for row in rows])
     return found
 
 
@@ -91,9 +93,8 @@ def auc(signal: Floats, positive: Floats) -> float:
     above, below = signal[positive > 0], signal[positive == 0]
     if not len(above) or not len(below):
         return math.nan
-    return (
-        float(mannwhitneyu(above, below, method="asymptotic").statistic) / len(above) / len(below)
-    )
+    ranks, least = rankdata(np.concatenate([above, below])), len(above) * (len(above) + 1) / 2
+    return float(ranks[: len(above)].sum() - least) / len(above) / len(below)
 
 
 def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
