@@ -572,8 +572,9 @@ def test_a_title_or_a_formula_is_neither_a_number_nor_a_truth_value(answer: str,
 
 
 async def test_the_order_of_a_list_counts_when_configured() -> None:
-    plain, ordered = Layered(math=False), Layered(math=False, ordered=True)
+    plain, ordered = Layered(), Layered(ordered=True)
     for answer, gold in (
+        ("x+2, x+1", "1+x, 2+x"), (r"\pi, \sqrt{2}", r"\sqrt{2}, \pi"),
         ("Uehara, Yoshida", "Yoshida, Uehara"), ("245, 197, 134", "134, 197, 245"),
         ("3.1.3.1; 1.11.1.7", "1.11.1.7; 3.1.3.1"), ("blue, red and green", "red, blue and green"),
     ):  # fmt: skip
