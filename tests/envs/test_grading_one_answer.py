@@ -12,12 +12,14 @@ import json
 import random
 import re
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from functools import cache
 from itertools import combinations, permutations, product
 from pathlib import Path
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several
 from agentenv.envs.grading.layers import Layered, TokenF1, compare
@@ -576,9 +578,8 @@ def test_a_title_or_a_formula_is_neither_a_number_nor_a_truth_value(answer: str,
 
 
 async def test_the_order_of_a_list_counts_when_configured() -> None:
-    plain, ordered = Layered(), Layered(ordered=True)
+    plain, ordered = Layered(math=False), Layered(math=False, ordered=True)
     for answer, gold in (
-        ("x+2, x+1", "1+x, 2+x"), (r"\pi, \sqrt{2}", r"\sqrt{2}, \pi"),
         ("Uehara, Yoshida", "Yoshida, Uehara"), ("245, 197, 134", "134, 197, 245"),
         ("3.1.3.1; 1.11.1.7", "1.11.1.7; 3.1.3.1"), ("blue, red and green", "red, blue and green"),
     ):  # fmt: skip
@@ -586,3 +587,24 @@ async def test_the_order_of_a_list_counts_when_configured() -> None:
         assert not (await ordered.verdict("", answer, [gold])).right
         assert (await ordered.verdict("", gold.replace(",", " ,"), [gold])).right
     assert (await ordered.verdict("", r"\{2, 1\}", [r"\{1, 2\}"])).right  # a set has no order
+
+
+@pytest.fixture
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("x+2, x+1", "1+x, 2+x"), (r"\pi, \sqrt{2}", r"\sqrt{2}, \pi"),
+        ("3.1.3.1, 1.11.1.7", "1.11.1.7; 3.1.3.1"),
+    ],
+)  # fmt: skip
+async def test_the_order_counts_for_items_that_mathematics_compares(answer: str, gold: str) -> None:
+    assert (await Layered().verdict("", answer, [gold])).right
+    assert not (await Layered(ordered=True).verdict("", answer, [gold])).right
+    in_order = ", ".join(reversed(re.split("[,;] ", answer)))
+    assert (await Layered(ordered=True).verdict("", in_order, [gold])).right
