@@ -218,6 +218,16 @@ def same_list(
     return _same_set(list(answer.elements), list(gold.elements), same)
 
 
+def in_order(found: str, wanted: str) -> tuple[tuple[str, str], ...]:
+    """The pairs of items of two lists whose order counts; none for sets and for single values."""
+    if r"\begin" in found + wanted:  # a matrix: its rows are no items
+        return ()
+    answers, golds = several(without_name(found)), several(without_name(wanted))
+    if answers is None or golds is None or "{" in (answers.opening, golds.opening):
+        return ()
+    return tuple(zip(answers.elements, golds.elements, strict=False))
+
+
 def without_name(text: str) -> str:
     """The right side of x = 5 or f(x) = x + 1; the text itself when it is no such equation."""
     match = _NAMED_VALUE.fullmatch(text)

@@ -37,6 +37,8 @@ _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
 _TAG = _TABLES.pattern("tag", re.IGNORECASE)
 _NEXT = _TABLES.pattern("next", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
+_NAME_BEFORE = _TABLES.pattern("name_before")
+_NAME_AFTER = _TABLES.pattern("name_after")
 _RETRACTED = _TABLES.pattern("retracted", re.IGNORECASE)
 MAX_CLAUSES = 20  # of an answer, and words of a clause, that are compared
 _WORD = re.compile(r"[^\W\d_]+")
@@ -108,7 +110,10 @@ def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
         return False
     if _BUT.search(after) or _LETTER.search(f"{before} {after}") or _ALTERED.search(before):
         return False
-    if not golds[0].strip()[:1].isalpha() and re.search(r"[-+]\W*$", before):
+    if golds[0].strip()[:1].isalpha():
+        if any(map(_NAME_BEFORE.search, parts[:-1])) or any(map(_NAME_AFTER.match, parts[1:])):
+            return False
+    elif re.search(r"[-+]\W*$", before):
         return False
     *rejected, before = _BUT.split(before)
     is_left = {*_words(" ".join(rejected))} <= _BEFORE_BUT

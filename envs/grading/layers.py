@@ -115,7 +115,13 @@ class Layered:
         return False, "the answer lists several"
 
     async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
-        return await shared_math(self._limit_s).equal(*expressions(answer, gold))
+        equal = shared_math(self._limit_s).equal
+        right, why = await equal(*expressions(answer, gold))
+        pairs = forms.in_order(clean(answer), clean(gold)) if right and self.ordered else ()
+        for pair in pairs:  # math compares lists as sets
+            if not (await equal(*expressions(*pair)))[0]:
+                return False, "the items have another order"
+        return right, why
 
     def _partial(self, answer: str, golds: Sequence[str]) -> float:
         if not self.partial_credit or names_several(answer, golds):

@@ -22,6 +22,7 @@ _TITLES: dict[str, str] = {
 }
 _COURTESIES = frozenset(_NAME_TABLES["courtesies"])
 _BEFORE_TITLES = frozenset(_NAME_TABLES["before_titles"])
+_BEFORE_RANKS = frozenset(_NAME_TABLES["before_ranks"])
 _DEGREES = frozenset(_NAME_TABLES["degrees"])
 _KINDS: dict[str, str] = {
     short: long for long, forms in _NAME_TABLES["kinds"].items() for short in (long, *forms)
@@ -166,7 +167,9 @@ def is_titled(word: str) -> bool:
 def _num_titles(words: list[str]) -> int:
     start = 0
     while start < len(words) - 1 and (
-        words[start] in _TITLES or (words[start] in _BEFORE_TITLES and words[start + 1] in _TITLES)
+        words[start] in _TITLES
+        or (words[start] in _BEFORE_TITLES and words[start + 1] in _TITLES)
+        or (words[start] in _BEFORE_RANKS and words[start + 1] in _TITLES and words[start + 2 :])
     ):
         start += 1
     return 0 if words[start:] and words[start] in _NO_PERSON else start

@@ -12,12 +12,14 @@ import json
 import random
 import re
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from functools import cache
 from itertools import combinations, permutations, product
 from pathlib import Path
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several
 from agentenv.envs.grading.layers import Layered, TokenF1, compare
@@ -437,6 +439,10 @@ def test_two_truth_values_or_two_letters_are_wrong(one: str, other: str) -> None
         ("London. No, Paris.", "Paris", True), ("London. No, Paris.", "London", False),
         ("44, I mean 42", "42", True), ("44, I mean 42", "44", False),
         ("13. The final answer is 14.", "14", True), ("13. The final answer is 14.", "13", False),
+        ("I first thought 13, but it is 14.", "14", True),
+        ("I first thought 13. It is 14.", "14", True),
+        ("I first thought 13. It is 14.", "13", False),
+        ("I first thought 13. It is 14 or 15.", "14", False),
         ("13. Correction: 14", "14", True), ("13. Correction: 14. 15", "14", False),
         (r"\boxed{13} Wait, \boxed{14}", "14", True), (r"\boxed{13} Wait, \boxed{14}", "13", False),
         (r"\boxed{2} and \boxed{3}", "2, 3", True), (r"\boxed{14} \boxed{14}", "14", True),
@@ -581,3 +587,24 @@ async def test_the_order_of_a_list_counts_when_configured() -> None:
         assert not (await ordered.verdict("", answer, [gold])).right
         assert (await ordered.verdict("", gold.replace(",", " ,"), [gold])).right
     assert (await ordered.verdict("", r"\{2, 1\}", [r"\{1, 2\}"])).right  # a set has no order
+
+
+@pytest.fixture
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("x+2, x+1", "1+x, 2+x"), (r"\pi, \sqrt{2}", r"\sqrt{2}, \pi"),
+        ("3.1.3.1, 1.11.1.7", "1.11.1.7; 3.1.3.1"),
+    ],
+)  # fmt: skip
+async def test_the_order_counts_for_items_that_mathematics_compares(answer: str, gold: str) -> None:
+    assert (await Layered().verdict("", answer, [gold])).right
+    assert not (await Layered(ordered=True).verdict("", answer, [gold])).right
+    in_order = ", ".join(reversed(re.split("[,;] ", answer)))
+    assert (await Layered(ordered=True).verdict("", in_order, [gold])).right
