@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from agentenv.deadline import Restarts
 from agentenv.env import Env
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
+from agentenv.pipelines.config.cluster import ProcessesCluster
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS
+from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS, Left
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
@@ -65,6 +67,7 @@ class DeadlyCluster(Cluster):
         self.num_killed = 0
         self._tasks: list[asyncio.Task[None]] = []
         self.names: list[str] = []
+        self.left: list[Left] = []
 
     def add(self, name: str) -> None:
         super().add(name)
@@ -96,7 +99,7 @@ class DeadlyCluster(Cluster):
 
     async def _again(self, name: str) -> None:
         await asyncio.gather(self._serving[name], return_exceptions=True)
-        await self._joined[name]
+        self.left.append(await self._joined[name])
         await asyncio.sleep(BREAK_S)
         self.add(name)
 
@@ -335,3 +338,31 @@ def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> None:
         await cluster.close()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("num_killers", "is_broken"), [(1, False), (2, False), (3, False), (6, True)]
+)
+def test_a_worker_is_restarted_after_each_of_a_few_trees_that_kill_it(
+    num_killers: int, is_broken: bool
+) -> None:
+    """The only worker of a run. One that dies with every tree is broken itself."""
+
+    async def main() -> list[Left]:
+        cluster = DeadlyCluster("make")
+        cluster.add("a")
+        killer = Task("killer", "toy", "how many?", ("2",))
+        await asyncio.gather(
+            *(cluster.workers.rollout(killer, index=index) for index in range(num_killers))
+        )
+        await cluster.close()
+        return cluster.left
+
+    restarts = Restarts(ProcessesCluster.max_restarts, "a", first_s=1.0, max_s=1.0)
+    pauses = []
+    for left in run_virtual(main()):
+        if left.has_come_further:
+            restarts.progressed()
+        pauses.append(restarts.lost())
+    assert len(pauses) >= NUM_LOSSES + NUM_TRIALS * num_killers - 1
+    assert (None in pauses) is is_broken

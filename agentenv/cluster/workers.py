@@ -47,6 +47,7 @@ from agentenv.worker_group import (
 )
 
 LOOK_S = 5.0  # for a worker to report the waits of a tree's branches
+MAX_POISON = 3  # poison tasks without progress of any tree; more of them mean a broken worker
 NUM_SHOWN = 8  # trees of a lost worker in a message; one of them may be a poison task
 
 
@@ -136,6 +137,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self._actor = actor
         self._unplaced: list[_Growing] = []  # until a worker joins
         self._poison = PoisonTasks()
+        self._num_poison = 0  # poison tasks found since a tree last made progress
         self._held_back: list[_Growing] = []  # while another poison task is on trial
         self._numbers = count()
         self._problem: Exception | None = None  # the next requested tree raises it
@@ -199,6 +201,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
         if self._poison.is_found(growing.index) and not growing.cancelled:
+            self._num_poison += 1
             growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers died while growing it"
             self.report(
                 f"tree {growing.index} (task {growing.task.id}) is abandoned: "
@@ -281,7 +284,17 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         if is_drained:
             why = "its machine is about to shut down"
         rest = _destination(worker)
-        return Left(why, worker.num_ended, rest, is_drained, worker.has_come_further)
+        has_come_further = worker.has_come_further or self._finds_poison(worker)
+        return Left(why, worker.num_ended, rest, is_drained, has_come_further)
+
+    def _finds_poison(self, worker: _Worker) -> bool:
+        """Whether the loss of the worker is a tree's fault, as the last of a poison task's trials;
+        after several in a row without progress of any tree, it is the worker's."""
+        return self._num_poison < MAX_POISON and any(
+            self._poison.num_lost(one.index) + 1 >= NUM_LOSSES + NUM_TRIALS
+            for one in worker.trees.values()
+            if not one.has_come_further
+        )
 
     async def lost(self, worker: _Worker, why: str) -> None:
         """Move the trees of a worker that is gone."""
@@ -350,6 +363,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         growing.frames.add(message.tag, message.frame)
         if growing.has_come_further:
             worker.has_come_further = True
+            self._num_poison = 0
             self._clear(growing)
         if self.journal is not None:
             self.journal.append(Packed(growing.index, message.frame))

@@ -3,6 +3,7 @@
     regraded           the configured grader gives archived trajectories the same rewards
     changed golds      a correct answer is wrong against another gold
     second candidate   a correct answer is wrong next to another answer
+    failures           few trajectories failed, so that rewards are not those of a selection
     jumps of reward    steps whose rewards differ much from those before, with samples
 
 A jump of the reward means that the policy has learned the task, or exploits a flaw of its grader;
@@ -149,8 +150,11 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             Check("second candidate", "measured", (), regrader.second_guess),
         ]
         results = [one async for one in Runner().run(checks, again)]
-    jumps = Check("jumps of reward", "measured", (), no_jumps)
-    results += [one async for one in Runner().run([jumps], steps)]
+    checks = [
+        Check("failures", "measured", (), few_failures),
+        Check("jumps of reward", "measured", (), no_jumps),
+    ]
+    results += [one async for one in Runner().run(checks, steps)]
     samples = [
         text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
     ]
@@ -346,7 +350,20 @@ async def equal_rewards(again: Sequence[Graded]) -> str:
     return f"{len(again)} trajectories keep their rewards"
 
 
-# Jumps.
+# Steps.
+
+MAX_FAILED = 0.2  # share of the trajectories
+
+
+async def few_failures(steps: Sequence[Step]) -> str:
+    """Failed trajectories have no reward: with many of them, rewards describe a selection."""
+    entries = [entry for step in steps for entry in step.entries]
+    failed = sum(entry.num_failed for entry in entries)
+    ended = sum(entry.num_leaves for entry in entries)
+    found = f"{failed} of {ended} trajectories failed"
+    if failed > MAX_FAILED * ended:
+        fail(found, "fix the causes that run.log names; rewards and success are of the others only")
+    return found
 
 
 def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:

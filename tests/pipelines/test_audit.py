@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.archive import Entry, Step, StepHeader
 from agentenv.env import Grade
@@ -19,6 +20,7 @@ from agentenv.launchers import doctor, train
 from agentenv.pipelines.diagnosis import audit as audits
 from agentenv.pipelines.diagnosis.audit import (
     audit,
+    few_failures,
     find_jumps,
     mutated,
     no_jumps,
@@ -63,6 +65,20 @@ async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps:
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
     assert verdict.state == expected
     assert ("samples" in verdict.remedy) is bool(jumps)
+
+
+@pytest.mark.parametrize(("num_failed", "state"), [(0, "passed"), (2, "passed"), (3, "failed")])
+async def test_rewards_of_a_selection_of_the_trajectories_are_reported(
+    num_failed: int, state: str
+) -> None:
+    """Failed trajectories have no reward: a policy that learns to fail would seem to learn."""
+    few = step(1, [1.0] * 5, [1.0] * 5)
+    few.entries[0] = replace(few.entries[0], num_failed=num_failed)
+    check = Check("failures", "measured", (), few_failures)
+    (verdict,) = [one async for one in Runner().run([check], [few])]
+    assert verdict.state == state
+    assert f"{num_failed} of 10 trajectories failed" in verdict.message
+    assert ("run.log" in verdict.remedy) is (state == "failed")
 
 
 @pytest.mark.parametrize(

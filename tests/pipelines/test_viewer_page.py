@@ -265,6 +265,16 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
     assert "2 questions changed" in text_of(page, "main")
 
 
+def test_the_list_shows_the_figures_of_every_evaluation(growing: Viewed, open_page: Open) -> None:
+    for step in range(30):
+        growing.run.evaluation(f"step-{step}", [1.0])
+    page = open_page(growing.at("evaluations"))
+    page.wait_for_selector("tr:has-text('after_rl') td:has-text('0.625')")
+    page.wait_for_selector("tr:has-text('before_sft') td:has-text('0.125')")
+    page.wait_for_selector("td:text-is('…')", state="detached")
+    assert page.locator("table.list tbody tr").count() == 32
+
+
 def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
     """In questions, tokens, results, arguments, errors, reasons, answers; it creates no element
     (and `open_page` checks whether any script ran)."""

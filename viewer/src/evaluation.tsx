@@ -1,6 +1,6 @@
 // Evaluations: their figures with intervals, two compared, rows and transcripts.
 
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { Chart } from "./chart";
 import { Cost, Scores, Spreads, Value, WithinK } from "./figures";
@@ -24,14 +24,18 @@ export function EvaluationsPage(props: { run: Run; versions: Record<string, numb
   const [first, setFirst] = useState(heads[0]?.id ?? "");
   const [second, setSecond] = useState(heads.at(-1)?.id ?? "");
   const key = JSON.stringify(props.versions);
+  const known = useRef<Record<string, number | undefined>>({}); // the version of each one's figures
   useEffect(() => {
     let current = true;
     void (async () => {
-      for (const head of heads.slice(-24))
-        await ask<Summary>(`evaluations/${head.id}/figures`).then(
-          (value) => current && setFound((old) => ({ ...old, [head.id]: value })),
-          (error: Error) => current && setFound((old) => ({ ...old, [head.id]: error.message })),
-        );
+      for (const { id } of [...heads].reverse()) {
+        const version = props.versions[id];
+        if (id in known.current && known.current[id] === version) continue;
+        const value = await ask<Summary>(`evaluations/${id}/figures`).catch((error: Error) => error.message);
+        if (!current) return;
+        known.current[id] = version;
+        setFound((old) => ({ ...old, [id]: value }));
+      }
     })();
     return () => {
       current = false;
