@@ -233,6 +233,7 @@ def test_a_custom_grader_that_rewards_two_guesses_is_found(
         "changed golds": "passed",
         "second candidate": "failed" if is_paid else "passed",
         "jumps of reward": "skipped",
+        "failures": "passed",
     }
     (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
     assert remedy in verdict["remedy"]
