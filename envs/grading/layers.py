@@ -159,7 +159,9 @@ def expressions(answer: str, gold: str) -> tuple[str, str]:
 def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
     found = [_gold(gold, False) for gold in golds]
-    return any(gold.rivals(gold.undecorated(answer)).certain for gold in found)
+    if len(answer) <= MAX_ANSWER_CHARS:  # of a longer one all remains, which is stricter
+        return any(gold.rivals(gold.undecorated(answer)).certain for gold in found)
+    return any(gold.rivals(answer).certain for gold in found)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:

@@ -17,9 +17,9 @@ from agentenv.errors import GraderError, InfraError
 STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
-_BESIDE = re.compile(
-    r"[ \t$*]*(?:\\[\])])?[ \t$*]*(?:[\^_]\{?(?=\\(?:text|mbox)))?"
-    r"((?:,\s*)?(?:\\(?:text|mbox|[hv]?phantom|quad|qquad|;|,)\W*)*"
+_BESIDE = re.compile(  # no two repetitions share a character, so that its time is linear
+    r"[ \t$*]*+(?:\\[\])][ \t$*]*+)?(?:[\^_]\{?(?=\\(?:text|mbox)))?"
+    r"((?:,\s*)?(?:\\(?:text|mbox|[hv]?phantom|quad|qquad|[;, ])[^\w\\]*)*"
     r"(?:[(\[<{;/|&]|\d|(?:or|and|aka|alt\w*|maybe|perhaps|possibly|else|otherwise|vs)\b)[^\n]*)",
     re.IGNORECASE,
 )
@@ -86,7 +86,8 @@ def final_answer(text: str) -> str:
     tagged = _tagged(reply) or _tagged(text)
     if tagged:
         answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
-        return _with_beside(answer, text.rpartition("</answer>")[2])
+        _, closed, after = text.rpartition("</answer>")
+        return _with_beside(answer, after) if closed else answer
     return _boxed_or_all(reply)
 
 

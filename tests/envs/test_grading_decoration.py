@@ -101,6 +101,8 @@ def test_an_answer_is_right_for_one_gold_at_most(answer: str) -> None:
         ("<answer>12</answer> (or 13)", "12 (or 13)"), (r"$\boxed{12}$ or 13", "12 or 13"),
         (r"\boxed{12} cm", "12"), ("<answer>12</answer>.", "12"), ("<answer>5</answer>\nSo.", "5"),
         (r"The answer is $\boxed{12}$. I hope it is correct.", "12"),
+        ("3 rows, so <answer>12", "12"), (r"\boxed{12}\,\text{ or } 13", r"12 \,\text{ or } 13"),
+        (r"\boxed{12}" + r"\," * 2000 + "x", "12"), (r"\boxed{12}" + " " * 200_000 + "x", "12"),
     ],
 )  # fmt: skip
 def test_text_joined_to_the_last_box_or_tag_belongs_to_the_answer(
