@@ -3,8 +3,8 @@ does not depend."""
 
 from __future__ import annotations
 
-import logging
 import json
+import logging
 import os
 import re
 import time
@@ -30,6 +30,7 @@ from agentenv.pipelines.run.trackers import (
     wandb_mode,
 )
 from tests.pipelines.wandb_file import history, records
+from tests.support.warehouse import ROOT
 
 SAMPLE: Row = {
     "kind": "calc",
