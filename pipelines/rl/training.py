@@ -125,11 +125,7 @@ class Training:
         self.settings = rollout_settings(config)
         self.batches = BatchBuilder(config, self.state)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
-        self.queue = ReplayQueue(
-            config.queue.groups_per_step,
-            config.queue.max_staleness,
-            just_in_time=config.queue.just_in_time,
-        )
+        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.phase = "set-up"  # cold start, RL, end
         self.actions = PendingActions()
