@@ -56,6 +56,7 @@ viewer:
 # the site of docs/ in site/; a warning is an error
 .PHONY: docs
 docs: environment
+	@sh .ci/tree
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
@@ -73,7 +74,8 @@ lint: environment
 	$(BIN)/python tests/check_words.py
 
 types: environment
-	$(BIN)/mypy
+	@sh .ci/tree
+	cd build/tree && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
 environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=dev sh .ci/environment

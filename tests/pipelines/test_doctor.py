@@ -333,7 +333,7 @@ def test_results_are_reported_as_json_and_by_the_exit_code(
     assert doctor.main(["--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert [one["state"] for one in told] == ["passed", "failed", "skipped"]
-    assert (told[1]["told"], told[1]["remedy"]) == ("it is broken", "mend it")
+    assert (told[1]["message"], told[1]["remedy"]) == ("it is broken", "mend it")
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "remedy: mend it" in said
