@@ -392,7 +392,7 @@ def _read(
 
 TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
 WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")
-RANK = ("-m", "agentenv.learners.worker")
+RANK = ("-m", "agentenv.learners.rank_process")
 NAME_LENGTH = 40
 CONFIG_FOLDER = "/etc/agentenv"  # of the configuration in pods, from the manifests
 IMAGE_USER = 1000  # user id in the Dockerfile

@@ -32,7 +32,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.learner import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import RayCluster

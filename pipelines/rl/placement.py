@@ -15,7 +15,7 @@ from agentenv.config import Reporter, to_plain
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
-from agentenv.learners.ranks import RemoteRanks
+from agentenv.learners.rank_group import RemoteRanks
 from agentenv.pipelines.config.cluster import (
     FOLDER,
     ExternalCluster,

@@ -223,7 +223,7 @@ def test_a_script_for_slurm(
     options = re.findall(r"(?m)^#SBATCH (.*)$", script)
     assert {"--nodes=3", "--ntasks-per-node=2", "--partition=long", "--requeue"} <= {*options}
     assert script.index("#SBATCH") < script.index("set -euo")
-    assert ("agentenv.learners.worker" in script) is bool(more)
+    assert ("agentenv.learners.rank_process" in script) is bool(more)
     assert "run.name=it" in script
 
 
