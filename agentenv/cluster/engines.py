@@ -51,7 +51,7 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.link import Link

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
-from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
 from agentenv.engines.remote.endpoint import Endpoint
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.untrusted import convert

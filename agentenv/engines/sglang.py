@@ -19,8 +19,7 @@ from uuid import uuid4
 from msgspec import Struct
 
 from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
@@ -33,6 +32,7 @@ from agentenv.engines.remote.probes import (
     probe_sglang,
     read_metrics,
 )
+from agentenv.engines.remote.request import BusyError, PartEnd, Request, ServerLoad, ServerLostError
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
 from agentenv.errors import ConfigError, EngineError, ForeignError

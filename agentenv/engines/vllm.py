@@ -17,15 +17,7 @@ from typing import Any, ClassVar, Literal
 from msgspec.structs import replace
 
 from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import (
-    AbortedError,
-    ForeignWeightsError,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.client import (
     RefusedError,
 )
@@ -42,6 +34,14 @@ from agentenv.engines.remote.probes import (
     check_trial,
     probe_vllm,
     read_metrics,
+)
+from agentenv.engines.remote.request import (
+    AbortedError,
+    ForeignWeightsError,
+    PartEnd,
+    Request,
+    ServerLoad,
+    ServerLostError,
 )
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync

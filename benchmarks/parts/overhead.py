@@ -47,8 +47,8 @@ from msgspec.structs import asdict
 from agentenv.config import load_config
 from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote.request import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError

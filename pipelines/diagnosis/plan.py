@@ -19,15 +19,8 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.serving import (
-    CPU_CACHE_GIB,
-    GIB,
-    SERVER_BYTES,
-    GpuPlan,
-    Machine,
-    learner_gpus,
-    vllm_hint,
-)
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, Machine, learner_gpus
+from agentenv.pipelines.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,

@@ -50,7 +50,8 @@ from agentenv.pipelines.run.checkpoints import COLD_START, link_model
 from agentenv.pipelines.run.rundir import (
     RunDirectory,
 )
-from agentenv.pipelines.serving import gpus_of_ranks, learner_gpus, trains_on_gpu, vllm_hint
+from agentenv.pipelines.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,

@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
-from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.weights import TransferError
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
@@ -27,7 +27,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender,
 from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
-from agentenv.pipelines.serving import trains_on_gpu
+from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

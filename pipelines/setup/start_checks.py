@@ -32,7 +32,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
-from agentenv.pipelines.serving import find_python
+from agentenv.pipelines.serving.server_command import find_python
 from agentenv.pipelines.serving.servers import check_roles
 from agentenv.pipelines.setup.assembly import (
     TRAINED,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentenv.engine import SleepingEngine
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.errors import EngineDeadError

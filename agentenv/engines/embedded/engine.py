@@ -34,7 +34,7 @@ from agentenv.offload import in_thread, start_thread
 from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from agentenv.engines.embedded import EmbeddedConfig
+    from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 
 CLOSED = "the engine is closed"
 MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is greedy

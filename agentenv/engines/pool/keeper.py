@@ -18,14 +18,14 @@ from msgspec import Struct
 
 from agentenv.deadline import backoff_s
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
-from agentenv.engines.remote import (
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
     Request,
     ServerLostError,
 )
-from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import (
     Group,

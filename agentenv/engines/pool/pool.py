@@ -29,8 +29,8 @@ from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.pool.weight_transfer import Broadcast, share_weights
-from agentenv.engines.remote import BusyError, Request, ServerLostError
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import BusyError, Request, ServerLostError
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Sender, SharedSender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from agentenv.deadline import Wait, Work, WorkClock, backoff_s
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote import ForeignWeightsError, ServerLoad
+from agentenv.engines.remote.request import ForeignWeightsError, ServerLoad
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import SHOWN
 from agentenv.server_config import PoolConfig

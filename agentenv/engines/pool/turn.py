@@ -38,7 +38,7 @@ from agentenv.engines.pool.server import (
     Slot,
     Starved,
 )
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     AbortedError,
     BrokenConnectionError,
     BusyError,
