@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from math import isfinite
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+Feature = Literal["adapters", "broadcast", "ipc", "sleep"]  # of servers, not of all
+
+
 class Engine(Protocol):
-    """Token ids in, token ids out. All methods are called on the event loop and never block it."""
+    """Token ids in, token ids out: the base of all engines. All methods are called on the event
+    loop and never block it."""
 
     @property
     def policy_version(self) -> int:
@@ -64,37 +68,49 @@ class Engine(Protocol):
         spans record. New requests never use a prefix cache of another version. If the directory
         does not fit, raises EngineError and keeps the old weights and version.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not load weights")
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: sampled_tokens, prompt_tokens, cached_tokens, requests, ..."""
-        ...
+        return {}
 
     async def close(self) -> None:
         """Stop; requests still running raise EngineDeadError. Idempotent."""
-        ...
 
+    # Engines with several servers, or with memory to release, override the rest.
 
-@runtime_checkable
-class SleepingEngine(Engine, Protocol):
-    """An engine that can temporarily release its device memory."""
+    def has_room(self, num_live: int) -> bool:
+        """Whether another tree should begin next to `num_live` trajectories."""
+        return True
 
-    @property
-    def outage_s(self) -> float:
-        """Total seconds in which the engine could not sample, because it was asleep or lost. They
-        do not count against deadlines of rollouts (agentenv/deadline.py).
-        """
-        ...
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
+    ) -> dict[str, Completion]:
+        """The completions of one request on every server, by the server's name; without those that
+        fail or exceed the time. For measurements."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                session = f"probe{sampling.seed}"
+                return {"": await self.generate(prompt_ids, sampling, session=session)}
+        return {}
+
+    def account(self) -> dict[str, Any]:
+        """The part of a run's summary."""
+        return dict(self.stats())
+
+    def require(self, feature: Feature) -> None:
+        """Raises ConfigError for a server without a feature that the configuration requires."""
 
     async def sleep(self) -> None:
         """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
         after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
+        The pause does not count against deadlines of rollouts (agentenv/deadline.py).
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
 
     async def wake(self) -> None:
         """Serve again, with the weights from before the sleep. Idempotent."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
 
 
 class ServerStarter(Protocol):

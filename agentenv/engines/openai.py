@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.engine import EngineConfig
+from agentenv.engine import Engine, EngineConfig
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
 from agentenv.engines.remote.endpoint import Endpoint
 from agentenv.engines.remote.request import ServerLostError
@@ -84,7 +84,7 @@ class OpenAIConfig(
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
 
 
-class EndpointEngine:
+class EndpointEngine(Engine):
     """Common base of the engines over an Endpoint. An endpoint that rejects everything, or that is
     unreachable, ends the run: EngineDeadError.
     """

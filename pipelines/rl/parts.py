@@ -44,7 +44,6 @@ from agentenv.pipelines.rl.publishing import (
     ParityProbe,
     Publisher,
     make_publisher,
-    sleeping_engine,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
 from agentenv.pipelines.run.rundir import (
@@ -394,7 +393,8 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         colocation, handover = None, Handover()
         if config.resources.in_turn:
-            colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
+            engine.require("sleep")
+            colocation = Colocation(engine, learner, probe, handover)
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
