@@ -154,6 +154,23 @@ class LocalModel(Struct, frozen=True):
     device: str
 
 
+class EngineCapabilities(Struct, frozen=True, kw_only=True):
+    """Properties of all engines of one kind. `has_weights`: no inference endpoint with any weights;
+    `is_exact`: log-probs and entropies are those of the learner's model; `can_sleep`: memory can be
+    released while the learner works; `can_map`: servers can read the learner's memory;
+    `has_adapters`: a server can take a LoRA adapter as new weights; `keeps_cache`: running requests
+    can keep their KV cache at an update; `num_reserved`: tokens of the context that are never
+    filled."""
+
+    has_weights: bool = True
+    is_exact: bool = False
+    can_sleep: bool = False
+    can_map: bool = False
+    has_adapters: bool = False
+    keeps_cache: bool = False
+    num_reserved: int = 0
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an engine, tagged with the engine's name. The methods describe the engine before
     it runs.
@@ -164,11 +181,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
-    has_weights: ClassVar[bool] = True  # False: inference only, with any weights
-    is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
-    can_sleep: ClassVar[bool] = False  # its memory can be released while the learner works
-    can_map: ClassVar[bool] = False
-    _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
+    capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
 
     @property
     def kind(self) -> str:
@@ -181,12 +194,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return None
 
     @property
-    def starts_servers(self) -> bool:
-        return self.launched is not None
-
-    @property
     def runs_elsewhere(self) -> bool:
         """Whether the engine uses servers that already run."""
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollout workers send requests to the engine's servers directly."""
         return False
 
     @property
@@ -208,12 +222,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check_colocated(self, key: str, how: bool | str = True) -> None:
         """Raises ConfigError if engine and learner cannot share GPUs in the way `how`: alternating,
         or "at_once". `key` is the setting that requests it."""
-        if how == "at_once" and not self.starts_servers:
+        if how == "at_once" and self.launched is None:
             raise ConfigError(
                 f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
                 f"starts; engine.name = {self.kind!r} starts no server"
             )
-        if not self.can_sleep:
+        if not self.capabilities.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
@@ -229,7 +243,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(
                 f"{key}.max_model_len: must be set, since {model} does not state its limit"
             )
-        of_model -= self._reserved if of_model else 0
+        of_model -= self.capabilities.num_reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
     async def check_reachable(self, key: str = "engine") -> None:

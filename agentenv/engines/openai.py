@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.engine import Engine, EngineConfig
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
 from agentenv.engines.remote.endpoint import Endpoint
 from agentenv.engines.remote.request import ServerLostError
@@ -74,7 +74,7 @@ class OpenAIConfig(
         dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)
 
-    has_weights: ClassVar[bool] = False
+    capabilities: ClassVar = EngineCapabilities(has_weights=False)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

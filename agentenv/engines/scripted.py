@@ -15,7 +15,14 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from agentenv.engine import Engine, EngineConfig, EngineStart, check_request, extend_spans
+from agentenv.engine import (
+    Engine,
+    EngineCapabilities,
+    EngineConfig,
+    EngineStart,
+    check_request,
+    extend_spans,
+)
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.offload import in_thread
@@ -34,7 +41,7 @@ class ScriptedConfig(
 ):
     """Configuration of the scripted engine."""
 
-    is_exact: ClassVar[bool] = True  # it has no model that could differ
+    capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ
 
     script: Annotated[
         str,

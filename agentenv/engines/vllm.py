@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from msgspec.structs import replace
 
-from agentenv.engine import check_request
+from agentenv.engine import EngineCapabilities, check_request
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.client import (
     RefusedError,
@@ -397,4 +397,6 @@ class VLLMConfig(
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
-    can_map: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(
+        can_sleep=True, can_map=True, has_adapters=True, keeps_cache=True
+    )

@@ -46,7 +46,7 @@ from msgspec.structs import asdict
 
 from agentenv.config import load_config
 from agentenv.disk import write_whole
-from agentenv.engine import Engine, EngineConfig, EngineStart
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.request import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.env import Grade
@@ -206,7 +206,7 @@ class LookUpEnv(ToolEnv):
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `WaitingEngine`."""
 
-    is_exact: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(is_exact=True)
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len

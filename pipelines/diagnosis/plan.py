@@ -343,7 +343,7 @@ class _Planner:
         overlapping = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
         engines = {"engine": self.engine, "eval.engine": overlapping}
         for key, engine in engines.items():
-            if self.place is None or engine is None or not engine.has_weights:
+            if self.place is None or engine is None or not engine.capabilities.has_weights:
                 continue
             try:
                 engine.max_context(self.place, key)
@@ -462,7 +462,8 @@ class _Planner:
                 f"hand-over an update: faster where rollouts wait longer than that for room "
                 "(queue/held_back_s)"
             )
-        if by_files and self.engine.can_map and self.engine.new_weights == "directory":
+        can_map = self.engine.capabilities.can_map
+        if by_files and can_map and self.engine.new_weights == "directory":
             lines.append(
                 'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
             )

@@ -204,7 +204,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         super().__init__(config, subject.run, stack, report, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, report)
         self.subject = subject
-        self.has_weights = config.engine.has_weights
+        self.has_weights = config.engine.capabilities.has_weights
 
     @cached_property
     def _log_folder(self) -> Path:

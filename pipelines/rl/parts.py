@@ -319,7 +319,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.starts_servers:  # they start meanwhile
+        if config.engine.launched is not None:  # they start meanwhile
             await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
@@ -356,7 +356,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         """A file whose creation lets servers on the learner's GPUs allocate memory; None if they
         share no GPUs, or the servers cannot wait."""
         config = self.config
-        waits = config.engine.starts_servers and config.engine.can_map
+        waits = config.engine.launched is not None and config.engine.capabilities.can_map
         if config.resources.colocated and waits and self.engine_servers is self.servers:
             return await self.weights() / LEARNER_READY
         return None

@@ -212,8 +212,8 @@ def is_exact(config: TrainConfig) -> bool:
     """Whether the engine's log-probs equal the learner's up to rounding in float32. In bfloat16
     they do not: engine and learner round at different places."""
     if config.engine.local_model is None:
-        return config.engine.is_exact
-    return config.engine.is_exact and computes_in_float32(config)
+        return config.engine.capabilities.is_exact
+    return config.engine.capabilities.is_exact and computes_in_float32(config)
 
 
 class Handover:

@@ -37,7 +37,7 @@ def gpus_for_others(config: Any) -> Iterator[None]:
     engines = [getattr(config, "engine", None)]
     engines.append(getattr(getattr(config, "eval", None), "engine", None))
     found = [one for one in engines if one is not None]
-    elsewhere = all(one.starts_servers or one.runs_elsewhere for one in found)
+    elsewhere = all(one.launched is not None or one.runs_elsewhere for one in found)
     keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray detects GPUs itself
     if not found or not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
         yield
@@ -206,7 +206,7 @@ def learner_gpus(
     both = set(named) & set(requested)
     if both and not resources.colocated:
         raise ConfigError(f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}){SHARED}")
-    if not requested and not (plan.visible and engine.starts_servers and local):
+    if not requested and not (plan.visible and engine.launched is not None and local):
         return []
     left = [number for number in range(len(plan.visible)) if number not in named]
     if resources.colocated:  # the GPUs of the servers first

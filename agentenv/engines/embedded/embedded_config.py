@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from agentenv.engine import Engine, EngineConfig, EngineStart, LocalModel
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart, LocalModel
 from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
 
@@ -38,8 +38,7 @@ class EmbeddedConfig(
         Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
     ] = "float32"
 
-    is_exact: ClassVar[bool] = True
-    can_sleep: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(is_exact=True, can_sleep=True)
 
     @property
     def local_model(self) -> LocalModel:

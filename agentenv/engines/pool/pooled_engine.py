@@ -91,8 +91,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     ] = "recompute"
     pool: PoolConfig = PoolConfig()
 
-    can_sleep: ClassVar[bool] = True
-    can_map: ClassVar[bool] = False  # its servers can read the learner's memory
     client: ClassVar[Callable[..., Server]]  # of one server; for options see RemoteServer
 
     def __post_init__(self) -> None:
@@ -100,12 +98,16 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if len(given) > 1:
             raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
         self.check_urls()
-        if self.weights == "ipc" and not self.can_map:
-            raise ConfigError(
-                f'engine.weights = "ipc": {self.kind} servers cannot read the memory of the '
-                "learner, which "
-                'vLLM does; use "directory"'
-            )
+        able = self.capabilities
+        for key, text, is_able, remedy in (
+            ("weights", "ipc", able.can_map, "directory"),
+            ("lora", "adapter", able.has_adapters, "merged"),
+            ("update_kv", "keep", able.keeps_cache, "recompute"),
+        ):
+            if getattr(self, key) == text and not is_able:
+                raise ConfigError(
+                    f'engine.{key} = "{text}" is for vLLM; use "{remedy}" with {self.kind} servers'
+                )
         if self.lora == "adapter" and self.weights != "directory":
             raise ConfigError(
                 'engine.lora = "adapter" goes through a directory; remove engine.weights'
@@ -150,9 +152,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def is_shared(self) -> bool:
-        """Whether rollout workers send requests to the servers directly. With the cache kept, and
-        with adapters, the salt or adapter of a request changes with each update, which workers
-        would learn too late: then their turns go through the controller."""
+        # With the cache kept, and with adapters, the salt or adapter of a request changes with each
+        # update, which workers would learn too late: their turns go through the controller.
         return self.update_kv == "recompute" and self.lora == "merged"
 
     def check_colocated(self, key: str, how: bool | str = True) -> None:
@@ -162,7 +163,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
                 'learner sends, on their own GPUs; use "ipc" (vLLM) or "directory"'
             )
-        if self.weights == "ipc" and not self.starts_servers:
+        if self.weights == "ipc" and self.launched is None:
             raise ConfigError(
                 f'{key}: engine.weights = "ipc" needs servers that the run starts next to the '
                 'learner; remove engine.urls, or use "directory"'
