@@ -16,7 +16,7 @@ from agentenv.config import load_config, to_plain
 from agentenv.errors import require_train
 from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISSING, LATEST
-from agentenv.pipelines.serving import ASSUMED_GPU_GIB
+from agentenv.pipelines.serving.gpus import ASSUMED_GPU_GIB
 
 if TYPE_CHECKING:
     from agentenv.pipelines.run.rundir import RunDirectory
@@ -177,7 +177,7 @@ def _run(
     from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
     from agentenv.pipelines.run.terminal import run_until_done
-    from agentenv.pipelines.serving import gpus_for_others
+    from agentenv.pipelines.serving.gpus import gpus_for_others
 
     left_out: list[str] = []
     config: Any = load_config(
