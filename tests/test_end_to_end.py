@@ -17,7 +17,7 @@ from agentenv.pipelines.run.terminal import View
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 
 
-@pytest.mark.slow
+@pytest.mark.promise
 @pytest.mark.timeout(300)
 async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     config = load_config(TrainConfig, CONFIG)
