@@ -47,9 +47,7 @@ from agentenv.pipelines.rl.publishing import (
     sleeping_engine,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
-from agentenv.pipelines.run.rundir import (
-    RunDirectory,
-)
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.serving import gpus_of_ranks, learner_gpus, trains_on_gpu, vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
@@ -394,6 +392,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         colocation, handover = None, Handover()
         if config.resources.in_turn:
             colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
+            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
