@@ -90,8 +90,6 @@ ALLOWED = {
     "pipelines/rl/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
-    "pipelines/run/otel.py: time.monotonic": "of a thread of its own, when it tries again",
-    "pipelines/run/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started

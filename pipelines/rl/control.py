@@ -1,7 +1,7 @@
 """Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
 Control subscribes to a run and does not affect it otherwise. It replies to all requests but
-checkpoints and evaluations at once, from the state of actors, queue and workers.
+checkpoints at once, from the state of actors, queue and workers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from agentenv.actor import PAUSED, Actor, Awaited, awaited_by
-from agentenv.encoder import decoder
+from agentenv.actor import Actor, Awaited, awaited_by
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
-from agentenv.offload import in_thread
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.report import phase_title, report_line
+from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.control import (
     BranchRow,
     Cancel,
     Checkpoint,
     Done,
-    Evaluate,
     GetStatus,
     GetWhy,
     Pause,
@@ -43,41 +40,11 @@ from agentenv.pipelines.run.control import (
 )
 from agentenv.pipelines.run.records import FAILED
 from agentenv.pipelines.run.watchdog import by_what, expected_s
-from agentenv.recovery import STEP, TURN
-from agentenv.rollout import BranchNow, Rollout
+from agentenv.rollout import BranchNow
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
-MAX_TEXT = 2000  # characters shown of a turn
 CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
-
-
-# The likely cause of a wait, by the beginning of its name.
-ADVICE = (
-    (PAUSED, "the run is paused: `resume` ends the pause"),
-    (TURN, "the engine is generating: check engine/waiting and the servers' logs if it takes long"),
-    (
-        "a slot on a server",
-        "all servers are busy or lost: add servers, or lower queue.max_rollouts",
-    ),
-    (
-        "a slot of the tool",
-        "the tool's own limit: raise its max_concurrency, or check its slow calls",
-    ),
-    ("the tool", "the tool's code or service: its timeout_s ends the call; `cancel` ends the tree"),
-    ("a worker slot for", "all grading or tool processes are busy: increase their number"),
-    ("a pause before", "it failed and will be retried: see the failure in run.log"),
-    ("the rate limit", "the service limits requests: use a second key, a cache, or fewer rollouts"),
-    (STEP, "the environment's code: its own deadlines end it, else limits.max_seconds"),
-    ("its environment", "limits.env_timeout_s ends it: is a sandbox or a service slow to start?"),
-    ("the copies of its environment", "forks copy their environment: limits.env_timeout_s ends it"),
-    ("the journal", "the disk of the run's folder is slow or full"),
-)
-
-
-def advice_on(what: str) -> str:
-    """The likely cause of a wait; empty: unknown."""
-    return next((text for start, text in ADVICE if what.startswith(start)), "")
 
 
 def clock_text(seconds_ago: float) -> str:
@@ -106,7 +73,7 @@ class Control:
             case GetWhy(tree=None):
                 return await self._waits()
             case GetWhy():
-                return await self._why(request)
+                return await self._why(request.tree)
             case Cancel():
                 return self._cancel_all(request.trees)
             case Pause():
@@ -115,8 +82,6 @@ class Control:
                 return self._resume()
             case Checkpoint():
                 return await self._checkpoint()
-            case Evaluate():
-                return await self._evaluate(request.sets)
 
     @property
     def _feeder(self) -> Feeder:
@@ -200,7 +165,6 @@ class Control:
                     first.branch,
                     first.task_id,
                     for_s >= expected_s(what),
-                    advice_on(what),
                 )
             )
         waits.sort(key=lambda one: -one.longest_s)
@@ -228,14 +192,12 @@ class Control:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
-    async def _why(self, request: GetWhy) -> Why:
+    async def _why(self, index: int) -> Why:
         """The waits of a tree and of each of its branches."""
-        assert request.tree is not None
-        index, training = request.tree, self.training
+        training = self.training
         one = self._inflight(index)
         rollout = training.loop.parts.actor.growing(index)
         row = self._row(index, one, is_growing=rollout is not None)
-        row.question = one.task.question if request.text else None
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
         if self._feeder.workers is not None and not one.has_ended:
@@ -246,7 +208,7 @@ class Control:
             if found is None:
                 lines.append("its worker has not reported its waits")
             branches = [_branch_row(branch, limit_s) for branch in found or ()]
-            lines.append("finished branches and texts of a tree in a worker are not accessible")
+            lines.append("finished branches of a tree in a worker are not accessible")
         elif rollout is not None:
             limit_s = rollout.limits.max_seconds
             branches = [_branch_row(branch, limit_s) for branch in rollout.now()]
@@ -260,8 +222,6 @@ class Control:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
             lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
-            if request.text:
-                await self._add_texts(branches, rollout)
         lines += self._lines_of(index, one)
         return Why(row, branches, dict(ends), dict(failures), lines)
 
@@ -270,20 +230,6 @@ class Control:
         number = sum(1 for other in self._feeder.inflight if other < index)
         before = f"{number} trees come before it" if number else "the learner takes it next"
         return [*lines, f"{before} (start order)"]
-
-    async def _add_texts(self, branches: list[BranchRow], rollout: Rollout) -> None:
-        """Add the last turn and observation of each branch to its row."""
-        to_text = decoder(self.training.loop.parts.tokenizer)
-        cursors = {one.name: one.pending or one.cursor for one in rollout.branches}
-
-        def texts() -> None:
-            for row in branches:
-                node = cursors.get(row.branch)
-                if node is not None:
-                    ids = [*node.action_ids, *node.observation_ids]
-                    row.text = to_text(ids)[-MAX_TEXT:]
-
-        await in_thread(texts)
 
     # Requests that act.
 
@@ -334,7 +280,7 @@ class Control:
         self._feeder.pause()
         line = (
             "paused: no new tree, turn or update starts; running turns and tools finish, the "
-            "clocks of rollouts stop; checkpoint and evaluate work"
+            "clocks of rollouts stop; checkpoint works"
         )
         return self._done("pause", [line])
 
@@ -344,17 +290,13 @@ class Control:
         self._feeder.resume()
         return self._done("resume", ["resumed"])
 
-    def _check_steps(self, what: str) -> None:
-        phase = self.training.phase
-        if phase != "RL":
-            raise ConfigError(
-                f"{what} on demand is available during RL updates; the run is in phase {phase!r}, "
-                "which saves and evaluates on its own schedule"
-            )
-
     async def _checkpoint(self) -> Done:
-        self._check_steps("a checkpoint")
         training = self.training
+        if training.phase != "RL":
+            raise ConfigError(
+                "a checkpoint on demand is available during RL updates; the run is in phase "
+                f"{training.phase!r}, which saves on its own schedule"
+            )
 
         async def save() -> tuple[str, int]:
             await training.loop.saver.save()
@@ -364,35 +306,6 @@ class Control:
         path, step = await training.actions.run(save)
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
-
-    async def _evaluate(self, sets: list[str]) -> Done:
-        """Evaluate these sets between two updates; without names, all sets."""
-        self._check_steps("an evaluation")
-        training = self.training
-        known = list(training.config.eval.sets)
-        for name in sets:
-            if name not in known:
-                raise ConfigError(f"unknown evaluation set {name!r}; known: {known}")
-        if not known:
-            raise ConfigError("the configuration has no evaluation set, [eval.sets.NAME]")
-        chosen = sets or known
-        when, found = await training.actions.run(
-            lambda: training.loop.evaluator.evaluate_now(chosen)
-        )
-        lines, facts = [f"results in {training.run.path}/eval/{when}"], {}
-        for name, result in found.items():
-            overall = result.overall
-            lines.append(report_line(result, when))
-            facts[name] = {
-                "success": overall.success,
-                "interval": list(overall.interval),
-                "reward": overall.reward,
-                "num_trajectories": overall.num_trajectories,
-                "num_failed": overall.num_failed,
-            }
-        if not found:
-            raise ConfigError(f"the evaluation {when} failed: see run.log")
-        return self._done("evaluate", lines, {"when": when, "sets": facts})
 
     def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
         """The reply to a command; terminal and run.log show it too."""
@@ -412,5 +325,4 @@ def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:
         now.num_tool_calls,
         now.worked_s,
         limit_s,
-        advice_on(now.what),
     )

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +102,6 @@ class Evaluator:
             return
         for report in (await self.evaluate(names)).values():
             await self.saver.consider_best(step, report)
-
-    async def evaluate_now(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
-        """Evaluate these sets at a user's request, and reuse stored trajectories. Also returns the
-        name of the folder, which differs from that of a scheduled evaluation."""
-        await self.finish()  # of an overlapping evaluation
-        for number in count(1):
-            when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
-            what = self._now(names, when)
-            if await in_thread(self._is_free, what):
-                break
-        return when, await self.evaluate(names, when)
-
-    def _is_free(self, what: Evaluating) -> bool:
-        """Whether its folder is free, or contains this evaluation."""
-        return not (self._folder / what.phase).exists() or self._evaluations.is_done(what)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`

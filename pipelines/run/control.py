@@ -37,7 +37,7 @@ MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
 MAX_CLIENTS = 16  # at a time
 READ_S, WRITE_S = 5.0, 5.0
 ANSWER_S = 10.0  # for an immediate reply
-LONG_S = 4 * 3600.0  # for a reply after a checkpoint or an evaluation
+LONG_S = 4 * 3600.0  # for a reply after a checkpoint
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -50,11 +50,9 @@ class GetStatus(Struct, tag="status", forbid_unknown_fields=True):
 
 
 class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
-    """The waits of all rollouts, or of one tree in detail; `text` adds its question and last
-    turns."""
+    """The waits of all rollouts, or of one tree in detail."""
 
     tree: int | None = None
-    text: bool = False
 
 
 class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
@@ -75,14 +73,7 @@ class Checkpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
     """Write a checkpoint between two updates; the reply comes afterwards."""
 
 
-class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
-    """Evaluate these sets (none: all) between two updates; the reply has the figures."""
-
-    sets: list[str] = []
-
-
-Request = GetStatus | GetWhy | Cancel | Pause | Resume | Checkpoint | Evaluate
-SLOW = (Checkpoint, Evaluate)
+Request = GetStatus | GetWhy | Cancel | Pause | Resume | Checkpoint
 
 
 # Replies.
@@ -126,12 +117,10 @@ class TreeRow(Struct):
     state: str
     age_s: float
     worker: str = ""
-    question: str | None = None
 
 
 class Wait(Struct):
-    """A wait that several branches share. `is_long`: longer than expected. `advice`: likely
-    cause."""
+    """A wait that several branches share. `is_long`: longer than expected."""
 
     what: str
     num_branches: int
@@ -141,7 +130,6 @@ class Wait(Struct):
     branch: str
     task: str
     is_long: bool
-    advice: str = ""
 
 
 class Waits(Struct, tag="waits"):
@@ -163,8 +151,6 @@ class BranchRow(Struct):
     num_tool_calls: int
     worked_s: float
     limit_s: float
-    advice: str = ""
-    text: str | None = None
 
 
 class Why(Struct, tag="why"):
@@ -284,7 +270,7 @@ class ControlServer:
         except ForeignError as error:
             return Refused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
-            async with asyncio.timeout(LONG_S if isinstance(request, SLOW) else ANSWER_S):
+            async with asyncio.timeout(LONG_S if isinstance(request, Checkpoint) else ANSWER_S):
                 return await self._answer(request)
         except TimeoutError:
             return Refused("the run did not answer in time")
@@ -303,7 +289,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:
-        timeout_s = LONG_S if isinstance(request, SLOW) else ANSWER_S + READ_S
+        timeout_s = LONG_S if isinstance(request, Checkpoint) else ANSWER_S + READ_S
     path = run / FOLDER / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)

@@ -20,8 +20,8 @@ from agentenv.tree import Node
 class Turn(Struct, kw_only=True):
     """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
     arguments, ok, error, duration_s. `answer`: the observation after them; `of_user`: whether it is
-    a user's message. `prompt_ids`: the tokens before the turn; `token_ids` and `logprobs` (nats):
-    the sampled tokens. These are empty if only the text is known."""
+    a user's message. `token_ids` and `logprobs` (nats): the sampled tokens; empty if only the text
+    is known."""
 
     key: str
     text: str
@@ -31,7 +31,6 @@ class Turn(Struct, kw_only=True):
     num_context: int | None = None  # tokens before the turn
     num_tokens: int | None = None  # sampled tokens
     facts: dict[str, Any] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -152,20 +151,18 @@ class _Reader:
 
     def _turn(self, node: Node) -> Turn:
         before = [one for one in self._tree.path(node) if one is not node]
-        ids = [token for one in before for token in one.action_ids + one.observation_ids]
         turn = Turn(
             key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
             of_user=node.is_of_user,
             calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
-            num_context=len(ids),
+            num_context=sum(len(one.action_ids) + len(one.observation_ids) for one in before),
             num_tokens=len(node.action_ids),
             facts=self._facts(node),
         )
         if self._with_tokens:
-            turn.prompt_ids, turn.token_ids = ids, list(node.action_ids)
-            turn.logprobs = list(node.logprobs)
+            turn.token_ids, turn.logprobs = list(node.action_ids), list(node.logprobs)
         return turn
 
     def _facts(self, node: Node) -> dict[str, Any]:
@@ -262,5 +259,5 @@ def redacted(question: Question, redactor: Redactor) -> Question:
     texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
     if clean.prompt != question.prompt or texts != old:
         for turn in turns:
-            turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+            turn.token_ids, turn.logprobs = [], []
     return clean

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from agentenv.data_files import Row
-from agentenv.errors import SHOWN, ConfigError
+from agentenv.errors import SHOWN, ConfigError, MissingError
+from agentenv.pipelines.run.monitors import Axis, MonitorPart
 from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.trackers import Axis
 from agentenv.pipelines.run.transcript import Turn, turns_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def service_name() -> str:
     return os.environ.get("OTEL_SERVICE_NAME", "") or "agentenv"
 
 
-class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OtelConfig(MonitorPart, frozen=True, kw_only=True, tag="otel"):
     """OpenTelemetry, by OTLP over HTTP. The receiver's credentials come from the environment
     (OTEL_EXPORTER_OTLP_HEADERS), never from a file."""
 
@@ -70,19 +70,30 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         address = self.address
         if not address:
             raise ConfigError(
-                f"monitor.otel.endpoint: is empty and {ENDPOINT} is not set; set the address of a "
+                f"otel.endpoint: is empty and {ENDPOINT} is not set; set the address of a "
                 "receiver, such as http://localhost:4318"
             )
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"monitor.otel.endpoint: expected http://HOST:PORT or https://..., got {address!r}"
+                f"otel.endpoint: expected http://HOST:PORT or https://..., got {address!r}"
             )
         if parts.username or parts.password:
             raise ConfigError(
-                "monitor.otel.endpoint: contains a user or a password; put the receiver's "
+                "otel.endpoint: contains a user or a password; put the receiver's "
                 "credentials into OTEL_EXPORTER_OTLP_HEADERS"
             )
+        try:
+            import opentelemetry.exporter.otlp.proto.http
+            import opentelemetry.sdk  # noqa: F401
+        except ImportError as error:
+            raise MissingError(
+                f"the monitor otel: {error}; `pip install opentelemetry-sdk "
+                "opentelemetry-exporter-otlp-proto-http` installs it"
+            ) from error
+
+    def build(self, run: Path, settings: dict[str, Any]) -> OtelMonitor:
+        return OtelMonitor(self, run, settings)
 
     @property
     def address(self) -> str:
