@@ -50,6 +50,6 @@ async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     assert trees["offered"] == (
         trees["trained"] + trees["filtered"] + trees["failed"] + trees["in_flight"]
     )
-    assert training.parts.actor.envs.count == 0
-    assert training.parts.eval_actor.envs.count == 0
+    assert training.loop.parts.actor.envs.count == 0
+    assert training.loop.parts.eval_actor.envs.count == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -460,7 +460,7 @@ class MeasuredTraining(Training):
     figures: Figures
     floor_us = 0.0
 
-    async def _run_rl(self) -> None:
+    async def run_rl(self) -> None:
         global num_turns
         self.lag.clear()
         process, peak = psutil.Process(), [0.0]
@@ -472,11 +472,11 @@ class MeasuredTraining(Training):
 
         watching = asyncio.create_task(watch_memory())
         num_turns, before, below = 0, time.process_time(), _children_cpu_s()
-        num_before = self.parts.engine.stats()["requests"]
-        await super()._run_rl()
+        num_before = self.loop.parts.engine.stats()["requests"]
+        await super().run_rl()
         own, others = time.process_time() - before, _children_cpu_s() - below
-        if self.workers is not None:
-            num_turns = int(self.parts.engine.stats()["requests"] - num_before)
+        if self.loop.feeder.workers is not None:
+            num_turns = int(self.loop.parts.engine.stats()["requests"] - num_before)
         watching.cancel()
         self.figures = Figures(
             round(own / num_turns * 1e6, 1),

@@ -46,9 +46,7 @@ from agentenv.pipelines.rl.publishing import (
     make_publisher,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
-from agentenv.pipelines.run.rundir import (
-    RunDirectory,
-)
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
 from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.setup.assembly import (
@@ -395,6 +393,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         if config.resources.in_turn:
             engine.require("sleep")
             colocation = Colocation(engine, learner, probe, handover)
+            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
