@@ -44,7 +44,6 @@ Custom environments can import their names from here; the rest is in these files
     settings   config     TOML files to structs
                server_config   settings of engine servers
                registry   parts chosen by name, also from the user's own package
-               old_keys   keys of earlier versions: the reason for their removal, and replacements
     processes  cluster/   rollouts and environments in separate processes
                offload    threads and processes outside the event loop
                guard      ends a process with its starter
@@ -55,6 +54,7 @@ Custom environments can import their names from here; the rest is in these files
                disk          atomic writes of files
 """
 
+from pathlib import Path
 from typing import Any
 
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
@@ -112,6 +112,10 @@ __all__ = [
     "tool",
     "write_rows",
 ]
+
+# In a clone the packages of pyproject.toml's package-dir lie beside this one.
+if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+    __path__.append(str(_clone.parent))
 
 _OFFERED = {name: f"agentenv.pipelines:{name}" for name in ("evaluate", "train")}
 

@@ -202,7 +202,7 @@ class Actor:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)  # earlier versions reproduce their samples
+        self._draws.seed(key)
         return self._draws.getrandbits(63)
 
     def awaited(self) -> list[Awaited]:

@@ -23,7 +23,6 @@ from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
-from agentenv.old_keys import DELETED, EMPTIED, MOVED, of_struct
 from agentenv.registry import (
     TAG,
     Registry,
@@ -214,14 +213,6 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
 
 
-def upgrade(config_type: type[T], raw: Tree) -> Tree:
-    """Update in place the plain values of a stored configuration, which an earlier version may have
-    written: see agentenv/old_keys.py. A deleted key with a value other than its default remains."""
-    for table, struct, _ in _tables(raw, type_info(config_type), ""):
-        _upgrade(table, struct)
-    return raw
-
-
 def resolver(run: Path | str) -> Resolve:
     """A function from a text of the configuration to a path: {run} is the run's directory, and a
     hub id that was found (agentenv/model_files.py) becomes its location in the cache."""
@@ -359,20 +350,15 @@ def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
-    """Reject unknown keys with a suggestion, and deleted keys with the reason. msgspec checks the
-    types."""
+    """Reject unknown keys with a suggestion. msgspec checks the types."""
     for table, struct, path in _tables(raw, kind, "", source):
-        _upgrade(table, struct)
         known = [field.encode_name for field in struct.fields]
         for key in table:
             if key in known or key == struct.tag_field:
                 continue
-            name, gone = _join(path, key), of_struct(DELETED, struct.cls).get(key)
-            if gone is not None:
-                raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
             hint = _hint(kind, path, key, struct)
-            raise ConfigError(f"{source}: {name}: unknown key{for_kind}; {hint}")
+            raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
 
 
 def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
@@ -426,21 +412,6 @@ def _all_keys(kind: mi.Type, path: str = "", above: tuple[type, ...] = ()) -> It
             name = _join(path, field.encode_name)
             yield name
             yield from _all_keys(field.type, name, (*above, struct.cls))
-
-
-def _upgrade(table: Tree, struct: mi.StructType) -> None:
-    """Remove deleted keys at their defaults from a table, empty those that had another default,
-    and rename what has moved."""
-    for key, gone in of_struct(DELETED, struct.cls).items():
-        if key in table and gone.was_unset(table[key]):
-            del table[key]
-    for key, former in of_struct(EMPTIED, struct.cls).items():
-        if table.get(key) == former:
-            table[key] = None
-    moved = of_struct(MOVED, struct.cls)
-    for key, value in table.items() if moved else ():
-        if isinstance(value, str):
-            table[key] = moved.get(value, value)
 
 
 def _tables(

@@ -400,7 +400,7 @@ class Supervisor:
         if hello.code != here:
             self._report(
                 f"a {self._spec.one} (process {hello.pid} on {peer}) runs different code from this "
-                f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
+                f"process: its sources have the digest {hello.code}, "
                 f"here it is {here}; its behavior may differ"
             )
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import ConfigError, require_train
+from agentenv.errors import require_train
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
@@ -27,18 +27,19 @@ from agentenv.pipelines.evaluation.run import (
     FOLDER,
     chosen_sets,
     default_folder,
-    run_evaluation,
+    evaluate_and_report,
 )
 from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
+    check_directory,
     configured,
     find_subject,
     is_url,
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -72,11 +73,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
-    if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
-        raise ConfigError(
-            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
-            "directory, or http(s)://HOST[:PORT]"
-        )
+    if not arguments.dry_run:
+        check_directory(subject, arguments.subject)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
@@ -88,12 +86,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     view.wait_for("getting ready", "the questions")
     out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
-        outcome = run_until_done(run_evaluation(config, subject, out, view), view)
-    if outcome.num_failed:
-        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
-    view.wait_for("scoring", "the report")
-    write_report(out, view)
-    view.end()
+        outcome, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
     view.suggest(next_commands(out))
     if outcome.problem is not None:
         raise outcome.problem

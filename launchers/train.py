@@ -9,7 +9,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import argparse
-import logging
 import shlex
 import sys
 from collections.abc import Coroutine, Sequence
@@ -55,7 +54,6 @@ def reinforce(
     from agentenv.pipelines.rl.control import controlled  # slow to load
     from agentenv.pipelines.rl.training import Training  # after the errors of the configuration
 
-    logging.getLogger().setLevel(config.log.level.upper())
     return Training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
 
 

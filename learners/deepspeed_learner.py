@@ -38,7 +38,7 @@ from agentenv.learners.partition import (
     partition,
     write_back,
 )
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree

@@ -57,7 +57,7 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     "pipelines/serving/",
     "pipelines/workers/ray_driver.py",
-    *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
+    *("pipelines/setup/memory.py", "learners/rank_process.py", "learners/trainer.py"),
     "agentenv/guard.py",
     "agentenv/engines/vllm_plugin/",
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise

@@ -26,7 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
-from agentenv.config import build_config, resolver, upgrade
+from agentenv.config import build_config, resolver
 from agentenv.env import Grade, close_shared, graded
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
@@ -173,7 +173,7 @@ def read_config(run: Path) -> TrainConfig:
         plain = decode(path.read_bytes())
     except (OSError, ForeignError) as error:
         raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
-    return build_config(TrainConfig, upgrade(TrainConfig, plain), str(path))
+    return build_config(TrainConfig, plain, str(path))
 
 
 def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:

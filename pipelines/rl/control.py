@@ -85,7 +85,7 @@ class Control:
 
     @property
     def _feeder(self) -> Feeder:
-        return self.training.feeder
+        return self.training.loop.feeder
 
     # Requests that only read.
 
@@ -118,12 +118,12 @@ class Control:
         found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)
         if training.phase == "set-up":
             return found
-        parts = training.parts
+        parts = training.loop.parts
         found.num_steps, found.policy_version = parts.num_steps, parts.learner.policy_version
         found.num_open_envs = self._feeder.num_open_envs()
         found.engine = dict(parts.engine.stats())
-        if training.workers is not None:
-            found.workers = training.workers.stats()
+        if self._feeder.workers is not None:
+            found.workers = self._feeder.workers.stats()
         return found
 
     def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> TreeRow:
@@ -133,7 +133,7 @@ class Control:
 
     def _actors(self) -> list[Actor]:
         """The actors of this process, one per table of rollouts."""
-        parts = self.training.parts
+        parts = self.training.loop.parts
         found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
         if parts.overlapping is not None:
             found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
@@ -185,8 +185,8 @@ class Control:
         head = min(inflight, default=None)
         if head is not None and not inflight[head].has_ended and training.phase == "RL":
             lines.append(f"the learner takes trees in start order and waits for tree {head} next")
-        if training.workers is not None and training.workers.behind():
-            lines.append(training.workers.behind())
+        if self._feeder.workers is not None and self._feeder.workers.behind():
+            lines.append(self._feeder.workers.behind())
         lag_ms = training.lag.figures().get("lag_p99_ms", 0.0)
         if lag_ms > 100:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
@@ -196,15 +196,15 @@ class Control:
         """The waits of a tree and of each of its branches."""
         training = self.training
         one = self._inflight(index)
-        rollout = training.parts.actor.growing(index)
+        rollout = training.loop.parts.actor.growing(index)
         row = self._row(index, one, is_growing=rollout is not None)
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
-        if training.workers is not None and not one.has_ended:
-            place = training.workers.places().get(index)
+        if self._feeder.workers is not None and not one.has_ended:
+            place = self._feeder.workers.places().get(index)
             if place is not None:
                 row.worker, row.state = place.worker or "none yet", "grows"
-            found = await training.workers.wait_info(index)
+            found = await self._feeder.workers.wait_info(index)
             if found is None:
                 lines.append("its worker has not reported its waits")
             branches = [_branch_row(branch, limit_s) for branch in found or ()]
@@ -255,13 +255,13 @@ class Control:
 
     def _cancel(self, index: int) -> str:
         training = self.training
-        if training.workers is not None:
-            place = training.workers.places().get(index)
-            if training.workers.cancel(index, CANCEL_REASON):
+        if self._feeder.workers is not None:
+            place = self._feeder.workers.places().get(index)
+            if self._feeder.workers.cancel(index, CANCEL_REASON):
                 if place is not None and place.worker:
                     return f"tree {index} is being cancelled by {place.worker}"
                 return f"tree {index} is cancelled; it had no worker"
-        rollout = training.parts.actor.growing(index)
+        rollout = training.loop.parts.actor.growing(index)
         if rollout is None:
             raise ConfigError(f"tree {index} is just starting; retry")
         number = rollout.cancel(CANCEL_REASON)
@@ -299,7 +299,7 @@ class Control:
             )
 
         async def save() -> tuple[str, int]:
-            await training.saver.save()
+            await training.loop.saver.save()
             step = training.state.step
             return str(training.run.checkpoints.path(step)), step
 

@@ -32,8 +32,9 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
+from agentenv.pipelines.rl.clocks import PhaseClock
 from agentenv.pipelines.rl.parts import Parts
-from agentenv.pipelines.rl.recorder import EVALUATIONS, PhaseClock, Recorder
+from agentenv.pipelines.rl.recorder import EVALUATIONS, Recorder
 from agentenv.pipelines.rl.report import PHASES
 from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from agentenv.pipelines.run.checkpoints import REMOVED

@@ -2,8 +2,7 @@
 keeps the table of in-flight rollouts.
 
 The journal supplies trees that an earlier process finished, and the recorded part of trees that it
-started; all others grow in this process or in a rollout worker. Listeners are notified, and change
-nothing.
+started; all others grow in this process or in a rollout worker.
 """
 
 from __future__ import annotations
@@ -18,63 +17,20 @@ from msgspec import to_builtins
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.forecast import FORECAST, Forecaster
-from agentenv.frames import Leased, Recorded, Refused, Started, Trained
+from agentenv.frames import Frame, Recorded, Started
 from agentenv.journal import Journal
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
+from agentenv.pipelines.rl.clocks import adding
 from agentenv.pipelines.rl.parts import Parts
-from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
 from agentenv.plan import learns
 from agentenv.prefix_starts import PrefixStarts
 from agentenv.queue import ReplayQueue
 from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import Task
-
-
-class Listener:
-    """Callbacks of the loop, in the order of a step; the base class does nothing."""
-
-    def started(
-        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
-    ) -> None:
-        """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
-        it had a slot (just in time for the learner). `drawn`: the id of its task if a curriculum
-        chose it. `order`: all other decisions about the tree."""
-
-    def taken(self, step: int, trees: Sequence[int]) -> None:
-        """The learner takes these trees."""
-
-    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
-        """The weights trained on these trees are live."""
-
-    def refused(self, step: int, trees: Sequence[int]) -> None:
-        """The run ends instead of training this step on these trees."""
-
-
-class JournalListener(Listener):
-    """Writes the events of the loop to the journal."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def started(
-        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
-    ) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3), drawn, order))
-
-    def taken(self, step: int, trees: Sequence[int]) -> None:
-        self._journal.append(Leased(step, list(trees)))
-
-    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
-        self._journal.append(Trained(step, policy_version, list(trees)))
-
-    def refused(self, step: int, trees: Sequence[int]) -> None:
-        self._journal.append(Refused(step, list(trees)))
-
 
 ROOM_S = 0.2  # between two checks whether a tree may begin
 
@@ -105,7 +61,6 @@ class Feeder:
     queue: ReplayQueue
     batches: BatchBuilder
     journal: Journal | None
-    listeners: Sequence[Listener]
 
     def __post_init__(self) -> None:
         self.workers: RolloutWorkers | None = None  # None: rollouts grow in this process
@@ -135,14 +90,18 @@ class Feeder:
             order = self._order_of(position, task, is_new=is_new)
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
-                for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s, drawn, order)
+                self.note(Started(position, self.state.step, round(early_s, 3), drawn, order))
             self.state.counters.offered += 1
             one = self.inflight[position] = InflightRollout(task, order)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # yield: many slots may be free
         self.queue.finish()
+
+    def note(self, frame: Frame) -> None:
+        """Write an event to the journal, if there is one."""
+        if self.journal is not None:
+            self.journal.append(frame)
 
     def _curriculum(self) -> Curriculum | None:
         config, seed = self.config.data.curriculum, self.config.run.seed
@@ -236,12 +195,9 @@ class Feeder:
     async def _until_room(self) -> None:
         """Delay the next tree while the engine or its caches are overloaded: growing trees then end
         sooner, and find their prefixes in the cache. At least one tree always grows."""
-        engine = self.parts.engine
-        if not isinstance(engine, EnginePool):
-            return
         with adding(self.held_back, "s"):
             while self.queue.num_waiting > self.queue.num_ready:
-                if engine.has_room(self.num_open_envs()):
+                if self.parts.engine.has_room(self.num_open_envs()):
                     return
                 await asyncio.sleep(ROOM_S)
 

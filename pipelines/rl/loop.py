@@ -7,30 +7,33 @@
     release    the slots of the trees, for new rollouts             agentenv/queue.py
     record     figures, score, the row of metrics                   report.py
 
-Rollouts continue meanwhile (feeder.py). The journal receives events (`Listener`), and an action
-that a user requests (control.py) runs between two steps.
+Rollouts continue meanwhile (feeder.py). The journal receives events (frames.py), and an action that
+a user requests (control.py) runs between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from agentenv.actor import Actor
 from agentenv.archive import StepHeader
 from agentenv.deadline import uncancelled
 from agentenv.errors import AgentEnvError, LearnerError
+from agentenv.frames import Leased, Refused, Trained
 from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.clocks import PhaseClock, Stopwatch
 from agentenv.pipelines.rl.evaluations import Evaluator, first_of
-from agentenv.pipelines.rl.feeder import Feeder, Listener
+from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
-from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch
+from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
@@ -102,7 +105,8 @@ def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
 
 @dataclass
 class Loop:
-    """Trains the policy, step by step."""
+    """Trains the policy, step by step, and has all objects of the run; built by
+    `Training.set_up`."""
 
     config: TrainConfig
     state: RunState
@@ -117,11 +121,14 @@ class Loop:
     report: StepReport
     critic: SelfCritic | None
     actions: PendingActions
-    listeners: Sequence[Listener]
     clock: PhaseClock
     watch: Stopwatch
     view: View
     settings: str  # see training.rollout_settings
+
+    def actors(self) -> list[Actor]:
+        """Those of training and of evaluations between steps."""
+        return [self.parts.actor, self.parts.eval_actor]
 
     async def run(self) -> None:
         """All steps until the last update, or until the evaluations reach `train.stop_at`."""
@@ -134,8 +141,7 @@ class Loop:
                             await uncancelled(self.step(batch))
                 except RefusedStepError as error:
                     trees = sorted({*error.trees, *self.feeder.inflight})
-                    for listener in self.listeners:
-                        listener.refused(self.state.step, trees)
+                    self.feeder.note(Refused(self.state.step, trees))
                     raise
             async with self.actions.weights_at_rest:
                 await self.evaluate_and_save()
@@ -174,8 +180,7 @@ class Loop:
 
     async def credit(self, batch: Batch) -> None:
         """Check the parity of engine and learner, and choose the trees to train, with credit."""
-        for listener in self.listeners:
-            listener.taken(self.state.step, [tree.index for tree in batch.delivered])
+        self.feeder.note(Leased(self.state.step, [tree.index for tree in batch.delivered]))
         with self.watch.part("parity"):
             batch.metrics |= await self.parity.check()
         batch.policy_version = self.parts.learner.policy_version
@@ -236,8 +241,8 @@ class Loop:
         if batch.problem is not None:
             raise batch.problem
         trained = [tree.index for tree, _ in batch.trained]
-        for listener in self.listeners:
-            listener.trained(self.state.step - 1, self.parts.learner.policy_version, trained)
+        version = self.parts.learner.policy_version
+        self.feeder.note(Trained(self.state.step - 1, version, trained))
         self.queue.release(batch.num_taken)
         self.state.counters.check(in_flight=self.queue.num_waiting)
 

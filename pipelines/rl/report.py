@@ -29,7 +29,9 @@ from agentenv.metrics import (
     trained_metrics,
 )
 from agentenv.offload import in_thread, poll_pause
-from agentenv.pipelines.rl.batching import Alarms, Batch
+from agentenv.pipelines.rl.alarms import Alarms
+from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
 from agentenv.pipelines.run.tables import Table
@@ -38,7 +40,7 @@ from agentenv.queue import ReplayQueue
 
 if TYPE_CHECKING:
     from agentenv.pipelines.rl.feeder import Feeder
-    from agentenv.pipelines.rl.recorder import Recorder, Stopwatch
+    from agentenv.pipelines.rl.recorder import Recorder
 
 WINDOW = 20  # tokens of the entropy line
 
@@ -398,6 +400,10 @@ class StepReport:
         self.view = self.recorder.view
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         self._throughput = Throughput()
+        self._scored_s = self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Start to measure, right before the first step."""
         self._throughput.rate(self.parts.engine.stats())
         self._scored_s = self._began_s = asyncio.get_running_loop().time()
 

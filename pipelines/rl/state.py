@@ -217,7 +217,7 @@ class RunSaver(Saver):
             step=lambda: state.step,
             snapshot=state.resumable,
             needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
-            turn=lambda: learner.turn(),  # looked up late: colocation replaces it
+            turn=learner.turn,
         )
         self.state = state
         self.best_metric = config.best_metric

@@ -35,7 +35,7 @@ import psutil
 from msgspec import Struct
 
 from agentenv.archive import ARCHIVE
-from agentenv.config import changes, resolver, to_plain, upgrade
+from agentenv.config import changes, resolver, to_plain
 from agentenv.disk import (
     DIR_KEY,
     PARTIAL,
@@ -139,7 +139,6 @@ OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
     *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
-    "steering.jsonl",  # of an earlier version
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]
@@ -211,7 +210,7 @@ class RunDirectory:
         path = self.path / STARTS
         try:
             before = int(path.read_text())
-        except (FileNotFoundError, ValueError):  # a run of an earlier version has no count
+        except (FileNotFoundError, ValueError):  # the first start
             before = 0
         number = max(before, known) + 1
         try:
@@ -270,7 +269,6 @@ class RunDirectory:
         for path in newer:
             report(f"moved a newer checkpoint to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
-        upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
             report(f"changed since the start: {change}")
         return bool(newer)

@@ -65,7 +65,7 @@ class Skip(AgentEnvError):
     """The check does not apply, or its input is missing; the message has the reason."""
 
 
-class CheckResult(Struct, rename={"message": "told"}):
+class CheckResult(Struct):
     """The result of a check. `message`: its finding, the problem if it failed, the reason if it was
     skipped."""
 

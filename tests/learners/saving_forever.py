@@ -33,7 +33,7 @@ from agentenv.learners.checkpoint import changing_weights, fragments, local_weig
 from agentenv.learners.export import Weights
 from agentenv.learners.learner import Saved
 from agentenv.learners.policy import Policy
-from agentenv.learners.worker import PR_SET_PDEATHSIG
+from agentenv.learners.rank_process import PR_SET_PDEATHSIG
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
 from tests.learners.ranks import two_ranks

@@ -13,8 +13,8 @@ from agentenv.errors import ConfigError, DataError, LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.learner import SAVED_FILE, Saved
+from agentenv.learners.rank_process import Rank
 from agentenv.learners.trainer import Trainer
-from agentenv.learners.worker import Rank
 from agentenv.pipelines.run.checkpoints import Checkpoints
 from tests.learners.ranks import (
     ALGORITHM,

@@ -15,12 +15,12 @@ import pytest
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners import messages as wire
-from agentenv.learners import ranks
+from agentenv.learners import rank_group
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankLink
-from agentenv.learners.worker import Position, failure, find_position
+from agentenv.learners.rank_group import RankLink
+from agentenv.learners.rank_process import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link, held_ports
 from tests.learners.ranks import (
     ALGORITHM,
@@ -61,8 +61,8 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(ranks, "LEAST_SILENT_S", 1.0)
-    monkeypatch.setattr(ranks, "FIRST_S", 0.1)
+    monkeypatch.setattr(rank_group, "LEAST_SILENT_S", 1.0)
+    monkeypatch.setattr(rank_group, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     pids = list(learner.ranks.pids)
@@ -139,9 +139,9 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "agentenv.learners.worker"),
+            *("-m", *options[launcher], "agentenv.learners.rank_process"),
             log=tmp_path / "launcher.log",
-            modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
+            modules=("agentenv.learners.rank_process", "deepspeed.launcher.launch"),
         ) as process:
             await update()
             output = await asyncio.to_thread(process.read_log)
@@ -162,7 +162,7 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     own.setenv("SLURM_NTASKS", "2")
                     own.setenv("SLURM_LOCALID", rank)
                     task = Command(
-                        "-m", "agentenv.learners.worker", log=tmp_path / f"task-{rank}.log"
+                        "-m", "agentenv.learners.rank_process", log=tmp_path / f"task-{rank}.log"
                     )
                     tasks.append(stack.enter_context(task))
             await update()

@@ -26,7 +26,7 @@ from agentenv.learners.export import export as export_offline
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank_process import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

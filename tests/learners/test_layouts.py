@@ -22,7 +22,7 @@ from agentenv.learners.learner import LearnerConfig, Sample, Saved
 from agentenv.learners.model_check import check_model
 from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank_process import Rank
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     ALGORITHM,

@@ -31,7 +31,7 @@ from agentenv.learners.lora import (
     check_adapters,
     is_adapter,
 )
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank_process import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

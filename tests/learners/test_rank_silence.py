@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankGroup
+from agentenv.learners.rank_group import RankGroup
 from tests.support.virtual_clock import run_virtual
 
 COMMAND = wire.Abort

@@ -13,8 +13,8 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.checkpoint import REFERENCE, Checkpoint, restore
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.lora import LoRAConfig, is_adapter
+from agentenv.learners.rank_process import Rank
 from agentenv.learners.trainer import Trainer
-from agentenv.learners.worker import Rank
 from tests.learners.ranks import (
     OF_THE_RANKS,
     encoded,

@@ -217,7 +217,7 @@ def test_a_custom_grader_that_rewards_two_guesses_is_found(
         assert code == 1
         assert (
             "name a second candidate besides the gold answer "
-            "are graded as correct" in sanity["told"]
+            "are graded as correct" in sanity["message"]
         )
 
     overrides = [*keys, f"run.name=own-{name}", "train.num_steps=1"]
@@ -237,7 +237,7 @@ def test_a_custom_grader_that_rewards_two_guesses_is_found(
     }
     (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
     assert remedy in verdict["remedy"]
-    numbers = [int(text) for text in re.findall(r"\d+", verdict["told"])]
+    numbers = [int(text) for text in re.findall(r"\d+", verdict["message"])]
     assert numbers[0] > 0
     if is_paid:
         assert numbers[0] == numbers[1] * {"contains": 1, "last": 1 / 2}[name]

@@ -29,7 +29,7 @@ from agentenv.pipelines.diagnosis import doctor as doctors
 from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
 from agentenv.pipelines.diagnosis.doctor import examine
-from agentenv.pipelines.serving import Machine as PlannedMachine
+from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
 from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.types import Completion, Message
@@ -333,7 +333,7 @@ def test_results_are_reported_as_json_and_by_the_exit_code(
     assert doctor.main(["--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert [one["state"] for one in told] == ["passed", "failed", "skipped"]
-    assert (told[1]["told"], told[1]["remedy"]) == ("it is broken", "mend it")
+    assert (told[1]["message"], told[1]["remedy"]) == ("it is broken", "mend it")
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "remedy: mend it" in said

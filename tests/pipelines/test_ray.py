@@ -113,7 +113,7 @@ def on(nodes: Nodes, *overrides: str) -> list[str]:
 
 
 def ray_of(training: Training) -> RayPlacement:
-    found = training.parts.ray
+    found = training.loop.parts.ray
     assert found is not None
     return found
 
@@ -137,7 +137,7 @@ def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
 
         async def storm(training: Training, told: list[str] = told) -> None:
             await until(lambda: training.state.step >= 2)
-            workers, before = training.workers, placed(training)
+            workers, before = training.loop.feeder.workers, placed(training)
             assert workers is not None
             assert len(set(before.values())) == num_nodes  # spread
             (name,) = nodes.kill(training, before["worker-1"])

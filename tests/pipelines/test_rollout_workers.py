@@ -178,8 +178,9 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
 
     async def kill(training: Training) -> None:
         def has_trees() -> bool:
-            assert training.workers is not None
-            found = training.workers.workers.values()
+            workers = training.loop.feeder.workers
+            assert workers is not None
+            found = workers.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from agentenv.errors import LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankGroup, RemoteRanks
-from agentenv.learners.worker import Rank, failure
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
+from agentenv.learners.rank_process import Rank, failure
 from agentenv.link import PREFIX_BYTES
 
 

@@ -22,7 +22,7 @@ from agentenv.errors import LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import shard_name, write_tensors
 from agentenv.learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 
 COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's state
 STEP_S = 0.02  # of any command

@@ -2,7 +2,7 @@
 
 `RankLink` is one rank, started locally or externally: its process, its log, and its connection.
 `RankGroup` has all of them; they execute each command together and fail together. The rank itself
-is `agentenv.learners.worker`.
+is `agentenv.learners.rank_process`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class RankGroup:
         if remote is None:
             env |= {BACKEND_VARIABLE: config.backend} if config.backend else {}
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        command = ["" if remote is None else remote.python, "-m", "agentenv.learners.worker"]
+        command = ["" if remote is None else remote.python, "-m", "agentenv.learners.rank_process"]
         spec = ProcessSpec(
             f"rank-{rank}",
             [command[0] or sys.executable, *command[1:]],

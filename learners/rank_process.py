@@ -1,6 +1,6 @@
 """The process of one learner rank, which executes the controller's commands.
 
-    python -m agentenv.learners.worker
+    python -m agentenv.learners.rank_process
 
 Environment variables have the controller's address and a secret token (`learners.messages`), and
 the rank's number, from torchrun, the DeepSpeed launcher or Slurm (`find_position`). `join_ranks`
