@@ -15,7 +15,6 @@ from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.store import ROWS_FILE
-from agentenv.pipelines.run.tables import as_rich
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
 
@@ -88,7 +87,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         baseline = baseline or next(iter(runs))
     found, curves = comparison.compare(runs, baseline, levels, options.set)
     for table in comparison.tables(found):
-        view.console.print(as_rich(table))
+        view.show(table)
     if unfinished:
         view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
     out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.run.tables import Table, as_rich
+from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import (
     START,
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     runs = list(runs_of(folder, made))
     waiting = [run for run in runs if run.state() != "finished"]
     if options.dry_run:
-        view.console.print(as_rich(_plan(runs, made)))
+        view.show(_plan(runs, made))
         view.log(f"{len(waiting)} of {len(runs)} runs to train; nothing was started")
         return 0
     view.log(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")

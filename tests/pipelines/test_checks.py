@@ -135,6 +135,9 @@ class Mine(ToolEnv):
 MINE = ["env={{id='graded_first:Mine'}}", "data.train={folder}/rows.jsonl"]
 MINE += ["eval.sets={{heldout={{path='{folder}/rows.jsonl'}}}}", "checkpoint.best_metric=''"]
 EARLY = [  # of a run with a set-up: overrides, check, problem
+    (["eval.timeout_s=1"], "time-outs", "eval.timeout_s = 1 ends evaluations before"),
+    (["python={{timeout_s=9999}}"], "time-outs",
+     "python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 60"),
     (["env.module=nowhere"], "classes of environments",
      "env.module: 'nowhere' cannot be imported"),
     (["env.kwargs.corpsu=x"], "classes of environments",
