@@ -374,7 +374,7 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
     writes are an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    hello = wire.Hello(token, 0, 1, os.getpid(), socket.gethostname(), "")
+    hello = wire.RankHello(token, 0, 1, os.getpid(), socket.gethostname(), "")
     writer.write(wire.pack_frame(hello))
     version = 0
     while True:
@@ -386,8 +386,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
         kind = msgpack.decode(body, type=_Named).type
         if kind == "Tree":  # of the update that follows
             continue
-        reply = wire.Done()
-        if kind == "Stop":
+        reply = wire.RankDone()
+        if kind == "StopRank":
             writer.close()
             return await writer.wait_closed()
         if kind == "WriteModel":
@@ -402,15 +402,13 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
             assert isinstance(saved, wire.Save)
             os.makedirs(saved.directory, exist_ok=True)
         elif kind == "Update":
-            reply.metrics = dict.fromkeys(
-                ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss"), 1.0
-            )
+            names = ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss")
+            reply = wire.RankUpdated(dict.fromkeys(names, 1.0))
         elif kind == "ScoreSequences":
             scored = wire.unpack_command(body)
             assert isinstance(scored, wire.ScoreSequences)
-            for one in scored.sequences:
-                count = one.num_action_tokens
-                reply.scores.append(Score([-0.5] * count, [0.5] * count, [True] * count))
+            counts = [one.num_action_tokens for one in scored.sequences]
+            reply = wire.RankScores([Score([-0.5] * n, [0.5] * n, [True] * n) for n in counts])
         reply.policy_version = version
         writer.write(wire.pack_frame(reply))
         await writer.drain()
