@@ -458,15 +458,12 @@ class Supervisor:
             if self._group.workers:
                 since, is_reported = loop.time(), False
             elif loop.time() - since > spec.max_outage_s:
-                return self._group.end(
-                    f"no {spec.one} was available for {spec.max_outage_s:g} "
-                    f"s{spec.key('max_outage_s')}"
-                )
+                return self._group.end(f"no {spec.one} was available for {spec.max_outage_s:g} s")
             elif not is_reported and loop.time() - since > REPORT_S:
                 is_reported = True
                 self._report(
                     f"no {spec.one} is available; the run waits {spec.max_outage_s:g} s"
-                    f"{spec.key('max_outage_s')} for one that connects to {self.address}"
+                    f" for one that connects to {self.address}"
                 )
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -260,13 +260,6 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             extra=ESSENTIAL,
         ),
     ] = 1
-    just_in_time: Annotated[
-        bool,
-        Meta(
-            description="start a tree just in time for the learner, so that finished trees do not "
-            "grow stale while they wait; false: as soon as max_staleness allows"
-        ),
-    ] = True
     equal_groups: Annotated[
         Literal["count", "drop"] | None,
         Meta(

@@ -100,11 +100,7 @@ class Training:
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation = run.count_start(self.state.incarnation)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
-        self.queue = ReplayQueue(
-            config.queue.groups_per_step,
-            config.queue.max_staleness,
-            just_in_time=config.queue.just_in_time,
-        )
+        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.phase = "set-up"  # cold start, RL, end
         self.actions = PendingActions()

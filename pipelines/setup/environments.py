@@ -110,13 +110,10 @@ class EnvMaker:
             )
         return env
 
-    def factories(self) -> list[Any]:
-        """The classes of the configured environments."""
-        return [agentenv.env.spec(one.env_id).load() for one in self._recipes.values()]
-
     async def check_machine(self) -> None:
         """Raises ConfigError if this machine lacks a requirement of an environment."""
-        for recipe, factory in zip(self._recipes.values(), self.factories(), strict=True):
+        for recipe in self._recipes.values():
+            factory = agentenv.env.spec(recipe.env_id).load()
             check = getattr(factory, "check_machine", None)
             if check is not None:
                 await check(**recipe.kwargs)
