@@ -4,9 +4,9 @@ Messages are tagged Structs in length-prefixed msgpack frames:
 
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
-Each rank connects, sends Hello with its token, and answers each command with Done or Failed. The
-trees of an Update are sent before it, one by one, so that no single frame has a whole update. The
-transport is TCP, so that a rank may run on another machine.
+Each rank connects, sends the Hello of a worker (agentenv/worker_group.py), and answers each command
+with Done or Failed. The trees of an Update are sent before it, one by one, so that no single frame
+has a whole update. The transport is TCP, so that a rank may run on another machine.
 """
 
 from __future__ import annotations
@@ -39,18 +39,6 @@ class Message(Struct, tag=True, tag_field="type"):
 
 class Command(Message):
     """A message of the controller."""
-
-
-class Hello(Message):
-    """`store`: host:port of the rendezvous store that rank 0 opened; empty if the launcher provides
-    one (MASTER_ADDR), and for a single rank."""
-
-    token: str
-    rank: int
-    num_ranks: int
-    pid: int
-    host: str
-    store: str
 
 
 class Init(Command):
@@ -251,7 +239,7 @@ class Failed(Message):
     traceback: str
 
 
-Reply = Hello | Done | Failed
+Reply = Done | Failed
 
 
 def pack_frame(message: Message) -> bytes:

@@ -33,7 +33,6 @@ from agentenv.learners.messages import (
     Abort,
     Done,
     Failed,
-    Hello,
     Message,
     Reply,
     Stop,
@@ -41,7 +40,7 @@ from agentenv.learners.messages import (
 )
 from agentenv.link import Link
 from agentenv.supervisor import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
-from agentenv.worker_group import Reception
+from agentenv.worker_group import Hello, Reception
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class RankLink:
     """A connected rank. `is_here`: it is a process that this process started on this machine."""
 
     def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
-        self.rank = hello.rank
+        self.rank = hello.number
         self.pid = hello.pid
         self.host = hello.host
         self.store = hello.store
@@ -77,10 +76,7 @@ class RankLink:
         for message in messages_of(command):
             self._link.send(msgspec.msgpack.encode(message))
             await self._link.drain()
-        reply = unpack_reply(await self._link.receive())
-        if not isinstance(reply, Done | Failed):
-            raise ConnectionError(f"unexpected answer {reply!r}")
-        return reply
+        return unpack_reply(await self._link.receive())
 
     def interrupt(self) -> None:
         """Abort the running command; see `Abort`."""
@@ -114,7 +110,6 @@ class RankLink:
 
 
 unpack_reply = msgspec.msgpack.Decoder(Reply).decode
-_read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 SETTLE_S = 3.0  # for the other ranks to reply after a failure of one
@@ -184,7 +179,7 @@ class RankGroup:
             arrivals.put_nowait(self._link(hello, link))
             return True
 
-        reception = Reception(token, _read_hello, admit)
+        reception = Reception(token, admit)
         try:
             await reception.open(host if placement is None else placement.host, int(port))
             if placement is not None:
@@ -205,13 +200,13 @@ class RankGroup:
             reception.close()
 
     def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
-        if hello.num_ranks != self.config.num_ranks:
+        if hello.total != self.config.num_ranks:
             link.abort()
             return LearnerError(
-                f"a learner rank on {hello.host} is one of {hello.num_ranks}, but "
+                f"a learner rank on {hello.host} is one of {hello.total}, but "
                 f"learner.num_ranks = {self.config.num_ranks}"
             )
-        log_path = None if self._placement is None else self._log_of(hello.rank)
+        log_path = None if self._placement is None else self._log_of(hello.number)
         return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:

@@ -22,6 +22,7 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankLink
 from agentenv.learners.worker import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link, held_ports
+from agentenv.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
     assert_ended,
@@ -272,7 +273,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
     server = await asyncio.start_server(rank, "127.0.0.1", 0)
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
-        hello = wire.Hello("", 0, 1, os.getpid(), "here", "")
+        hello = Hello("", 0, os.getpid(), host="here")
         stream = Link(*streams)
         link = RankLink(hello, stream, None, is_here=False)
         assert isinstance(await link.exchange(update), wire.Done)
