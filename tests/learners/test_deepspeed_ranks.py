@@ -21,7 +21,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankLink
 from agentenv.learners.worker import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link, held_ports
+from agentenv.link import PREFIX_BYTES, Link
 from agentenv.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
@@ -32,6 +32,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
+from tests.support.ports import held_ports
 
 
 @pytest.mark.slow
