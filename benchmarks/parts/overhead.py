@@ -54,7 +54,7 @@ from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES, held_ports
+from agentenv.link import PREFIX_BYTES
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
@@ -64,6 +64,7 @@ from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
+from tests.support.ports import held_ports
 
 SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts per step
 GROUP_SIZE = 16

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from agentenv.engines.remote.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.engines.remote.client import RefusedError
-from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import (
@@ -362,7 +362,7 @@ class Summarizer:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        await self._model.endpoint.close()
+        await self._model.close()
 
 
 def truncated_reasoning(reasoning: str) -> str:

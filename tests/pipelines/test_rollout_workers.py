@@ -26,7 +26,6 @@ from agentenv.cluster.engines import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.frames import Leased
-from agentenv.link import held_ports
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
@@ -46,6 +45,7 @@ from benchmarks.parts.chaos import (
 )
 from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
+from tests.support.ports import held_ports
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
