@@ -52,6 +52,7 @@ Custom environments can import their names from here; the rest is in these files
                worker_pool   a process pool for jobs that may hang or crash
     files      model_files   metadata of a model directory; models and datasets on the hub
                disk          atomic writes of files
+               result_cache  results that processes share, in SQLite behind memory
 """
 
 from pathlib import Path
