@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from math import isfinite
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+Feature = Literal["adapters", "broadcast", "ipc", "sleep"]  # of servers, not of all
+
+
 class Engine(Protocol):
-    """Token ids in, token ids out. All methods are called on the event loop and never block it."""
+    """Token ids in, token ids out: the base of all engines. All methods are called on the event
+    loop and never block it."""
 
     @property
     def policy_version(self) -> int:
@@ -64,37 +68,49 @@ class Engine(Protocol):
         spans record. New requests never use a prefix cache of another version. If the directory
         does not fit, raises EngineError and keeps the old weights and version.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not load weights")
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: sampled_tokens, prompt_tokens, cached_tokens, requests, ..."""
-        ...
+        return {}
 
     async def close(self) -> None:
         """Stop; requests still running raise EngineDeadError. Idempotent."""
-        ...
 
+    # Engines with several servers, or with memory to release, override the rest.
 
-@runtime_checkable
-class SleepingEngine(Engine, Protocol):
-    """An engine that can temporarily release its device memory."""
+    def has_room(self, num_live: int) -> bool:
+        """Whether another tree should begin next to `num_live` trajectories."""
+        return True
 
-    @property
-    def outage_s(self) -> float:
-        """Total seconds in which the engine could not sample, because it was asleep or lost. They
-        do not count against deadlines of rollouts (agentenv/deadline.py).
-        """
-        ...
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
+    ) -> dict[str, Completion]:
+        """The completions of one request on every server, by the server's name; without those that
+        fail or exceed the time. For measurements."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                session = f"probe{sampling.seed}"
+                return {"": await self.generate(prompt_ids, sampling, session=session)}
+        return {}
+
+    def account(self) -> dict[str, Any]:
+        """The part of a run's summary."""
+        return dict(self.stats())
+
+    def require(self, feature: Feature) -> None:
+        """Raises ConfigError for a server without a feature that the configuration requires."""
 
     async def sleep(self) -> None:
         """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
         after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
+        The pause does not count against deadlines of rollouts (agentenv/deadline.py).
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
 
     async def wake(self) -> None:
         """Serve again, with the weights from before the sleep. Idempotent."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
 
 
 class ServerStarter(Protocol):
@@ -138,6 +154,23 @@ class LocalModel(Struct, frozen=True):
     device: str
 
 
+class EngineCapabilities(Struct, frozen=True, kw_only=True):
+    """Properties of all engines of one kind. `has_weights`: no inference endpoint with any weights;
+    `is_exact`: log-probs and entropies are those of the learner's model; `can_sleep`: memory can be
+    released while the learner works; `can_map`: servers can read the learner's memory;
+    `has_adapters`: a server can take a LoRA adapter as new weights; `keeps_cache`: running requests
+    can keep their KV cache at an update; `num_reserved`: tokens of the context that are never
+    filled."""
+
+    has_weights: bool = True
+    is_exact: bool = False
+    can_sleep: bool = False
+    can_map: bool = False
+    has_adapters: bool = False
+    keeps_cache: bool = False
+    num_reserved: int = 0
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an engine, tagged with the engine's name. The methods describe the engine before
     it runs.
@@ -148,11 +181,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
-    has_weights: ClassVar[bool] = True  # False: inference only, with any weights
-    is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
-    can_sleep: ClassVar[bool] = False  # its memory can be released while the learner works
-    can_map: ClassVar[bool] = False
-    _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
+    capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
 
     @property
     def kind(self) -> str:
@@ -165,12 +194,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return None
 
     @property
-    def starts_servers(self) -> bool:
-        return self.launched is not None
-
-    @property
     def runs_elsewhere(self) -> bool:
         """Whether the engine uses servers that already run."""
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollout workers send requests to the engine's servers directly."""
         return False
 
     @property
@@ -192,12 +222,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check_colocated(self, key: str, how: bool | str = True) -> None:
         """Raises ConfigError if engine and learner cannot share GPUs in the way `how`: alternating,
         or "at_once". `key` is the setting that requests it."""
-        if how == "at_once" and not self.starts_servers:
+        if how == "at_once" and self.launched is None:
             raise ConfigError(
                 f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
                 f"starts; engine.name = {self.kind!r} starts no server"
             )
-        if not self.can_sleep:
+        if not self.capabilities.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
@@ -213,7 +243,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(
                 f"{key}.max_model_len: must be set, since {model} does not state its limit"
             )
-        of_model -= self._reserved if of_model else 0
+        of_model -= self.capabilities.num_reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
     async def check_reachable(self, key: str = "engine") -> None:

@@ -15,7 +15,7 @@ import msgspec
 from agentenv.config import load_config
 from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_MISSING, LATEST
-from agentenv.pipelines.serving import ASSUMED_GPU_GIB
+from agentenv.pipelines.serving.gpus import ASSUMED_GPU_GIB
 
 if TYPE_CHECKING:
     from agentenv.pipelines.run.rundir import RunDirectory

@@ -39,7 +39,7 @@ from agentenv.pipelines.evaluation.subject import (
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"

@@ -30,7 +30,7 @@ from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configur
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.server_config import read_key

@@ -68,7 +68,7 @@ from agentenv.pipelines.run.terminal import (
     without_deepspeed,
 )
 from agentenv.pipelines.run.watchdog import Watchdog
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool

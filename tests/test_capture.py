@@ -20,7 +20,7 @@ from agentenv.actor import Actor
 from agentenv.branch import Branch
 from agentenv.deadline import WorkClock
 from agentenv.endpoint.capture import Endpoint
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote import ForeignWeightsError, Request
 from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.request import ForeignWeightsError, Request
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.env import Grade, close_shared

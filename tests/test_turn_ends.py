@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentenv.engine import EngineStart
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
 from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
 from agentenv.engines.pool.turn import Turn

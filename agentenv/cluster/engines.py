@@ -51,7 +51,7 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.link import Link
@@ -70,12 +70,13 @@ class _Pending:
         self.clock = work_clock()
 
 
-class LinkedEngine:
+class LinkedEngine(Engine):
     """The worker's end, an Engine. `handle` takes the controller's messages about turns; the
     receiver of messages sets `policy_version`."""
 
+    policy_version = 0
+
     def __init__(self, link: Link) -> None:
-        self.policy_version = 0
         self._link = link
         self._pending: dict[int, _Pending] = {}
         self._num_requests = 0
@@ -127,15 +128,6 @@ class LinkedEngine:
                 if isinstance(error, EngineError) and message.is_final:
                     error.is_final = True
                 pending.done.set_exception(error)
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        raise NotImplementedError("the controller loads weights")
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None:
-        """Do nothing: the controller's engine continues."""
 
 
 class Turns:
@@ -241,7 +233,6 @@ class LeasedEngine(TurnEngine[Lease]):
         """`make` creates the client of a URL; `options`: see TurnEngine. `counts` are those since
         the last report to the controller."""
         super().__init__(model_path, **options)
-        self.policy_version = 0
         self._link, self._make = link, make
         self._clients: dict[int, tuple[bytes, Server]] = {}  # (connection data, client)
         self._waiting: dict[int, asyncio.Future[Lease]] = {}
@@ -317,12 +308,6 @@ class LeasedEngine(TurnEngine[Lease]):
         )
         self._link.send(pack(left))
         return outcome
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        raise NotImplementedError("the controller loads weights")
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
     async def close(self) -> None:
         """Drop the connections; the servers continue."""

@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.engine import EngineConfig
-from agentenv.engines.remote import ServerLostError
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
 from agentenv.engines.remote.endpoint import Endpoint
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.untrusted import convert
@@ -74,7 +74,7 @@ class OpenAIConfig(
         dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)
 
-    has_weights: ClassVar[bool] = False
+    capabilities: ClassVar = EngineCapabilities(has_weights=False)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -84,7 +84,7 @@ class OpenAIConfig(
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
 
 
-class EndpointEngine:
+class EndpointEngine(Engine):
     """Common base of the engines over an Endpoint. An endpoint that rejects everything, or that is
     unreachable, ends the run: EngineDeadError.
     """

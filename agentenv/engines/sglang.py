@@ -18,9 +18,8 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
+from agentenv.engine import EngineCapabilities, check_request
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
@@ -33,9 +32,10 @@ from agentenv.engines.remote.probes import (
     probe_sglang,
     read_metrics,
 )
+from agentenv.engines.remote.request import BusyError, PartEnd, Request, ServerLoad, ServerLostError
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
-from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.errors import EngineError, ForeignError
 from agentenv.server_config import SGLANG_RESERVED
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from agentenv.untrusted import decode
@@ -439,14 +439,4 @@ class SGLangConfig(
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    _reserved: ClassVar[int] = SGLANG_RESERVED
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.update_kv == "keep":
-            raise ConfigError(
-                'engine.update_kv = "keep" is for vLLM; SGLang recomputes running requests at an '
-                "update"
-            )
-        if self.lora == "adapter":
-            raise ConfigError('engine.lora = "adapter" is for vLLM; use "merged" with SGLang')
+    capabilities: ClassVar = EngineCapabilities(can_sleep=True, num_reserved=SGLANG_RESERVED)

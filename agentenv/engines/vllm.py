@@ -16,16 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from msgspec.structs import replace
 
-from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import (
-    AbortedError,
-    ForeignWeightsError,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
+from agentenv.engine import EngineCapabilities, check_request
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.client import (
     RefusedError,
 )
@@ -42,6 +34,14 @@ from agentenv.engines.remote.probes import (
     check_trial,
     probe_vllm,
     read_metrics,
+)
+from agentenv.engines.remote.request import (
+    AbortedError,
+    ForeignWeightsError,
+    PartEnd,
+    Request,
+    ServerLoad,
+    ServerLostError,
 )
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
@@ -397,4 +397,6 @@ class VLLMConfig(
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
-    can_map: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(
+        can_sleep=True, can_map=True, has_adapters=True, keeps_cache=True
+    )

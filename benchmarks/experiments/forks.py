@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
 from agentenv.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places

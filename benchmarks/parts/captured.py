@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from agentenv.actor import Actor
 from agentenv.endpoint.capture import Endpoint, Session
+from agentenv.engine import Engine
 from agentenv.env import ForkMode, StepResult
 from agentenv.pipelines.run.watchdog import CommandLoop
 from agentenv.plan import Independent
@@ -109,7 +110,7 @@ def make_tokenizer() -> Any:
     )
 
 
-class WaitingEngine:
+class WaitingEngine(Engine):
     """An engine that waits and then returns a turn encoded in advance."""
 
     policy_version = 0

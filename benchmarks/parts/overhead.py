@@ -46,9 +46,9 @@ from msgspec.structs import asdict
 
 from agentenv.config import load_config
 from agentenv.disk import write_whole
-from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote.request import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
@@ -206,7 +206,7 @@ class LookUpEnv(ToolEnv):
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `WaitingEngine`."""
 
-    is_exact: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(is_exact=True)
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len
@@ -260,7 +260,7 @@ def part_of(done: Completion, part: slice) -> Chunk:
     return Chunk(done.token_ids[part], done.logprobs[part], done.entropies[part])
 
 
-class WaitingEngine:
+class WaitingEngine(Engine):
     """The mock engine in the controller's process."""
 
     policy_version = 0
@@ -297,9 +297,6 @@ class WaitingEngine:
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
-
-    async def close(self) -> None:
-        pass
 
 
 class WaitingServer:

@@ -24,9 +24,9 @@ import psutil
 from msgspec import Struct
 
 from agentenv.engines import sglang
-from agentenv.engines.remote import Request, ServerInfo
 from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.remote.probes import GENERATE, SGLangFacts
+from agentenv.engines.remote.request import Request, ServerInfo
 from agentenv.engines.remote.vllm_answer import request_body
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.server_config import LaunchConfig, Served

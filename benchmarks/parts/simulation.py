@@ -54,6 +54,7 @@ from rich.console import Console
 
 from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
+from agentenv.engine import Engine
 from agentenv.envs.sandbox.keys import python_config
 from agentenv.envs.search.upstream import BURST, TokenBucket
 from agentenv.envs.web_search import search_config
@@ -400,17 +401,18 @@ class Grown(Struct, kw_only=True):
         return max(1, num_tokens)
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """An engine that samples turns of a `Work` on machines. A tree stays on the machine that had
     the least load. The last token of a prompt identifies the node that the turn follows; the last
     token of a turn identifies the turn's node."""
+
+    policy_version = 0
 
     def __init__(
         self, work: Work, machines: Sequence[Machine], model: ServiceModel, num_loops: int
     ) -> None:
         self.work, self.machines, self.model, self.num_loops = work, machines, model, num_loops
         self._loop_free_at = 0.0
-        self.policy_version = 0
         self._trees: dict[str, Grown] = {}
         self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
 
@@ -471,9 +473,6 @@ class SimulatedEngine:
         waiting = sum(machine.num_waiting for machine in self.machines)
         running = sum(machine.load for machine in self.machines) - waiting
         return {**self._stats, "running": float(running), "waiting": float(waiting)}
-
-    async def close(self) -> None:
-        pass
 
 
 class SimulatedRenderer:

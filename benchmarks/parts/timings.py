@@ -253,7 +253,7 @@ class Timings:
         append_whole(self._path, row)
 
 
-class TimedEngine:
+class TimedEngine(Engine):
     """An engine that measures its turns."""
 
     def __init__(self, engine: Engine, timings: Timings, trains: bool) -> None:

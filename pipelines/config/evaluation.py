@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentenv.config import ROWS, Tree, build_config, read_toml
 from agentenv.engine import EngineConfig
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.benchmarks import benchmark

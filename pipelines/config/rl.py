@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, ROWS
 from agentenv.engine import EngineConfig
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.search.keys import SearchConfig
@@ -65,7 +65,7 @@ ENGINES = Registry(
     "agentenv.engines",
     EngineConfig,
     {
-        "embedded": "agentenv.engines.embedded:EmbeddedConfig",
+        "embedded": "agentenv.engines.embedded.embedded_config:EmbeddedConfig",
         "scripted": "agentenv.engines.scripted:ScriptedConfig",
         "vllm": "agentenv.engines.vllm:VLLMConfig",
         "sglang": "agentenv.engines.sglang:SGLangConfig",

@@ -29,7 +29,7 @@ from agentenv.pipelines.diagnosis.plan import files_of, make_plan
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.arguments import RunConfig
 from agentenv.pipelines.run.terminal import MAX_FILES, View
-from agentenv.pipelines.serving import GIB, find_machine
+from agentenv.pipelines.serving.gpus import GIB, find_machine
 from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, Skip, select
 from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
 

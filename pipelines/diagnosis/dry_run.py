@@ -47,7 +47,8 @@ from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import GIB, find_machine, find_python
+from agentenv.pipelines.serving.gpus import GIB, find_machine
+from agentenv.pipelines.serving.server_command import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.start_checks import (
@@ -60,7 +61,7 @@ from agentenv.pipelines.setup.start_checks import (
     paths_of,
 )
 from agentenv.pipelines.supervised.dialogues import registered_files
-from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.pipelines.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 # Missing inputs of a configuration: files, folders, keys, environments of engines.

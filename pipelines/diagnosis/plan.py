@@ -19,15 +19,8 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.serving import (
-    CPU_CACHE_GIB,
-    GIB,
-    SERVER_BYTES,
-    GpuPlan,
-    Machine,
-    learner_gpus,
-    vllm_hint,
-)
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, Machine, learner_gpus
+from agentenv.pipelines.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -350,7 +343,7 @@ class _Planner:
         overlapping = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
         engines = {"engine": self.engine, "eval.engine": overlapping}
         for key, engine in engines.items():
-            if self.place is None or engine is None or not engine.has_weights:
+            if self.place is None or engine is None or not engine.capabilities.has_weights:
                 continue
             try:
                 engine.max_context(self.place, key)
@@ -469,7 +462,8 @@ class _Planner:
                 f"hand-over an update: faster where rollouts wait longer than that for room "
                 "(queue/held_back_s)"
             )
-        if by_files and self.engine.can_map and self.engine.new_weights == "directory":
+        can_map = self.engine.capabilities.can_map
+        if by_files and can_map and self.engine.new_weights == "directory":
             lines.append(
                 'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
             )

@@ -44,7 +44,7 @@ from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.serving import vllm_hint
+from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import (
     Questions,
@@ -213,7 +213,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         super().__init__(config, subject.run, stack, report, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, report)
         self.subject = subject
-        self.has_weights = config.engine.has_weights
+        self.has_weights = config.engine.capabilities.has_weights
 
     @cached_property
     def _log_folder(self) -> Path:

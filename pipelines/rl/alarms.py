@@ -117,7 +117,8 @@ class Alarms:
             self._num_missed[name] = 0 if share else self._num_missed[name] + 1
             self._warn(
                 name,
-                self._num_missed[name] >= FEW_STEPS and not self.config.engine.is_exact,
+                self._num_missed[name] >= FEW_STEPS
+                and not self.config.engine.capabilities.is_exact,
                 f"{name} is 0 in {FEW_STEPS} steps: the engine recomputes every prefix; is its "
                 "prefix cache off, or too small for the trajectories in flight?",
             )

@@ -17,7 +17,6 @@ from msgspec import to_builtins
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.forecast import FORECAST, Forecaster
 from agentenv.frames import Frame, Recorded, Started
 from agentenv.journal import Journal
@@ -196,12 +195,9 @@ class Feeder:
     async def _until_room(self) -> None:
         """Delay the next tree while the engine or its caches are overloaded: growing trees then end
         sooner, and find their prefixes in the cache. At least one tree always grows."""
-        engine = self.parts.engine
-        if not isinstance(engine, EnginePool):
-            return
         with adding(self.held_back, "s"):
             while self.queue.num_waiting > self.queue.num_ready:
-                if engine.has_room(self.num_open_envs()):
+                if self.parts.engine.has_room(self.num_open_envs()):
                     return
                 await asyncio.sleep(ROOM_S)
 

@@ -44,11 +44,11 @@ from agentenv.pipelines.rl.publishing import (
     ParityProbe,
     Publisher,
     make_publisher,
-    sleeping_engine,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.serving import gpus_of_ranks, learner_gpus, trains_on_gpu, vllm_hint
+from agentenv.pipelines.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
@@ -317,7 +317,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.starts_servers:  # they start meanwhile
+        if config.engine.launched is not None:  # they start meanwhile
             await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
@@ -354,7 +354,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         """A file whose creation lets servers on the learner's GPUs allocate memory; None if they
         share no GPUs, or the servers cannot wait."""
         config = self.config
-        waits = config.engine.starts_servers and config.engine.can_map
+        waits = config.engine.launched is not None and config.engine.capabilities.can_map
         if config.resources.colocated and waits and self.engine_servers is self.servers:
             return await self.weights() / LEARNER_READY
         return None
@@ -391,7 +391,8 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         colocation, handover = None, Handover()
         if config.resources.in_turn:
-            colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
+            engine.require("sleep")
+            colocation = Colocation(engine, learner, probe, handover)
             learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import Reporter, to_plain
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
 from agentenv.learners.ranks import RemoteRanks
 from agentenv.pipelines.config.cluster import (
@@ -25,7 +23,7 @@ from agentenv.pipelines.config.cluster import (
 )
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import encodes_on_gpu
+from agentenv.pipelines.serving.gpus import encodes_on_gpu
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
@@ -157,11 +155,7 @@ def worker_setup(
         model=str(parts.model.absolute()),
         urls=parts.urls,
         vocab_size=parts.vocab_size,
-        is_leased=(
-            isinstance(config.engine, PooledEngineConfig)
-            and config.engine.is_shared
-            and isinstance(parts.actor.engine, EnginePool)
-        ),
+        is_leased=config.engine.is_shared,
         settings=settings,
         incarnation=incarnation,
     )

@@ -17,18 +17,18 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
-from agentenv.engine import Engine, SleepingEngine
-from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.weights import TransferError
-from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
+from agentenv.errors import SHOWN, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
 from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
 from agentenv.pipelines.rl.clocks import Stopwatch
-from agentenv.pipelines.serving import trains_on_gpu
+from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -91,13 +91,7 @@ class ParityProbe:
     async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
         """Completions by the name of the server; late servers are omitted."""
         sampling = SamplingParams(self.num_tokens, seed=number)
-        if isinstance(self.engine, EnginePool):
-            return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
-        try:
-            async with asyncio.timeout(PROBE_S):
-                return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
-        except TimeoutError:
-            return {}
+        return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
 
     async def sampled(self) -> None:
         """Wait until the sampling of `start` has ended."""
@@ -219,8 +213,8 @@ def is_exact(config: TrainConfig) -> bool:
     """Whether the engine's log-probs equal the learner's up to rounding in float32. In bfloat16
     they do not: engine and learner round at different places."""
     if config.engine.local_model is None:
-        return config.engine.is_exact
-    return config.engine.is_exact and computes_in_float32(config)
+        return config.engine.capabilities.is_exact
+    return config.engine.capabilities.is_exact and computes_in_float32(config)
 
 
 class Handover(Stopwatch):
@@ -255,7 +249,7 @@ class Colocation:
 
     def __init__(
         self,
-        engine: SleepingEngine,
+        engine: Engine,
         learner: DeepSpeedLearner,
         probe: ParityProbe,
         handover: Handover,
@@ -308,19 +302,6 @@ class Colocation:
                 with suppress(EngineDeadError), self._handover.part("wake"):
                     await self._engine.wake()  # if it is dead, the next request reports it
                 self.owner = "engine"
-
-
-def sleeping_engine(engine: Engine) -> SleepingEngine:
-    """The engine, typed as a SleepingEngine. Raises ConfigError if it, or one of its servers,
-    cannot sleep."""
-    if not isinstance(engine, SleepingEngine):
-        raise ConfigError(
-            "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
-            "'vllm' or 'sglang'"
-        )
-    if isinstance(engine, EnginePool):
-        engine.require("sleep")
-    return engine
 
 
 class Publisher(Protocol):

@@ -23,8 +23,6 @@ from typing import Any
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
-from agentenv.engine import Engine
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.failures import Redactor
 from agentenv.journal import Journal
 from agentenv.metrics import LoopLag
@@ -50,15 +48,6 @@ from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.queue import ReplayQueue
 from agentenv.types import TIMES
-
-
-def engine_stats(engine: Engine) -> dict[str, Any]:
-    """The statistics of the engine for the summary: per server, or the counters of an engine
-    without servers."""
-    if isinstance(engine, EnginePool):
-        return engine.account()
-    return dict(engine.stats())
-
 
 STARTS = "prefix_starts"  # a key of [data]; each tree records its start
 
@@ -225,7 +214,7 @@ class Training:
                 policy_version=parts.learner.policy_version,
                 in_flight=self.queue.num_waiting,
                 event_loop=self.lag.figures(),
-                engine=engine_stats(parts.engine),
+                engine=parts.engine.account(),
                 failures=parts.actor.failures.log.lines(),
             )
             await uncancelled(in_thread(finish))

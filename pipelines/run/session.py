@@ -14,7 +14,7 @@ from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED
 from agentenv.pipelines.run.monitors import MonitorConfig
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 
 
 @contextmanager

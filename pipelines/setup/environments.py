@@ -32,7 +32,7 @@ from agentenv.pipelines.config.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.pipelines.serving import encodes_on_gpu
+from agentenv.pipelines.serving.gpus import encodes_on_gpu
 from agentenv.registry import decode_part, loaded
 from agentenv.renderer import PromptConfig, load_instruction
 from agentenv.supervisor import Supervisor

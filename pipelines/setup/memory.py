@@ -31,7 +31,8 @@ from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
-from agentenv.pipelines.serving import GIB, SERVER_BYTES
+from agentenv.pipelines.serving.gpus import GIB
+from agentenv.pipelines.serving.server_command import SERVER_BYTES
 from agentenv.server_config import LaunchConfig
 
 # Sizes of a model's layers, from its config.json or, without one, by a public name.

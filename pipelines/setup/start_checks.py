@@ -32,7 +32,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
-from agentenv.pipelines.serving import find_python
+from agentenv.pipelines.serving.server_command import find_python
 from agentenv.pipelines.serving.servers import check_roles
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
@@ -356,7 +356,7 @@ async def context(assembly: RolloutAssembly[Any]) -> None:
 async def turn_end(assembly: Assembly[Any]) -> None:
     """The model has end-of-turn tokens, and the one of the chat template is among them."""
     model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
-    if model is None or (isinstance(engine, EngineConfig) and not engine.has_weights):
+    if model is None or (isinstance(engine, EngineConfig) and not engine.capabilities.has_weights):
         return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
         if isinstance(renderer, TagRenderer | NativeRenderer):

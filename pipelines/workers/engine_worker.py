@@ -23,7 +23,7 @@ from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.supervisor import Placement, Supervisor
 from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve

@@ -13,7 +13,7 @@ from agentenv.config import Reporter, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
 from agentenv.pipelines.setup.environments import EnvMaker, env_settings, read_env_setup
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 
 
 async def build(

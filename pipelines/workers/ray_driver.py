@@ -21,7 +21,6 @@ from agentenv.cluster.messages import Alive, Figures, Notice
 from agentenv.errors import ConfigError, MissingError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.workers import main
 from agentenv.pipelines.workers.ray_placement import (
     Connected,
     Ended,
@@ -36,6 +35,7 @@ from agentenv.pipelines.workers.ray_placement import (
     read_setup,
     total,
 )
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.supervisor import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 

@@ -24,7 +24,7 @@ from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.config import Reporter, build_config
 from agentenv.encoder import encode_in_process
-from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
 from agentenv.failures import MAX_TEXTS, Failure, Failures
 from agentenv.frames import Frame, framed, unpack_recorded
@@ -42,7 +42,7 @@ from agentenv.pipelines.setup.assembly import (
     actor_seed,
     training_set,
 )
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.plan import RolloutPlan
 from agentenv.worker_group import named, serve
 

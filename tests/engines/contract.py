@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import Request
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan

@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import RemoteServer, sampled
 from agentenv.engines.remote.client import SESSION_HEADER
+from agentenv.engines.remote.request import Request
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError

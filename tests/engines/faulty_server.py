@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,

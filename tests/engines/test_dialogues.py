@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote import Request, ServerLostError
+from agentenv.engines.remote.request import Request, ServerLostError
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.errors import ConfigError, EngineError

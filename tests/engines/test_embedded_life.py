@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import Call, EmbeddedEngine
 from agentenv.engines.embedded.scheduler import Scheduler
 from agentenv.errors import EngineError
@@ -196,6 +196,6 @@ def test_unsupported_configs_are_refused(tiny: tuple[Path, Any], tmp_path: Path)
 
 
 def test_importing_the_core_loads_no_torch() -> None:
-    names = "agentenv, agentenv.engine, agentenv.engines.embedded"
+    names = "agentenv, agentenv.engine, agentenv.engines.embedded.embedded_config"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

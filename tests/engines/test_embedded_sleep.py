@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.engine import SleepingEngine
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.errors import EngineDeadError
@@ -77,7 +76,6 @@ async def test_turns_continue_unchanged_after_a_sleep(
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
     async with started(world, max_num_seqs=2) as engine:
-        assert isinstance(engine, SleepingEngine)
         turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
         whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.base import top_k_entropies
+from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
-from agentenv.engines.remote.base import top_k_entropies
-from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 

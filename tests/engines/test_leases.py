@@ -20,7 +20,7 @@ from agentenv.cluster.messages import Release, pack, read_answer
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
-from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, ServerLostError
+from agentenv.engines.remote.request import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest

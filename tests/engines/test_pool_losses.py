@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLostError
+from agentenv.engines.remote.request import BusyError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.types import Chunk, Completion, VersionSpan

@@ -13,7 +13,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import PartEnd, Request, ServerLoad
+from agentenv.engines.remote.request import PartEnd, Request, ServerLoad
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote import ServerInfo
 from agentenv.engines.remote.client import SESSION_HEADER, HttpClient, routing
 from agentenv.engines.remote.probes import VLLMFacts
+from agentenv.engines.remote.request import ServerInfo
 from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from agentenv.engine import Engine
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import Request
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, write_model

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 from agentenv.engines.remote.weights import SharedWeights
-from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.learners.deepspeed_learner import MemorySender
 from agentenv.pipelines.rl.publishing import (
     Colocation,
     Handover,
     MemoryPublisher,
-    sleeping_engine,
 )
 from tests.support.warehouse import make_workspace
 
@@ -194,9 +191,3 @@ async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     found = handover.take()
     assert (found["handover/sleep_s"] < 0.04) == has_room
     assert found["handover/load_s"] >= (0.05 if has_room else 0.01)
-
-
-def test_an_engine_that_cannot_sleep_is_refused() -> None:
-    engine = ScriptedEngine(ScriptedConfig(), None)
-    with pytest.raises(ConfigError, match=r"resources\.colocated: this engine cannot sleep"):
-        sleeping_engine(engine)

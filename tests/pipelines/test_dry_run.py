@@ -17,7 +17,7 @@ from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis.plan import make_plan
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.serving import Machine
+from agentenv.pipelines.serving.gpus import Machine
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
@@ -162,7 +162,9 @@ def test_a_gpu_suited_to_vllm_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agentenv.pipelines.serving.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "agentenv.pipelines.serving.server_command.importlib.util.find_spec", lambda name: None
+    )
     build_model(tmp_path / "model", seed=0)
     config = str(ROOT / "configs" / "quickstart.toml")
 

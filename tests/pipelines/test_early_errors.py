@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 import agentenv
 from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.env import close_shared
 from agentenv.envs.code_interpreter import PythonTool

@@ -28,8 +28,8 @@ from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.arguments import EXIT_BAD_INPUT
 from agentenv.pipelines.run.terminal import first_reason
-from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.pipelines.workers.rollout_worker import seen_from_here
+from agentenv.pipelines.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from tests.pipelines.test_rollout_workers import SLOW, log_of, run, trees, until
 from tests.support.runs import rows_of

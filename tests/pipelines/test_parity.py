@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.engines.remote import PartEnd, Request
+from agentenv.engines.remote.request import PartEnd, Request
 from agentenv.errors import LearnerError
 from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from agentenv.deadline import Wait
-from agentenv.engine import StopStrings, check_request
+from agentenv.engine import Engine, StopStrings, check_request
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
@@ -34,7 +34,7 @@ from agentenv.offload import in_thread, start_thread
 from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from agentenv.engines.embedded import EmbeddedConfig
+    from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 
 CLOSED = "the engine is closed"
 MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is greedy
@@ -76,7 +76,7 @@ def settle(future: asyncio.Future[Any], outcome: object) -> None:
         future.set_result(outcome)
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Engine over a Hugging Face directory of a Qwen3, Qwen2 or Llama model.
 
     Entropies are exact. temperature 0 is greedy and reports the distribution at temperature 1.
@@ -167,7 +167,7 @@ class EmbeddedEngine:
         self._note_awake()
 
     async def sleep(self) -> None:
-        """See SleepingEngine.sleep. Keys and values of running requests are recomputed later."""
+        """See Engine.sleep. Keys and values of running requests are recomputed later."""
         await self._change(self._scheduler.sleep)
         for call in self._calls.values():
             call.wait.begin()
@@ -175,7 +175,7 @@ class EmbeddedEngine:
             self._asleep_since = asyncio.get_running_loop().time()
 
     async def wake(self) -> None:
-        """See SleepingEngine.wake."""
+        """See Engine.wake."""
         await self._change(self._scheduler.wake)
         self._note_awake()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from math import inf
 from statistics import median
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from agentenv.deadline import Wait, Work, WorkClock, backoff_s
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote import ForeignWeightsError, ServerLoad
+from agentenv.engines.remote.request import ForeignWeightsError, ServerLoad
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import SHOWN
 from agentenv.server_config import PoolConfig
@@ -311,6 +311,10 @@ class PooledServer(Slot):
         return self.state is State.SERVING
 
     @property
+    def is_out(self) -> bool:
+        return self.state is State.OUT
+
+    @property
     def is_there(self) -> bool:
         """Whether it serves, or will after loading weights."""
         return self.state in (State.SERVING, State.LOADING)
@@ -398,18 +402,47 @@ class PooledServer(Slot):
 
     # in and out of the pool
 
+    def _transition(self, state: State, reason: str = "") -> None:
+        """Change the state; all changes are here. See State for the possible ones."""
+        self.state, self.reason = state, reason
+        if state is State.OUT:
+            self.check_due.set()
+
     def serve(self) -> None:
         """Start serving."""
-        self.state, self.reason = State.SERVING, ""
+        self._transition(State.SERVING)
         self.on_trial = self._num_losses > 1
         if not self.on_trial:
             self._report_return()
         self._on_room()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Replace its weights inside: no new requests if it serves, and clocks stop."""
+        began_s = asyncio.get_running_loop().time()
+        if self.serving:
+            self._transition(State.LOADING)
+        self.pause()
+        try:
+            yield
+        finally:
+            if self.state is State.LOADING:
+                self._transition(State.SERVING)
+            took_s = asyncio.get_running_loop().time() - began_s
+            self.longest_update_s = max(self.longest_update_s, took_s)
+            self.resume()
+
+    async def fall_asleep(self) -> None:
+        """Abort its requests, so that it may free its memory."""
+        self._transition(State.ASLEEP, "it sleeps")
+        requests = list(self.running)
+        self.abort_all()
+        if requests:
+            await asyncio.wait(requests)
+
     def leave(self, reason: str) -> None:
         """Stop new requests; the keeper determines the cause."""
-        self.state, self.reason = State.OUT, reason
-        self.check_due.set()
+        self._transition(State.OUT, reason)
 
     def suspend(self, reason: str) -> None:
         """As `leave`, with a warning."""

@@ -10,7 +10,7 @@ TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec.structs import replace
 
 from agentenv.deadline import deferring, doing, end, uncancelled, waiting
-from agentenv.engine import StopMatcher, StopStrings, extend_spans
+from agentenv.engine import Engine, StopMatcher, StopStrings, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -38,7 +38,7 @@ from agentenv.engines.pool.server import (
     Slot,
     Starved,
 )
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     AbortedError,
     BrokenConnectionError,
     BusyError,
@@ -262,10 +262,12 @@ class Turn:
         )
 
 
-class TurnEngine(ABC, Generic[S]):
+class TurnEngine(Engine, Generic[S]):
     """An Engine that runs turns on servers. `acquire` returns slots: in the controller's process
     those of the pool, in a rollout worker those that the controller grants
     (agentenv/cluster/engines.py). `counts` are those since the start."""
+
+    policy_version = 0
 
     def __init__(
         self,

@@ -20,7 +20,13 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.client import (
+    HttpClient,
+    Ranks,
+    RefusedError,
+    routing,
+)
+from agentenv.engines.remote.request import (
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
@@ -28,12 +34,6 @@ from agentenv.engines.remote import (
     ServerInfo,
     ServerLoad,
     ServerLostError,
-)
-from agentenv.engines.remote.client import (
-    HttpClient,
-    Ranks,
-    RefusedError,
-    routing,
 )
 from agentenv.engines.remote.weights import (
     Layout,

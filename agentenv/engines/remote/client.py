@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,

@@ -19,8 +19,8 @@ from yarl import URL
 
 from agentenv.call_syntax import after_thoughts
 from agentenv.deadline import admitted, backoff_s, waiting
-from agentenv.engines.remote import BusyError
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
+from agentenv.engines.remote.request import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.server_config import ChatModelConfig, read_key
 from agentenv.untrusted import convert, decode

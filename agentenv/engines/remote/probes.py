@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.remote import PartEnd, Request, ServerInfo
 from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.client import (
     Count,
@@ -19,6 +18,7 @@ from agentenv.engines.remote.client import (
     MalformedReplyError,
     RefusedError,
 )
+from agentenv.engines.remote.request import PartEnd, Request, ServerInfo
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError, EngineError

@@ -12,11 +12,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from agentenv.engines.remote import (
-    BusyError,
-    Request,
-    ServerLostError,
-)
 from agentenv.engines.remote.base import Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import (
     Count,
@@ -29,6 +24,7 @@ from agentenv.engines.remote.probes import (
     STOP_STRINGS,
     VLLM_TRIED,
 )
+from agentenv.engines.remote.request import BusyError, Request, ServerLostError
 from agentenv.errors import EngineError, ForeignError
 from agentenv.types import Chunk
 from agentenv.untrusted import decode

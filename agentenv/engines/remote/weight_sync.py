@@ -30,12 +30,12 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.base import F, RemoteServer
 from agentenv.engines.remote.client import (
     FailedError,
     RefusedError,
 )
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weights import (
     Bucket,
     Group,

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import Request
 from agentenv.engines.sglang import SGLangServer
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.world import prompt

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.engines.remote import Request
+from agentenv.engines.remote.request import Request
 from agentenv.engines.sglang import SGLangServer
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
