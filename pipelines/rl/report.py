@@ -289,6 +289,9 @@ def _cell(score: BriefFigures) -> str:
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{share}"
 
 
+MEANS = ("success", "reward", "failed_share", "success_if_failed_wrong")  # of BriefFigures
+
+
 def summarize(
     state: RunState,
     *,
@@ -325,17 +328,9 @@ def summarize(
         "seed": seed,
         "algorithm": algorithm,
         "evaluation_set": name,
-        "success": by_phase("success"),
         "success_interval": by_phase("interval"),
-        "success_by_kind": by_kind("success"),
-        "reward": by_phase("reward"),
-        "reward_by_kind": by_kind("reward"),
-        "num_trajectories": by_phase("num_trajectories"),
-        "num_failed": by_phase("num_failed"),
-        "failed_share": by_phase("failed_share"),
-        "failed_share_by_kind": by_kind("failed_share"),
-        "success_if_failed_wrong": by_phase("success_if_failed_wrong"),
-        "success_if_failed_wrong_by_kind": by_kind("success_if_failed_wrong"),
+        **{name: by_phase(name) for name in (*MEANS, "num_trajectories", "num_failed")},
+        **{f"{name}_by_kind": by_kind(name) for name in MEANS},
         "rollouts": {
             "trajectories": totals.num_trajectories,
             "failed": totals.num_failed,

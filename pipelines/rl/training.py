@@ -134,7 +134,6 @@ class Training:
             if workers is not None:
                 here, behind = self.view.longest_wait, workers.behind
                 self.view.longest_wait = lambda: "; ".join(filter(None, [here(), behind()]))
-            stack.callback(self.actions.close, "the run is ending")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
                     self.phase = "cold start"
@@ -323,9 +322,11 @@ class Training:
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
         showing = rollouts.create_task(loop.report.live.run())
-        self.actions.begin(rollouts)
-        await loop.run()
-        self.actions.close("the run is ending")
+        self.actions.group = rollouts
+        try:
+            await loop.run()
+        finally:
+            self.actions.group = None
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():
