@@ -29,7 +29,6 @@ from agentenv.metrics import (
     trained_metrics,
 )
 from agentenv.offload import in_thread, poll_pause
-from agentenv.pipelines.rl.alarms import Alarms
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
@@ -383,15 +382,14 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
 class StepReport:
     """Measures and records the steps of a run."""
 
-    state: RunState
     feeder: Feeder
-    alarms: Alarms
     recorder: Recorder
     watch: Stopwatch
     lag: LoopLag
 
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
+        self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self.view = self.recorder.view
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         self._throughput = Throughput()

@@ -192,8 +192,8 @@ class Training:
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=Evaluator(config, run, state, self.clock, parts, recorder, saver),
-            report=self._make_report(state, feeder, batches.alarms, recorder, watch, self.lag),
+            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            report=self._make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else SelfCritic(config, parts, run),
             actions=self.actions,
             clock=self.clock,
@@ -257,15 +257,7 @@ class Training:
             await loop.evaluator.around("before_sft")
         if loop.parts.demonstrations is not None:
             await loop.parity.check()
-            cold_start = ColdStart(
-                self.config,
-                self.view,
-                state,
-                loop.parts,
-                loop.recorder,
-                self.run.checkpoints,
-                self.checkpoint,
-            )
+            cold_start = ColdStart(loop.parts, loop.recorder, self.checkpoint)
             with self.clock.phase("sft"):
                 try:
                     await cold_start.run_all()
