@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentenv.branch import Branch, OpenEnvs
-from agentenv.deadline import waiting
+from agentenv.deadline import WaitKind, waiting
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
 from agentenv.failures import Failures
@@ -86,8 +86,6 @@ class RolloutHooks:
 
 
 logger = logging.getLogger(__name__)
-
-PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
@@ -236,7 +234,7 @@ class Actor:
 
     async def until_resumed(self) -> None:
         """Wait while turns are paused; the rollout's clock stops meanwhile."""
-        with waiting(PAUSED):
+        with waiting(WaitKind.PAUSED):
             while self.is_paused:
                 await self._unpaused.wait()
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentenv.branch import Branch
-from agentenv.deadline import Work, backoff_s, waiting
+from agentenv.deadline import WaitKind, Work, backoff_s, waiting
 from agentenv.env import StepResult
 from agentenv.errors import (
     AgentEnvError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agentenv.rollout import Rollout
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
-TURN, STEP = "a turn of the engine", "the environment's step"
+STEP = "the environment's step"
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Recovery:
         while True:
             if self._actor.is_paused:
                 await self._actor.until_resumed()
-            branch.clock.now(TURN)
+            branch.clock.now(WaitKind.TURN)
             marks = branch.clock.marks(branch.clock.since)
             try:
                 completion = await generate(branch)

@@ -130,7 +130,6 @@ class Training:
             if workers is not None:
                 here, behind = self.view.longest_wait, workers.behind
                 self.view.longest_wait = lambda: "; ".join(filter(None, [here(), behind()]))
-            stack.callback(self.actions.close, "the run is ending")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
                     self.phase = "cold start"
@@ -189,8 +188,8 @@ class Training:
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=Evaluator(config, run, state, self.clock, parts, recorder, saver),
-            report=self._make_report(state, feeder, batches.alarms, recorder, watch, self.lag),
+            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            report=self._make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else SelfCritic(config, parts, run),
             actions=self.actions,
             clock=self.clock,
@@ -254,15 +253,7 @@ class Training:
             await loop.evaluator.around("before_sft")
         if loop.parts.demonstrations is not None:
             await loop.parity.check()
-            cold_start = ColdStart(
-                self.config,
-                self.view,
-                state,
-                loop.parts,
-                loop.recorder,
-                self.run.checkpoints,
-                self.checkpoint,
-            )
+            cold_start = ColdStart(loop.parts, loop.recorder, self.checkpoint)
             with self.clock.phase("sft"):
                 try:
                     await cold_start.run_all()
@@ -319,9 +310,11 @@ class Training:
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
         showing = rollouts.create_task(loop.report.live.run())
-        self.actions.begin(rollouts)
-        await loop.run()
-        self.actions.close("the run is ending")
+        self.actions.group = rollouts
+        try:
+            await loop.run()
+        finally:
+            self.actions.group = None
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():
