@@ -23,7 +23,7 @@ from agentenv.learners.learner import Metrics
 from agentenv.metrics import failure_kind
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.state import RunState
-from agentenv.tree import GIVEN, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,7 @@ class Alarms:
             "no tree of the step has a signal: in each all returns are equal, and no answer is "
             f"correct; read trajectories/: {advice}",
         )
-        sampled = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
-        right = [one.success for tree in sampled for one in tree.trajectories()]
+        right = [one.success for tree in delivered for one in tree.trajectories()]
         success = sum(right) / max(1, len(right))
         if not broken:  # neither a cold start nor easier questions fix a tool
             self._check_signal(fates[EQUAL], len(delivered), success)

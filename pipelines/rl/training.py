@@ -65,16 +65,12 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
     return dict(engine.stats())
 
 
-STARTS = "prefix_starts"  # a key of [data]; each tree records its start
-
-
 def rollout_settings(config: TrainConfig) -> str:
     """A hash of all settings that affect trees, except weights and time limits: a tree started
     under other settings is not resumed."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
-    plain["data"] = {key: value for key, value in plain["data"].items() if key != STARTS}
     plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -237,7 +233,6 @@ class Training:
         self.feeder = self.feeder_class(
             config, state, parts, self.queue, self.batches, self.journal, self.listeners
         )
-        self.feeder.archive = self.recorder.archive.folder
         kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
         self.saver = RunSaver(
             config.checkpoint,
