@@ -30,7 +30,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
-from agentenv.tree import Order, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
 
 
@@ -151,10 +151,8 @@ class Actor:
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
-        order: Order | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order; `order` has the other decisions made
-        before its start.
+        """Grow one tree. `index` is its place in start order.
 
         Its events are written to `record`, and the tree is returned once they are on disk.
         `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
@@ -171,7 +169,7 @@ class Actor:
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
         failure is a failed leaf.
         """
-        limits, order = self.limits, order or Order()
+        limits = self.limits
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
         make = partial(
@@ -181,7 +179,6 @@ class Actor:
             limits=limits,
             session=session or str(index),
             record=record,
-            start=order.start,
             again=again,
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
@@ -192,7 +189,7 @@ class Actor:
                     "task %s: its prompt differs from the recorded one; its tree restarts", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None, info=dict(order.facts))
+        tree.add(None)
         if record is not None:
             record.began(tree)
         await make(tree).run(first_root, cancelled=cancelled)

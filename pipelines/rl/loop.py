@@ -172,7 +172,7 @@ class Loop:
             batch.metrics |= await self.report.measure(batch)
         except Exception as error:  # raised later: the learner is intact, and is saved first
             batch.problem = error
-        batch.metrics |= await self.feeder.learned(batch.delivered)
+        batch.metrics |= self.feeder.learned(batch.delivered)
         state.position += len(batch.delivered)
         state.step += 1
 

@@ -49,8 +49,6 @@ from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.queue import ReplayQueue
 from agentenv.types import TIMES
 
-STARTS = "prefix_starts"  # a key of [data]; each tree records its start
-
 
 def rollout_settings(config: TrainConfig) -> str:
     """A hash of all settings that affect trees, except weights and time limits: a tree started
@@ -58,7 +56,6 @@ def rollout_settings(config: TrainConfig) -> str:
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
-    plain["data"] = {key: value for key, value in plain["data"].items() if key != STARTS}
     plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -165,7 +162,6 @@ class Training:
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
         feeder = self._make_feeder(config, state, parts, queue, batches, journal)
-        feeder.archive = recorder.archive.folder
         kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
         saver = RunSaver(
             config.checkpoint,
