@@ -44,7 +44,6 @@ from agentenv.worker_group import (
     own_code,
     raised,
     read_first,
-    read_hello,
 )
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -261,7 +260,7 @@ class Supervisor:
         self._folder = folder
         self._placement: Placement = LocalPlacement() if placement is None else placement
         self._token = token or secrets.token_hex(16)
-        self._reception = Reception(self._token, read_hello, self._admit)
+        self._reception = Reception(self._token, self._admit)
         self._arriving: dict[int, asyncio.Future[Link]] = {}
         self._links: set[Link] = set()  # of workers that have not joined yet
         self._kept: set[int] = set()  # workers that are still restarted

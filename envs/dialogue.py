@@ -105,7 +105,7 @@ class ModelUser:
     replies within a process."""
 
     def __init__(self, config: ModelUserConfig) -> None:
-        from agentenv.engines.remote.endpoint import ChatModel
+        from agentenv.engines.remote.chat_model import ChatModel
 
         self.config = config
         self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
@@ -139,8 +139,8 @@ class ModelUser:
         return body
 
     async def _request(self, body: dict[str, Any]) -> str:
+        from agentenv.engines.remote.chat_model import read_reply
         from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-        from agentenv.engines.remote.endpoint import read_reply
 
         try:
             return read_reply(await self._model.reply(body)).text
@@ -155,7 +155,7 @@ class ModelUser:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        await self._model.endpoint.close()
+        await self._model.close()
 
 
 def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.remote.endpoint import ChatModel, ModelReply, fenced, shortened
+from agentenv.engines.remote.chat_model import ChatModel, ModelReply, fenced, shortened
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv

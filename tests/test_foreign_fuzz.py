@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.request import ForeignWeightsError, Request
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
@@ -36,7 +36,6 @@ from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
 from agentenv.envs.sandbox.sandbox import Sandbox
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
@@ -49,7 +48,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.service import Summarizer
+from agentenv.envs.search.summarizer import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
@@ -61,6 +60,7 @@ from agentenv.errors import (
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.link import Link, frame_of
+from agentenv.result_cache import ResultCache
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
@@ -437,13 +437,13 @@ async def test_services(reply: bytes, server: RawServer) -> None:
     known = (InfraError, ToolError, ConfigError)
     written(await ended_async("searches", backend.search(Query("a")), *known))
     await backend.close()
-    http = HttpClient(server.url, call_s=5.0, wait_s=5.0)
+    http = ServerClient(server.url, call_s=5.0, wait_s=5.0)
     written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
     await ended_async("engines", events_of(http), EngineError)
     await http.close()
 
 
-async def events_of(http: HttpClient) -> None:
+async def events_of(http: ServerClient) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
     async with http.stream("/x", {}) as events:
         async for event in events:

@@ -216,7 +216,6 @@ START: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
     Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
-    Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV, after=EPISODES),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits the limits

@@ -242,28 +242,6 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
-async def check_replayable(make_env: Callable[[Task], Env], task: Task, key: str) -> None:
-    """Raises ConfigError with `key` if the environment cannot be brought to a state of an earlier
-    trajectory by replaying its actions."""
-
-    async def obstacle() -> str:
-        env = make_env(task)
-        try:
-            _, info = check_reset(await env.reset(seed=0))
-            if "turn" in info:
-                return "is a program, whose trajectories have several contexts"
-            return "cannot be copied or replayed" if env.fork_mode == "none" else ""
-        finally:
-            await env.close()
-
-    who = f"the environment {task.env_id}, begun for task {task.id},"
-    if why := await at_start(obstacle(), who):
-        raise ConfigError(
-            f"{key}: the environment {task.env_id} {why}, so no group can start after given turns; "
-            f"remove {key}, or train on another environment"
-        )
-
-
 HELD_S = 300.0  # minimum time after which a process that an environment blocks is killed
 PROBE_S = 10.0  # deadline of the probe; slower environments are not checked
 PROBE = Message("assistant", "Which one?")

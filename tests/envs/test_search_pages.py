@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 
 from agentenv.envs.search import pages
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ConfigError, ToolError
+from agentenv.result_cache import ResultCache
 from tests.envs.search_server import Names, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -20,7 +19,6 @@ from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import START, Check, CheckResult, Runner, select
-from agentenv.tools import StatelessTool
 from tests.support.warehouse import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -181,25 +179,6 @@ async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
     results = await found(QUICKSTART, tmp_path, given, before)
     assert failed(results)[0] == name
     assert problem in f"{results[name].message}; {results[name].remedy}"
-
-
-class Radio(StatelessTool):
-    """Its state cannot be replayed."""
-
-    name, description, fork_mode = "radio", "Listens.", "none"
-    schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
-
-
-async def test_prefix_starts_require_a_replayable_environment(
-    warehouse: Path, tmp_path: Path
-) -> None:
-    tools = f'env.tools=[{{name="stock"}}, {{name="{__name__}:Radio"}}]'
-    results = await found(warehouse, tmp_path, [tools, "data.prefix_starts={}"])
-    assert failed(results) == ["places to lead to"]
-    one = results["places to lead to"]
-    assert "data.prefix_starts: the environment me/Warehouse-v0 cannot be copied" in one.message
-    assert one.remedy.startswith("remove data.prefix_starts, or train on")
-    assert failed(await found(warehouse, tmp_path / "led", ["data.prefix_starts={}"])) == []
 
 
 async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(
