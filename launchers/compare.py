@@ -102,7 +102,8 @@ def _compare_evaluations(folders: Sequence[Path], out: Path | None, view: View) 
 
     if len(folders) != 2:
         raise ConfigError(f"expected two evaluations, got {len(folders)}")
-    asyncio.run(compare(*folders, out, view))
+    first, second = folders
+    asyncio.run(compare(first, second, out, view))
     both = shlex.join(map(str, folders))
     view.suggest({f"agentenv view {both}": "question by question, in the browser"})
     return 0

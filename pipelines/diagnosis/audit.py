@@ -132,10 +132,7 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     a run or trees."""
     config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
-        raise DataError(
-            f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none, and runs of older "
-            "versions have none"
-        )
+        raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
         regrader = await Regrader.of(config, run)

@@ -70,10 +70,8 @@ class Control:
         match request:
             case GetStatus():
                 return self._status()
-            case GetWhy(tree=None):
-                return await self._waits()
-            case GetWhy():
-                return await self._why(request.tree)
+            case GetWhy(tree):
+                return await (self._waits() if tree is None else self._why(tree))
             case Cancel():
                 return self._cancel_all(request.trees)
             case Pause():
