@@ -290,8 +290,8 @@ def test_address_and_keys_may_come_from_the_environment(
     ],
 )
 def test_a_bad_address_is_refused_before_anything_starts(endpoint: str, expected: str) -> None:
+    own = [{"name": NAME, "endpoint": endpoint}]
     with pytest.raises(ConfigError, match=rf"otel\.endpoint: .*{expected}") as failure:
-        own = [{"name": NAME, "endpoint": endpoint}]
         build_config(RolloutMonitorConfig, {"own": own}, "run.toml")
     assert "me:secret" not in str(failure.value)
 
