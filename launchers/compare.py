@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.evaluation.store import ROWS_FILE
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv compare",
         description="Compare the arms of a sweep, or runs: held-out success against tool calls; or "
         "two stored evaluations, paired by the questions that both contain.",

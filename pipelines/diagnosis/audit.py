@@ -50,7 +50,7 @@ from agentenv.pipelines.run.records import (
 )
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import TRAINED
-from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
+from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
@@ -146,12 +146,12 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             Check("changed golds", "measured", (), regrader.changed_golds),
             Check("second candidate", "measured", (), regrader.second_guess),
         ]
-        results = [one async for one in Runner().run(checks, again)]
+        results = [one async for one in CheckRunner().run(checks, again)]
     checks = [
         Check("failures", "measured", (), few_failures),
         Check("jumps of reward", "measured", (), no_jumps),
     ]
-    results += [one async for one in Runner().run(checks, steps)]
+    results += [one async for one in CheckRunner().run(checks, steps)]
     samples = [
         text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
     ]

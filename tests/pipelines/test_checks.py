@@ -18,7 +18,7 @@ from agentenv.pipelines.diagnosis.doctor import CHECKS
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
-from agentenv.pipelines.setup.checks import START, Check, CheckResult, Runner, select
+from agentenv.pipelines.setup.checks import START, Check, CheckResult, CheckRunner, select
 from tests.support.warehouse import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -36,7 +36,7 @@ async def found(
         run = RunDirectory(folder / "run", resume=False)
         assembly = TrainingAssembly(settings, run.path, None, stack, lambda text: None)
         chosen = select(checks, settings, "configuration", "measured")
-        return {one.name: one async for one in Runner().run(chosen, assembly)}
+        return {one.name: one async for one in CheckRunner().run(chosen, assembly)}
 
 
 def failed(results: dict[str, CheckResult]) -> list[str]:
@@ -84,7 +84,7 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
         raise KeyError("no such part")
 
     (result,) = [
-        one async for one in Runner(catches=True).run([Check("a", "parts", (), broken)], None)
+        one async for one in CheckRunner(catches=True).run([Check("a", "parts", (), broken)], None)
     ]
     assert result.state == "failed"
     assert "raised KeyError: 'no such part' (test_checks.py, line" in result.message

@@ -30,7 +30,7 @@ from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
 from agentenv.pipelines.diagnosis.doctor import CHECKS, examine
 from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
-from agentenv.pipelines.setup.checks import Check, CheckResult, Runner
+from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.types import Completion, Message
 from tests.pipelines.test_checks import found
@@ -49,7 +49,7 @@ def failed(results: Sequence[CheckResult]) -> list[str]:
 def run_checks(of: Any, *names: str) -> list[CheckResult]:
     async def look() -> list[CheckResult]:
         checks = [check for check in CHECKS if check.name in names]
-        return [one async for one in Runner().run(checks, of)]
+        return [one async for one in CheckRunner().run(checks, of)]
 
     return asyncio.run(look())
 
