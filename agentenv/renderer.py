@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct, field
 
@@ -229,6 +229,7 @@ class Renderer(Protocol):
         ...
 
 
+@runtime_checkable
 class ContextRenderer(Renderer, Protocol):
     """A renderer that can write whole contexts, including turns that were not sampled. `style` is
     the format of its calls (agentenv/call_syntax.py), `end_id` the token that ends a turn."""

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
 
-from agentenv.actor import PAUSED, Actor
+from agentenv.actor import Actor
+from agentenv.actor_parts import PAUSED
 from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
 from agentenv.plan import Independent

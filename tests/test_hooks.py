@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import RolloutHooks
 from agentenv.branch import Branch
 from agentenv.env import StepResult
 from agentenv.errors import ConfigError
+from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
-from agentenv.rollout import Rollout
 from agentenv.tree import Trajectory
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -67,7 +66,7 @@ class Rewinding(RolloutHooks):
             return True
         if branch.num_turns == 2:
             branch.add_observation(observation_ids)
-            branch.restart(self.rollout.tree, encode("short"), 7)
+            branch.restart(self.tree, encode("short"), 7)
             assert branch.num_response_tokens == 7
             return True
         return False
@@ -128,7 +127,7 @@ def test_hooks_are_called_at_every_end_including_cancellation() -> None:
 
 
 class Refusing(RolloutHooks):
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, *_: Any) -> None:
         raise ConfigError("not with this plan")
 
 

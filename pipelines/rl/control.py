@@ -14,7 +14,9 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from agentenv.actor import PAUSED, Actor, Awaited, awaited_by
+from agentenv.actor import Actor, Awaited, awaited_by
+from agentenv.actor_parts import PAUSED
+from agentenv.branch import BranchNow
 from agentenv.encoder import decoder
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
@@ -44,7 +46,7 @@ from agentenv.pipelines.run.control import (
 from agentenv.pipelines.run.records import FAILED
 from agentenv.pipelines.run.watchdog import by_what, expected_s
 from agentenv.recovery import STEP, TURN
-from agentenv.rollout import BranchNow, Rollout
+from agentenv.rollout import Rollout
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
 MAX_TEXT = 2000  # characters shown of a turn

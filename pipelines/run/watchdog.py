@@ -360,7 +360,7 @@ _OLDEST = attrgetter("since", "tree", "branch")
 
 def expected_s(what: str) -> float:
     """Seconds after which a rollout's wait for `what` is reported."""
-    from agentenv.actor import PAUSED  # slow to load
+    from agentenv.actor_parts import PAUSED  # slow to load
     from agentenv.recovery import TURN
 
     if what == PAUSED:  # the user requested it
