@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -32,15 +33,20 @@ class TurnState:
     `was_planned`: the plan has decided; `holding`: an event per sibling of the turn, set with its
     environment; `num_replayed`: calls that were replayed to reach the turn."""
 
-    def __init__(self, may_fork: bool = False, num_replayed: int = 0) -> None:
-        self.may_fork, self.num_replayed = may_fork, num_replayed
-        self.was_planned = False
+    def __init__(self, may_fork: bool = False) -> None:
+        self.may_fork, self.was_planned, self.num_replayed = may_fork, False, 0
         self.holding: list[asyncio.Event] = []
 
-    async def held(self) -> None:
-        """Wait until each sibling that starts in this turn has its environment, or has failed."""
-        for event in self.holding:
-            await event.wait()
+
+class Retake(NamedTuple):
+    """The pending turn is sampled again, as `name` and therefore with another seed; its node, with
+    `num_tool_calls` calls, stays on the tree."""
+
+    name: str
+    num_tool_calls: int
+
+
+Continuation = Sequence[int] | Context | Retake  # ids: the answer to the turn
 
 
 class Branch:
@@ -66,10 +72,9 @@ class Branch:
         self.num_tool_calls = 0
         self.turn = TurnState()
 
-    def sibling(self, name: str, outer: WorkClock) -> Branch:
-        """A branch at the same place: same prefix, counts and seconds, no env yet. `outer` is the
-        parent of its clock."""
-        other = Branch(name, self.cursor, WorkClock(self.clock(), outer))
+    def sibling(self, name: str, clock: WorkClock) -> Branch:
+        """A branch at the same place: same prefix and counts, no env yet."""
+        other = Branch(name, self.cursor, clock)
         other.conversation, other.action = self.conversation.fork(), self.action
         other.prefix_ids, other.num_prompt_tokens = self.prefix_ids, self.num_prompt_tokens
         other.num_turns, other.num_tool_calls = self.num_turns, self.num_tool_calls
@@ -91,8 +96,12 @@ class Branch:
         counts = self.num_turns, self.num_response_tokens, self.num_tool_calls
         return BranchNow(self.name, self.clock.doing, waited_s, *counts, self.clock())
 
-    def add_action(self, tree: TrajectoryTree, completion: Completion, action: Message) -> Node:
-        """Add a node with the action, which has no observation yet."""
+    def act(
+        self, tree: TrajectoryTree, completion: Completion, action: Message, limits: Limits
+    ) -> Limit | None:
+        """Add a node with the action, which has no observation yet, and count its tool calls.
+        Returns the limit that it reached, or None."""
+        limit = self._limit_of_action(completion, action, limits)
         self.action = action
         self.pending = tree.add(
             self.cursor,
@@ -104,33 +113,67 @@ class Branch:
         )
         self.prefix_ids = self.prefix_ids.plus(self.pending.action_ids)
         self.num_turns += 1
-        return self.pending
+        return limit
 
-    def add_observation(self, observation_ids: Sequence[int]) -> None:
-        """Answer the pending action; the next turn starts after the observation."""
-        assert self.pending is not None
-        self.pending.observation_ids = packed_ids(observation_ids)
-        self.prefix_ids = self.prefix_ids.plus(self.pending.observation_ids)
-        self.cursor, self.pending = self.pending, None
-
-    def move(self, tree: TrajectoryTree, to: Context) -> Node | None:
-        """Continue at another place. Returns the pending turn if it remains unanswered."""
-        left, used = self.pending, self.num_response_tokens
-        if left is not None and to.after is left:
-            self.add_observation(to.ids)
+    def _limit_of_action(
+        self, completion: Completion, action: Message, limits: Limits
+    ) -> Limit | None:
+        own, size = self.conversation.max_tokens, len(completion.token_ids)
+        is_own = own and size >= own < limits.max_turn_tokens
+        if completion.finish_reason == "length" and not is_own:
+            full = self.num_response_tokens + size >= limits.max_response_tokens
+            return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
+        self.num_tool_calls += len(action.tool_calls)
+        if limits.on_limit == "result":  # the env reports the limit to the policy
             return None
-        last = self.cursor if left is None else left
-        node = tree.add(
-            to.after,
-            branch=self.name,
-            observation_ids=to.ids,
-            continues=last.index if to.after is None else None,
-            info=to.info,
-        )
+        return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
+
+    def observe(
+        self, tree: TrajectoryTree, found: Continuation, limits: Limits
+    ) -> tuple[list[Node], Limit | None]:
+        """Continue after the env's answer. Returns the nodes that are complete now, and the limit
+        that leaves no room for another turn, or None."""
+        if not isinstance(found, Retake):
+            is_answer = not isinstance(found, Context)
+            to = Context(found, {}, self.pending, self.prefix_ids) if is_answer else found
+            limit = self._limit_of(to, limits)
+            return ([] if is_answer and limit is not None else self.move(tree, to)), limit
+        self.prefix_ids = Prefix(self.prefix_ids.parts[:-1])
+        self.num_turns -= 1
+        self.num_tool_calls -= found.num_tool_calls
+        self.pending, self.name, self.conversation.replayable = None, found.name, False
+        return [], None
+
+    def _num_used(self, to: Context) -> int:
+        """Response tokens after a move."""
+        if to.after is self.pending and to.after is not None:
+            return self.num_response_tokens + len(to.ids)
+        return self.num_response_tokens if to.num_used is None else to.num_used
+
+    def _limit_of(self, to: Context, limits: Limits) -> Limit | None:
+        """The limit that leaves no room for a turn there."""
+        room = limits.max_prompt_tokens + limits.max_response_tokens
+        is_full = len(to.prefix) + len(to.ids) >= room
+        if is_full or self._num_used(to) >= limits.max_response_tokens:
+            return Limit.RESPONSE_TOKENS
+        return Limit.TURNS if self.num_turns >= limits.max_turns else None
+
+    def move(self, tree: TrajectoryTree, to: Context) -> list[Node]:
+        """Continue at this place. Returns the nodes that are complete now."""
+        left, used = self.pending, self._num_used(to)
+        done = [] if left is None else [left]
+        if left is not None and to.after is left:
+            left.observation_ids = packed_ids(to.ids)
+            node = left
+        else:
+            node = tree.add(to.after, branch=self.name, observation_ids=to.ids, info=to.info)
+            if to.after is None:
+                node.continues = (self.cursor if left is None else left).index
+            done.append(node)
         self.cursor, self.pending = node, None
         self.prefix_ids = to.prefix.plus(node.observation_ids)
         self.num_prompt_tokens = len(self.prefix_ids) - used
-        return left
+        return done
 
     def leaf(self, tree: TrajectoryTree, end: End) -> Node:
         """The last node of the branch: the pending action, or an empty node."""
@@ -138,51 +181,3 @@ class Branch:
             self.pending = tree.add(self.cursor, branch=self.name)
         self.pending.end = end
         return self.pending
-
-    def take_back(self, name: str, num_tool_calls: int) -> None:
-        """Undo the pending action, which made `num_tool_calls` calls; its node stays on the tree.
-
-        The turn is sampled again under `name`, and therefore with another seed.
-        """
-        assert self.pending is not None
-        self.prefix_ids = Prefix(self.prefix_ids.parts[:-1])
-        self.num_turns -= 1
-        self.num_tool_calls -= num_tool_calls
-        self.pending, self.name, self.conversation.replayable = None, name, False
-
-    def restart(
-        self, tree: TrajectoryTree, prompt_ids: list[int], num_response_tokens: int
-    ) -> None:
-        """Continue after another prompt instead of the present context, which stays on the tree.
-
-        `num_response_tokens` of max_response_tokens count as used.
-        """
-        self.move(tree, Context(prompt_ids, {}))
-        self.num_prompt_tokens = len(prompt_ids) - num_response_tokens
-        self.conversation.replayable = False
-
-    def limit_of_action(
-        self, completion: Completion, action: Message, limits: Limits
-    ) -> Limit | None:
-        """The limit that the pending action reached, or None; counts the action's tool calls."""
-        own = self.conversation.max_tokens
-        is_own = own and len(completion.token_ids) >= own < limits.max_turn_tokens
-        if completion.finish_reason == "length" and not is_own:
-            full = self.num_response_tokens >= limits.max_response_tokens
-            return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
-        self.num_tool_calls += len(action.tool_calls)
-        if limits.on_limit == "result":  # the env reports the limit to the policy
-            return None
-        return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
-
-    def limit_of_observation(self, observation_ids: Sequence[int], limits: Limits) -> Limit | None:
-        """The limit that leaves no room for a turn after this observation, or None."""
-        if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
-            return Limit.RESPONSE_TOKENS
-        return Limit.TURNS if self.num_turns >= limits.max_turns else None
-
-    def limit_of_context(self, limits: Limits) -> Limit | None:
-        """The limit that leaves no room for a turn after a move, or None."""
-        if len(self.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
-            return Limit.RESPONSE_TOKENS
-        return self.limit_of_observation((), limits)

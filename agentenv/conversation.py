@@ -25,24 +25,25 @@ from agentenv.types import Completion, Info, Message, SamplingParams
 class Context(NamedTuple):
     """The place of a next turn that does not simply follow the answer to the last one: `ids` after
     the turn `after`, up to which the tokens are `prefix`, or (None) as a new context. `info`
-    describes it; `continues`: the turn continues the episode, so that forks may begin there."""
+    describes it. `num_used`: tokens that count as response there, if not as many as now."""
 
     ids: Sequence[int]
     info: Info
     after: Node | None = None
     prefix: Prefix = Prefix()
-    continues: bool = True
+    num_used: int | None = None
 
 
 class Conversation(Protocol):
     """`prompt` and `tools` are those of the environment, `max_tokens` is the conversation's own
     limit of the next turn (0: none). `replayable`: the environment's state follows from the actions
     of the conversation. `opens_contexts`: roots with another prompt than the first are contexts of
-    their own."""
+    their own. `continues`: the next turn continues the episode, so that forks may begin there."""
 
     prompt: list[Message]
     tools: ToolSchemas
     replayable: bool
+    continues: bool
 
     @property
     def max_tokens(self) -> int: ...

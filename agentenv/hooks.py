@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentenv.actor_parts import ActorParts
-from agentenv.branch import Branch
+from agentenv.branch import Branch, Continuation
 from agentenv.env import StepResult
 from agentenv.plan import RolloutPlan
 from agentenv.tree import TrajectoryTree
@@ -20,7 +20,7 @@ class RolloutHooks:
         prefix     the prompt was rendered
         sampling   a turn will be sampled
         step       the policy acted; the hook returns the env's answer
-        redirect   the env answered, and the episode continues
+        redirect   the env answered, and the episode continues; the hook returns where
         finish     a limit ended the episode; the hook returns the grade
         end        the branch ended for any reason, including cancellation
 
@@ -47,11 +47,9 @@ class RolloutHooks:
         assert branch.env is not None
         return await self.actor.envs.step(branch.env, action)
 
-    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        """Whether the hook moved the branch elsewhere, by `Branch.take_back` or `Branch.restart`,
-        instead of letting it continue after this observation.
-        """
-        return False
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> Continuation:
+        """The continuation of the branch: after this observation, or elsewhere."""
+        return observation_ids
 
     async def finish(
         self, branch: Branch, limit: Limit, action: Message | None

@@ -21,7 +21,7 @@ class MessageConversation:
     def __init__(self, renderer: Renderer, most: int) -> None:
         self.prompt: list[Message] = []
         self.tools: ToolSchemas = ()
-        self.replayable = True
+        self.replayable = self.continues = True
         self._renderer, self._most = renderer, most
         self._actions: list[Message] = []  # that the environment received
 

@@ -80,6 +80,7 @@ class ProgramConversation(MessageConversation):
         self._turns.append(node)
         if self._is_cut:
             self._cut.add(node.index)
+        self.continues = True
         if self._next.prompt:
             self.replayable = False
             return self._context(node, prefix)
@@ -129,7 +130,8 @@ class ProgramConversation(MessageConversation):
                 del self._tips[index]
                 return Context(ids[len(before) :], info, after, before)
         own = any(isinstance(one, int) or one.role == "assistant" for one in then.prompt)
-        return Context(ids, info, continues=own and then.kind != "retry")
+        self.continues = own and then.kind != "retry"
+        return Context(ids, info)
 
     def _ids_of(self, turn: int) -> Ids:
         """The tokens of one of the turns, end token included."""

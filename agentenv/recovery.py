@@ -17,7 +17,7 @@ from typing import TypeVar
 from agentenv.actor_parts import ActorParts
 from agentenv.branch import Branch
 from agentenv.conversation import Conversation
-from agentenv.deadline import backoff_s, through_outage, waiting
+from agentenv.deadline import backoff_s, through_outage, waiting, working
 from agentenv.env import StepResult
 from agentenv.errors import (
     AgentEnvError,
@@ -92,7 +92,7 @@ class Recovery:
                 if attempt:
                     await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
-                return await self.through_outage(branch, "step", step)
+                return await self._patient(branch, "step")(step)
             except (OutageError, CrashError):
                 raise
             except (EnvError, GraderError):
@@ -103,13 +103,24 @@ class Recovery:
             await self._rest(branch, "step", attempt)
         raise AssertionError
 
-    async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call`, which is retried while its infrastructure is down, for `outage_s`
-        of the limits at most."""
-        return await through_outage(
-            call,
-            f"the {use}",
-            self.key(branch, use),
+    async def finish(
+        self, branch: Branch, finish: Callable[[], Awaitable[tuple[float, Info]]]
+    ) -> tuple[float, Info]:
+        """Reward and info of an ended episode, from its env."""
+        patient = self._patient(branch, "finish")
+        with working(branch.clock):
+            branch.clock.now("its environment to finish")
+            return await patient(finish)
+
+    def _patient(
+        self, branch: Branch, use: str
+    ) -> Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]:
+        """A call through this retries another while its infrastructure is down, for `outage_s` of
+        the limits at most."""
+        return partial(
+            through_outage,
+            who=f"the {use}",
+            key=self.key(branch, use),
             outage_s=self._limits.outage_s,
             failed=self._count_failure,
             first_s=FIRST_RETRY_S,
@@ -216,7 +227,7 @@ class Recovery:
         async def step(action: Message) -> StepResult:
             assert branch.env is not None
             taken = partial(self._actor.envs.step, branch.env, action)
-            return await self.through_outage(branch, "step", taken)
+            return await self._patient(branch, "step")(taken)
 
         path = self._tree.path(branch.cursor)[1:]
         is_equal = await branch.conversation.replay(path, step) and is_equal
@@ -239,4 +250,4 @@ class Recovery:
                 raise CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
-        return await self.through_outage(branch, "reset", reset)
+        return await self._patient(branch, "reset")(reset)

@@ -14,27 +14,25 @@
     time     a branch ends after `max_seconds` of working time, its tree after
              `max_tree_seconds`: then live branches end, and nothing is retried
 
-`recovery.py` retries and resumes, `branch.py` has the state of a branch, `conversation.py` speaks
-with its env, and `hooks.py` is for extensions. Each env and each fork is closed exactly once, by the
-coroutine that opened it.
+`growth.py` takes the turns of a branch, `recovery.py` retries and resumes, `branch.py` has its
+state, and `conversation.py` speaks with its env. Each env and each fork is closed exactly once, by
+the coroutine that opened it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from random import Random
 
-from msgspec.structs import replace
-
 from agentenv.actor_parts import ActorParts
-from agentenv.branch import Branch, BranchNow, TurnState
+from agentenv.branch import Branch, BranchNow
 from agentenv.conversation import Context
-from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
+from agentenv.deadline import Alarm, Deadline, WorkClock, working
 from agentenv.errors import (
     AgentEnvError,
     CancelledRolloutError,
@@ -46,12 +44,13 @@ from agentenv.errors import (
 )
 from agentenv.failures import failure_of, kind_of
 from agentenv.frames import Recorded
+from agentenv.growth import Growth, Place
 from agentenv.hooks import RolloutHooks
 from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
-from agentenv.tree import LED, Node, TrajectoryTree, packed_ids
-from agentenv.types import Chunk, Completion, Limit, Limits, Message
+from agentenv.tree import Node, TrajectoryTree, packed_ids
+from agentenv.types import Limit, Limits, Message
 
 Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a branch
 
@@ -91,7 +90,6 @@ class Rollout:
         self.plan = plan
         self.limits = limits
         self.hooks = hooks
-        self._session = session
         self._record = record
         self._again = again
         self.clock = WorkClock()  # runs while any branch's clock runs
@@ -105,6 +103,8 @@ class Rollout:
         self._probes_since: float | None = None  # loop time, while a single root grows
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
         self._recovery = Recovery(actor, tree, limits)
+        place = Place(actor, tree, plan, limits, session)
+        self._growth = Growth(place, hooks, self._recovery, self._fork, self._complete)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -131,6 +131,7 @@ class Rollout:
                 await self._record.finished()
         finally:
             alarm.cancel()
+            del self._growth  # it refers back, which would keep the tree until a garbage collection
 
     def clocks(self) -> list[WorkClock]:
         """The clocks of the live branches, or of the tree when all have ended."""
@@ -215,52 +216,46 @@ class Rollout:
                     f"task {self.tree.task.id}: two resets with one seed gave two prompts"
                 )
             prompt_ids = self._recovery.prompt_ids(conversation)
-            branch.move(self.tree, Context(prompt_ids, {"context": "edited", "cause": "prompt"}))
-            self._complete(branch.cursor, branch)
+            to = Context(prompt_ids, {"context": "edited", "cause": "prompt"})
+            self._complete(branch, branch.move(self.tree, to))
             return
         if known is None:  # rendered once for all roots
             prompt_ids = self._recovery.prompt_ids(conversation)
             opening = self.hooks.prefix(branch, prompt_ids)
             self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
-            self._complete(self.tree.root, branch)
+            self._complete(branch, [self.tree.root])
         self._recovery.place_at_root(branch)
 
     async def _reopen(self, branch: Branch, *, is_late: bool = False) -> None:
         await self._recovery.reopen(branch, self._stops)
-        may_fork = branch.num_turns > 0 and branch.cursor.num_forks is None
-        num_replayed = branch.num_tool_calls if is_late else 0
-        branch.turn = TurnState(may_fork and self._has_room_to_fork(branch), num_replayed)
+        branch.turn.num_replayed = branch.num_tool_calls if is_late else 0
 
-    def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
-        """The node is final, except for its number of forks."""
-        if stop is not None:
-            self._stops[node.index] = stop
-        if self._record is not None:
-            self._record.turned(node, branch.clock(), stop)
+    def _complete(self, branch: Branch, nodes: Sequence[Node], stop: str | None = None) -> None:
+        """The nodes are final, except for their number of forks. `stop`: the stop string that ended
+        the turn of the first one."""
+        for node in nodes:
+            if stop is not None:
+                self._stops[node.index] = stop
+            if self._record is not None:
+                self._record.turned(node, branch.clock(), stop)
+            stop = None
 
     # forking
 
-    def _has_room_to_fork(self, branch: Branch) -> bool:
-        assert branch.env is not None
-        has_room = self.tree.num_started < self.plan.group_size
-        return has_room and branch.env.fork_mode != "none"
-
-    def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
-        """Let the plan decide on forks, and start the siblings, which `branch` waits for.
-
-        `origin` is the state of the branch before the turn; the branch itself may have advanced.
-        """
-        branch.turn.was_planned = True
+    def _fork(self, branch: Branch, seconds: float, entropies: list[float]) -> None:
+        """Let the plan decide on forks, and start the siblings, which the branch waits for.
+        `seconds` had passed on its clock before the turn."""
+        branch.turn.was_planned, place = True, branch.cursor
         try:
-            rng = Random(self._recovery.key(origin, "fork"))
+            rng = Random(self._recovery.key(branch, "fork"))
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
-            wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
-            origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
+            wanted = self.plan.on_fork_point(self.tree, place, first, rng)
+            place.num_forks = 0 if self._is_over else wanted
             if self._record is not None:
-                self._record.decided(origin.cursor)
-            for number in range(1, num_forks + 1):
-                name = f"{origin.name}.{origin.num_turns}+{number}"
-                sibling = origin.sibling(name, self.clock)
+                self._record.decided(place)
+            for number in range(1, place.num_forks + 1):
+                name = f"{branch.name}.{branch.num_turns}+{number}"
+                sibling = branch.sibling(name, WorkClock(seconds, self.clock))
                 held = asyncio.Event()  # also set if the sibling failed to get its env
                 opening = partial(self._recovery.open_fork, sibling, branch, held)
                 task = self._start(sibling, opening)
@@ -287,7 +282,7 @@ class Rollout:
         else:
             assert branch.pending is not None
             assert branch.pending.end is not None
-            self._complete(branch.pending, branch)
+            self._complete(branch, [branch.pending])
             self.actor.failures.add(None)
             self._end(branch.pending, branch)
         finally:
@@ -295,13 +290,13 @@ class Rollout:
             try:
                 await self._close(branch)
             finally:
-                self.branches.discard(branch)
+                self.branches.remove(branch)
 
     async def _in_time(
         self, branch: Branch, opening: Opening
     ) -> tuple[Limit, Message | None] | None:
         """Open the branch and take its turns within its time limit; returns the result of
-        `_turns`."""
+        `Growth.take_turns`."""
         deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError)
         is_open = False
         try:
@@ -312,7 +307,7 @@ class Rollout:
                     raise _OutOfTimeError
                 await opening()
                 is_open = True
-                return await self._turns(branch)
+                return await self._growth.take_turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
                 raise CancelledRolloutError(self._cancelled) from None
@@ -322,99 +317,6 @@ class Rollout:
         finally:
             self._growing.pop(deadline, None)
 
-    async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
-        """Take turns until the env ends the episode, or return the limit that ends it, with an
-        action that the env has not seen."""
-        while True:
-            completion = await self._recovery.sample(branch, self._generate)
-            action = branch.conversation.read(completion, branch.prefix_ids)
-            node = branch.add_action(self.tree, completion, action)
-            if branch.turn.num_replayed:
-                node.info[LED] = branch.turn.num_replayed
-            if branch.turn.holding:
-                with waiting("the copies of its environment for its forks"):
-                    await branch.turn.held()
-            limit = branch.limit_of_action(completion, action, self.limits)
-            if limit is not None:
-                return limit, action
-            result = await self._recovery.step(branch, partial(self.hooks.step, branch, action))
-            branch.clock.now("its observation to be tokenized")
-            messages, node.reward, terminated, truncated, info = result
-            node.info.update(info)
-            if terminated or truncated:
-                node.end = "terminated" if terminated else "truncated"
-                node.limit = None if terminated else Limit.ENV
-                return None
-            limit = await self._observe(branch, action, messages, completion.stop)
-            if limit is not None:
-                return limit, None
-
-    async def _observe(
-        self, branch: Branch, action: Message, messages: list[Message], stop: str | None
-    ) -> Limit | None:
-        """Continue after the env's answer, or return the limit that leaves no room for it."""
-        assert branch.pending is not None
-        if num_users := sum(message.role == "user" for message in messages):
-            branch.pending.info["user_messages"] = num_users
-        found = await branch.conversation.observe(
-            action, branch.pending, branch.prefix_ids, messages
-        )
-        if isinstance(found, Context):
-            left = branch.move(self.tree, found)
-            if left is not None:
-                self._complete(left, branch, stop)
-            self._complete(branch.cursor, branch, stop if left is None else None)
-            branch.turn = TurnState(found.continues and self._has_room_to_fork(branch))
-            return branch.limit_of_context(self.limits)
-        if await self.hooks.redirect(branch, found):
-            branch.turn = TurnState(branch.turn.may_fork)
-            return None
-        limit = branch.limit_of_observation(found, self.limits)
-        if limit is None:
-            branch.add_observation(found)
-            self._complete(branch.cursor, branch, stop)
-            branch.turn = TurnState(self._has_room_to_fork(branch))
-        return limit
-
-    async def _generate(self, branch: Branch) -> Completion:
-        """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
-        the first `fork_window` tokens are known, or at the end of a shorter turn."""
-        actor, limits, window, turn = self.actor, self.limits, self.plan.fork_window, branch.turn
-        plans_fork = turn.may_fork and window > 0 and not turn.was_planned
-        origin = branch.sibling(branch.name, self.clock) if plans_fork else branch
-        # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
-        full = self.tree.num_started >= self.plan.group_size
-        is_first = not branch.num_turns
-        reads = window > 0 and (plans_fork or is_first or not full)
-        sampling = replace(
-            self.hooks.sampling(branch),
-            max_tokens=min(
-                limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
-            ),
-            seed=actor.seed_of(self._recovery.key(branch, "turn")),
-        )
-        room = limits.max_prompt_tokens + limits.max_response_tokens - len(branch.prefix_ids)
-        first: list[float] = []
-
-        def on_tokens(chunk: Chunk) -> None:
-            first.extend(chunk.entropies)
-            if plans_fork and not turn.was_planned and len(first) >= window:
-                self._fork(branch, origin, first[:window])
-
-        completion = await actor.engine.generate(
-            branch.prefix_ids,
-            branch.conversation.limited(sampling, room),
-            session=self._session,
-            on_tokens=on_tokens if reads else None,
-            stream_interval=max(1, window),
-            order=(int(is_first), self.tree.index),
-        )
-        if plans_fork and not turn.was_planned:
-            self._fork(branch, origin, completion.entropies[:window])
-        if branch.num_turns:
-            actor.prefixes.add(branch.name, branch.cursor, len(branch.prefix_ids), completion)
-        return completion
-
     # ends
 
     async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
@@ -423,9 +325,7 @@ class Rollout:
         leaf.limit = limit
         if branch.env is not None:
             finish = partial(self.hooks.finish, branch, limit, action)
-            with working(branch.clock):
-                branch.clock.now("its environment to finish")
-                reward, info = await self._recovery.through_outage(branch, "finish", finish)
+            reward, info = await self._recovery.finish(branch, finish)
             leaf.reward += reward
             leaf.info.update(info)
 
@@ -433,7 +333,7 @@ class Rollout:
         """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
-        self._complete(leaf, branch)
+        self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
         self.actor.failures.add(failure, error, again=self._again)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
@@ -467,7 +367,8 @@ class Rollout:
             try:
                 await self.hooks.end(branch)
             finally:
-                await branch.turn.held()
+                for held in branch.turn.holding:
+                    await held.wait()
         finally:
             if branch.env is not None:
                 await self.actor.envs.close(branch.env, self.tree.task.id)

@@ -24,7 +24,8 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.actor_parts import ActorParts
-from agentenv.branch import Branch
+from agentenv.branch import Branch, Continuation, Retake
+from agentenv.conversation import Context
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.hooks import RolloutHooks
@@ -213,11 +214,11 @@ class AssistHooks(RolloutHooks):
             add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
         return result
 
-    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        if await self._go_back(branch, observation_ids):
-            return True
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> Continuation:
+        if (back := await self._go_back(branch, observation_ids)) is not None:
+            return back
         await self._forget(self._notes_of(branch))  # a copy may keep an interpreter running
-        return await self._refine(branch, observation_ids)
+        return await self._refine(branch, observation_ids) or observation_ids
 
     def sampling(self, branch: Branch) -> SamplingParams:
         sampling, config = super().sampling(branch), self.assist.config.backtracer
@@ -248,11 +249,11 @@ class AssistHooks(RolloutHooks):
         if env is not None:
             await self.actor.envs.close(env, self.tree.task.id)
 
-    async def _go_back(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+    async def _go_back(self, branch: Branch, observation_ids: Sequence[int]) -> Retake | None:
         notes, node = self._notes_of(branch), branch.pending
         errors = [str(record["error"]) for record in notes.records if self._hopeless(record, notes)]
         if notes.before is None or not errors:
-            return False
+            return None
         assert node is not None
         assert branch.env is not None
         node.observation_ids = packed_ids(observation_ids)
@@ -264,10 +265,9 @@ class AssistHooks(RolloutHooks):
             abandoned_tokens=len(node.action_ids),
         )
         old, branch.env, notes.before = branch.env, notes.before, None
-        branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
         notes.again = True
         await self.actor.envs.close(old, self.tree.task.id)
-        return True
+        return Retake(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
         """Whether the call failed and no debugger can help: there is none, or its uses are
@@ -282,18 +282,18 @@ class AssistHooks(RolloutHooks):
 
     # Refiner.
 
-    async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+    async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> Context | None:
         notes, config = self._notes_of(branch), self.assist.config.refiner
         if config is None or notes.uses("refiner") >= config.max_uses:
-            return False
+            return None
         size = len(branch.prefix_ids) + len(observation_ids)
         due = size - notes.num_prompt_tokens >= config.min_response_tokens
         if not due or branch.num_turns >= self.actor.limits.max_turns:
-            return False
+            return None
         assert branch.pending is not None
         summary = await self._summary(branch, notes, observation_ids)
         if not summary:
-            return False
+            return None
         renderer, talk = self.actor.renderer, branch.conversation
         messages = fresh_prompt(talk.prompt, renderer.neutralise(summary, talk.tools))
         prompt_ids = renderer.prompt(messages, talk.tools)
@@ -301,12 +301,12 @@ class AssistHooks(RolloutHooks):
         if config.count_tokens == "total":
             used += size - branch.num_prompt_tokens
         if len(prompt_ids) >= size or used >= self.actor.limits.max_response_tokens:
-            return False
+            return None
         add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))
-        branch.add_observation(observation_ids)
-        branch.restart(self.tree, prompt_ids, used)
         notes.summary = summary
-        return True
+        branch.pending.observation_ids = packed_ids(observation_ids)
+        talk.replayable = False
+        return Context(prompt_ids, {}, num_used=used)
 
     async def _summary(self, branch: Branch, notes: Notes, observation_ids: Sequence[int]) -> str:
         """A summary of the work in this context, including the summary at its start; empty if the
