@@ -134,10 +134,12 @@ class Branch:
         """Continue after the env's answer. Returns the nodes that are complete now, and the limit
         that leaves no room for another turn, or None."""
         if not isinstance(found, Retake):
-            is_answer = not isinstance(found, Context)
-            to = Context(found, {}, self.pending, self.prefix_ids) if is_answer else found
+            here = self.pending, self.prefix_ids
+            to = found if isinstance(found, Context) else Context(found, {}, *here)
             limit = self._limit_of(to, limits)
-            return ([] if is_answer and limit is not None else self.move(tree, to)), limit
+            if limit is not None and to is not found:
+                return [], limit
+            return self.move(tree, to), limit
         self.prefix_ids = Prefix(self.prefix_ids.parts[:-1])
         self.num_turns -= 1
         self.num_tool_calls -= found.num_tool_calls
