@@ -35,7 +35,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.program_conversation import ProgramConversation
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, Message, NextTurn, SamplingParams, Task
+from agentenv.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -570,7 +570,8 @@ def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
 
 def test_the_next_turn_of_a_program_passes_between_processes() -> None:
     """As environments in separate processes return it."""
-    then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
+    prompt = Message("user", "go on"), PastTurn(0)
+    then = NextTurn(prompt=prompt, kind="edited", tools=({"name": "x"},))
     info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
     talk = ProgramConversation(TagRenderer(CharTokenizer()), 100)
     talk.begin([], info)
