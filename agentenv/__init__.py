@@ -24,7 +24,8 @@ Custom environments can import their names from here; the rest is in these files
                archive    every tree of every training step
                metrics    figures of rollouts
                failures   of rollouts: logged once, without secrets; counted and limited
-    tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
+    tokens     prompt     the system prompt
+               renderer   messages to token ids and back: the tag protocol
                tags       its calls: parsed, written, described
                native     the same by the chat template of the model
                call_syntax   forms in which models write tool calls

@@ -22,7 +22,7 @@ from agentenv.open_envs import OpenEnvs
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.environments import EnvSettings, EnvSetup
 from agentenv.pipelines.workers import env_worker
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
 from agentenv.worker_group import BEAT_S, Left

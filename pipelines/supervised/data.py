@@ -39,7 +39,8 @@ from agentenv.pipelines.supervised.dialogues import (
     read_preference,
 )
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
-from agentenv.renderer import Instruction, Renderer
+from agentenv.prompt import Instruction
+from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 
 

@@ -25,7 +25,8 @@ from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.model_files import GENERATION
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.supervised.dialogues import Conversation
-from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Instruction, Renderer, TagRenderer
+from agentenv.prompt import Instruction
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
 from agentenv.rows import BROKEN_BOXED
 from agentenv.tags import tag_calls, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task

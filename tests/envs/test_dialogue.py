@@ -32,7 +32,8 @@ from agentenv.pipelines.run.transcript import turns_of
 from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_messages
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, ToolCall

@@ -13,7 +13,8 @@ from agentenv.native import NativeRenderer
 from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
 from agentenv.pipelines.supervised.objectives import fill_rows
-from agentenv.renderer import Instruction, PromptConfig, Renderer, TagRenderer
+from agentenv.prompt import Instruction, PromptConfig
+from agentenv.renderer import Renderer, TagRenderer
 from agentenv.types import Completion, Message, ToolCall
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer
 
