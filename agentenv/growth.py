@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -27,26 +26,25 @@ Fork = Callable[[Branch, float, list[float]], None]
 Complete = Callable[[Branch, Sequence[Node], str | None], None]
 
 
-class Place(NamedTuple):
-    """What is grown, and by whom. `session` identifies trees with equal prompts."""
-
-    actor: ActorParts
-    tree: TrajectoryTree
-    plan: RolloutPlan
-    limits: Limits
-    session: str
-
-
 class Growth:
     """Takes the turns of a tree's branches. `fork` is called once per turn that may fork, with the
     seconds of the branch before the turn and the entropies of the first tokens; `complete` with
     nodes that are final, and the stop string of the first one's turn."""
 
     def __init__(
-        self, place: Place, hooks: RolloutHooks, recovery: Recovery, fork: Fork, complete: Complete
+        self,
+        actor: ActorParts,
+        tree: TrajectoryTree,
+        plan: RolloutPlan,
+        limits: Limits,
+        session: str,
+        hooks: RolloutHooks,
+        recovery: Recovery,
+        fork: Fork,
+        complete: Complete,
     ) -> None:
-        self._actor, self._tree, self._plan, self._limits, self._session = place
-        self._hooks, self._recovery = hooks, recovery
+        self._actor, self._tree, self._plan, self._limits = actor, tree, plan, limits
+        self._session, self._hooks, self._recovery = session, hooks, recovery
         self._fork, self._complete = fork, complete
 
     async def take_turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:

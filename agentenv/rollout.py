@@ -44,7 +44,7 @@ from agentenv.errors import (
 )
 from agentenv.failures import failure_of, kind_of
 from agentenv.frames import Recorded
-from agentenv.growth import Growth, Place
+from agentenv.growth import Growth
 from agentenv.hooks import RolloutHooks
 from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
@@ -103,8 +103,8 @@ class Rollout:
         self._probes_since: float | None = None  # loop time, while a single root grows
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
         self._recovery = Recovery(actor, tree, limits)
-        place = Place(actor, tree, plan, limits, session)
-        self._growth = Growth(place, hooks, self._recovery, self._fork, self._complete)
+        mine = session, hooks, self._recovery, self._fork, self._complete
+        self._growth = Growth(actor, tree, plan, limits, *mine)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
