@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from agentenv.actor import Actor, Awaited, awaited_by
+from agentenv.branch import BranchNow
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
@@ -40,7 +41,6 @@ from agentenv.pipelines.run.control import (
 )
 from agentenv.pipelines.run.records import FAILED
 from agentenv.pipelines.run.watchdog import by_what, expected_s
-from agentenv.rollout import BranchNow
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
 CANCEL_REASON = "by agentenv ctl"
