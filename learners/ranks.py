@@ -76,7 +76,8 @@ class RankLink:
         for message in messages_of(command):
             self._link.send(msgspec.msgpack.encode(message))
             await self._link.drain()
-        return unpack_reply(await self._link.receive())
+        reply: Done | Failed = unpack_reply(await self._link.receive())
+        return reply
 
     def interrupt(self) -> None:
         """Abort the running command; see `Abort`."""
