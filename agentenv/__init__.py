@@ -43,6 +43,7 @@ Custom environments can import their names from here; the rest is in these files
                engine     the interface of the engines, and their settings
     settings   config     TOML files to structs
                server_config   settings of engine servers
+               stop_strings   the ends of turns, found in sampled tokens
                registry   parts chosen by name, also from the user's own package
                old_keys   keys of earlier versions: the reason for their removal, and replacements
     processes  cluster/   rollouts and environments in separate processes

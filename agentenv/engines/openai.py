@@ -13,11 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from agentenv.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.engines.remote.client import (
-    FailedError,
-    RequestRefusedError,
-    SilentServerError,
-)
+from agentenv.engines.remote.client import FailedError, RequestRefusedError, SilentServerError
 from agentenv.engines.remote.endpoint import ModelEndpoint
 from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError

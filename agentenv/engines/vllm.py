@@ -18,9 +18,7 @@ from msgspec.structs import replace
 
 from agentenv.engine import EngineCapabilities, check_request
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.client import (
-    RequestRefusedError,
-)
+from agentenv.engines.remote.client import RequestRefusedError
 from agentenv.engines.remote.probes import (
     ABORT,
     GENERATE,

@@ -26,8 +26,8 @@ import msgspec
 from aiohttp import web
 
 from agentenv.engines.remote.base import RemoteServer, sampled
-from agentenv.engines.remote.client import SESSION_HEADER
 from agentenv.engines.remote.request import ServerRequest
+from agentenv.engines.remote.routing import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from agentenv.deadline import Wait
-from agentenv.engine import Engine, StopStrings, check_request
+from agentenv.engine import Engine, check_request
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.offload import in_thread, start_thread
+from agentenv.stop_strings import StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:

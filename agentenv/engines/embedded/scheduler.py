@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.engine import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
     DecodeGroup,
     DecoderModel,
@@ -30,6 +29,7 @@ from agentenv.engines.embedded.model import (
 from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
 from agentenv.errors import EngineError
+from agentenv.stop_strings import StopMatcher, StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more

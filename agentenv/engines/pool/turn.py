@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec.structs import replace
 
 from agentenv.deadline import deferring, doing, end, uncancelled, waiting
-from agentenv.engine import Engine, StopMatcher, StopStrings, extend_spans
+from agentenv.engine import Engine, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -50,6 +50,7 @@ from agentenv.engines.remote.request import (
 )
 from agentenv.errors import EngineError
 from agentenv.server_config import PoolConfig
+from agentenv.stop_strings import StopMatcher, StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]

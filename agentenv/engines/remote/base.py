@@ -20,12 +20,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import (
-    Ranks,
-    RequestRefusedError,
-    ServerClient,
-    routing,
-)
+from agentenv.engines.remote.client import RequestRefusedError, ServerClient
 from agentenv.engines.remote.request import (
     ForeignWeightsError,
     NoDescriptorError,
@@ -35,6 +30,7 @@ from agentenv.engines.remote.request import (
     ServerLostError,
     ServerRequest,
 )
+from agentenv.engines.remote.routing import Ranks, routing
 from agentenv.engines.remote.weights import (
     Layout,
 )

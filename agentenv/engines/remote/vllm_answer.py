@@ -13,12 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import (
-    Count,
-    FailedError,
-    Logprob,
-    RequestRefusedError,
-)
+from agentenv.engines.remote.client import Count, FailedError, Logprob, RequestRefusedError
 from agentenv.engines.remote.probes import (
     ENTROPY,
     STOP_STRINGS,

@@ -31,10 +31,7 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from agentenv.engines.remote.base import F, RemoteServer
-from agentenv.engines.remote.client import (
-    FailedError,
-    RequestRefusedError,
-)
+from agentenv.engines.remote.client import FailedError, RequestRefusedError
 from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weights import (
     Bucket,
