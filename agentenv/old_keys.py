@@ -88,7 +88,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
     "PooledEngineConfig": {
         "control_urls": Deleted([], "name the servers behind the router in engine.urls"),
     },
-    "PoolConfig": {"load_timeout_s": _always(600.0)},
+    "PoolConfig": {"broadcast_timeout_s": _always(60.0), "load_timeout_s": _always(600.0)},
     "PythonConfig": {
         "remote_url": Deleted(None, "model-written code runs in the sandbox of this machine only"),
     },
