@@ -43,6 +43,7 @@ Custom environments can import their names from here; the rest is in these files
     endpoint/  the APIs for agent programs, and the capture of their calls
     engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers
                engine     the interface of the engines, and their settings
+               stop_strings   the ends of turns, found in sampled tokens
     settings   config     TOML files to structs
                server_config   settings of engine servers
                registry   parts chosen by name, also from the user's own package

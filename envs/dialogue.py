@@ -140,11 +140,11 @@ class ModelUser:
 
     async def _request(self, body: dict[str, Any]) -> str:
         from agentenv.engines.remote.chat_model import read_reply
-        from agentenv.engines.remote.client import MalformedReplyError, RefusedError
+        from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 
         try:
             return read_reply(await self._model.reply(body)).text
-        except (RefusedError, MalformedReplyError) as error:
+        except (RequestRefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
             raise InfraError(f"the user model failed: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.cluster.envs import EnvServer, EnvWorkers, WorkerEnv
+from agentenv.cluster.envs import EnvHost, EnvWorkers, WorkerEnv
 from agentenv.cluster.messages import pack
 from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working
@@ -61,13 +61,13 @@ class Host:
         self._make = make
         self.links: dict[str, Link] = {}
         self.ends: dict[str, Link] = {}
-        self.servers: dict[str, EnvServer] = {}
+        self.servers: dict[str, EnvHost] = {}
         self.serving: dict[str, asyncio.Task[None]] = {}
         self.joined: dict[str, asyncio.Task[Left]] = {}
 
     async def add(self, name: str) -> None:
         self.links[name], self.ends[name] = linked()
-        self.servers[name] = EnvServer(self._make, self.ends[name], TIMEOUT_S)
+        self.servers[name] = EnvHost(self._make, self.ends[name], TIMEOUT_S)
         self.serving[name] = asyncio.create_task(self._serve(name))
         self.joined[name] = asyncio.create_task(self.workers.join(name, self.links[name]))
         await asyncio.sleep(0)

@@ -27,7 +27,7 @@ from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.remote.client import ServerClient
-from agentenv.engines.remote.request import ForeignWeightsError, Request
+from agentenv.engines.remote.request import ForeignWeightsError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.env import Grade, close_shared
@@ -285,7 +285,7 @@ def test_events_of_vllm(events: list[bytes]) -> None:
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
-    request = Request("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
+    request = ServerRequest("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
     answer = SGLangAnswer("s", request, 20, name_span, 9)
 
     def read() -> Any:

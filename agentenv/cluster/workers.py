@@ -26,7 +26,7 @@ from agentenv.actor import Actor
 from agentenv.branch import BranchNow
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
-from agentenv.cluster.messages import Figures, pack
+from agentenv.cluster.messages import WorkerFigures, pack
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError
@@ -88,7 +88,7 @@ class _Worker(Worker):
         self.turns = Turns(engine, link)
         self.leases = Leases(engine, link) if isinstance(engine, EnginePool) else None
         self.trees: dict[int, _Growing] = {}
-        self.figures = Figures()
+        self.figures = WorkerFigures()
         self.num_ended = 0
         self.has_come_further = False  # one of its trees made progress
         self.idle = asyncio.Event()  # it has no trees
@@ -310,9 +310,9 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         match message:
             case messages.TreeFrame():
                 self._frame(worker, message)
-            case messages.Sample():
+            case messages.SampleTurn():
                 worker.turns.sample(message)
-            case messages.Acquire() | messages.FirstToken() | messages.Release():
+            case messages.Acquire() | messages.FirstToken() | messages.SlotRelease():
                 assert worker.leases is not None, "slots are those of a pool"
                 worker.leases.handle(message)
             case messages.Quit():
@@ -332,7 +332,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self.leave(worker.name, message.within_s)
             case messages.Notice():
                 self.report(f"{worker.name}: {message.text}")
-            case messages.Ended():
+            case messages.RolloutEnded():
                 self._count(worker, message)
             case messages.CurrentWaits():
                 growing = worker.trees.get(message.number)
@@ -340,7 +340,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if reply is not None and not reply.done():
                     reply.set_result(message.branches)
 
-    def _count(self, worker: _Worker, message: messages.Ended) -> None:
+    def _count(self, worker: _Worker, message: messages.RolloutEnded) -> None:
         """Count a failure. If there are too many over all workers, a requested tree raises."""
         try:
             self._actor.failures.add(message.failure, who=worker.name)
@@ -483,7 +483,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         """The total over all workers, from their last statistics."""
         return sum(one.figures.num_open_envs for one in self.workers.values())
 
-    def figures(self) -> list[Figures]:
+    def figures(self) -> list[WorkerFigures]:
         """The last statistics of each connected worker."""
         return [one.figures for one in self.workers.values()]
 

@@ -13,12 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from agentenv.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.engines.remote.client import (
-    FailedError,
-    RefusedError,
-    SilentServerError,
-)
-from agentenv.engines.remote.endpoint import Endpoint
+from agentenv.engines.remote.client import FailedError, RequestRefusedError, SilentServerError
+from agentenv.engines.remote.endpoint import ModelEndpoint
 from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.types import Completion, VersionSpan
@@ -87,15 +83,15 @@ HOPELESS = (401, 403, 404)  # after these, no request can succeed
 
 
 class EndpointEngine(Engine):
-    """Common base of the engines over an Endpoint. An endpoint that rejects everything, or that is
-    unreachable, ends the run: EngineDeadError.
+    """Common base of the engines over a ModelEndpoint. An endpoint that rejects everything, or that
+    is unreachable, ends the run: EngineDeadError.
     """
 
     policy_version = 0
 
     def __init__(self, config: OpenAIConfig) -> None:
         self.config = config
-        self.endpoint = Endpoint(config, "engine")
+        self.endpoint = ModelEndpoint(config, "engine")
         self._dead = ""  # the reason
 
     @property
@@ -114,7 +110,7 @@ class EndpointEngine(Engine):
         )
 
     def stats(self) -> dict[str, float]:
-        """See Endpoint.counts."""
+        """See ModelEndpoint.counts."""
         return dict(self.endpoint.counts)
 
     async def close(self) -> None:
@@ -129,7 +125,7 @@ class EndpointEngine(Engine):
             raise EngineDeadError(self._dead)
         try:
             yield
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if error.status not in HOPELESS:
                 raise
             self._dead = str(error)

@@ -48,13 +48,13 @@ from agentenv.config import load_config
 from agentenv.disk import write_whole
 from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.request import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerLoad, ServerRequest
 from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES
+from agentenv.link import PREFIX_BYTES, frame_of
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
@@ -63,6 +63,8 @@ from agentenv.pipelines.run.terminal import View, run_until_done
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
+from agentenv.untrusted import packed
+from agentenv.worker_group import Hello
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
 from tests.support.ports import held_ports
 
@@ -315,7 +317,7 @@ class WaitingServer:
         self.policy_version = policy_version
         return ServerInfo("waiting", "1", "policy", 4096, frozenset())
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if self._draws is None:
             self._draws = Draws(load_tokenizer(Path(self.url), with_weights=True))
         done, seconds = self._draws.draw(len(request.prompt_ids))
@@ -375,8 +377,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
     writes are an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    hello = wire.RankHello(token, 0, 1, os.getpid(), socket.gethostname(), "")
-    writer.write(wire.pack_frame(hello))
+    hello = Hello(token, 0, os.getpid(), total=1, host=socket.gethostname())
+    writer.write(frame_of(packed(hello)))
     version = 0
     while True:
         try:

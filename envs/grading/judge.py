@@ -23,7 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.engines.remote.chat_model import ChatModel, fenced, read_reply, shortened
-from agentenv.engines.remote.client import MalformedReplyError, RefusedError
+from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
@@ -170,7 +170,7 @@ class Judge:
     async def _request(self, body: dict[str, Any]) -> bytes:
         try:
             reply = read_reply(await self._model.reply(body))
-        except (RefusedError, MalformedReplyError, EngineDeadError) as error:
+        except (RequestRefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:
             raise GraderDownError(f"the judge failed: {error}") from error

@@ -8,7 +8,7 @@ import re
 from msgspec import Struct
 
 from agentenv.engines.remote.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
-from agentenv.engines.remote.client import RefusedError
+from agentenv.engines.remote.client import RequestRefusedError
 from agentenv.envs.search.keys import SummarizerConfig
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError
@@ -42,7 +42,7 @@ The pages:
 {pages}"""
 
 
-class Summary(Struct, frozen=True):
+class PageSummary(Struct, frozen=True):
     """The model's summary, empty if its reply has none; `num_tokens` of request and reply, 0 for a
     cached one or if not reported."""
 
@@ -61,7 +61,7 @@ class Summarizer:
             config, "search.summarizer", temperature=config.temperature, top_p=config.top_p
         )
 
-    async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> Summary:
+    async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> PageSummary:
         """The model's summary of the pages: the text after its "**Final Information**", truncated
         at `max_chars`. A reply without that line has no summary.
 
@@ -84,7 +84,7 @@ class Summarizer:
             try:
                 reply = read_reply(await self._model.reply(body))
             except EngineError as error:
-                refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
+                refused = isinstance(error, RequestRefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError
                 raise kind(f"search.summarizer: {error}") from error
             num_tokens = reply.num_tokens
@@ -93,7 +93,7 @@ class Summarizer:
 
         key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
         text = await self._cache.through(key, generate, decode_text)
-        return Summary(text[: self.config.max_chars], num_tokens)
+        return PageSummary(text[: self.config.max_chars], num_tokens)
 
     def stats(self) -> dict[str, float]:
         """The number of requests to the model; cached summaries need none."""

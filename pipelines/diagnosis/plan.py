@@ -18,7 +18,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.serving.gpus import GIB, GpuPlan, Machine, learner_gpus
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.pipelines.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
 from agentenv.pipelines.setup.memory import (
     KNOWN,
@@ -61,7 +61,7 @@ class Plan(Struct):
     """The processes of a run. `problems`: reasons why they cannot run; `missing`: missing inputs;
     `made`: facts about output of the run; `advice`: improvements. All are lines of text."""
 
-    machine: Machine
+    machine: PlannedMachine
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 HERE = "on this machine"
 
 
-def make_plan(config: AnyRun, machine: Machine, resolve: Resolve, model: str = "") -> Plan:
+def make_plan(config: AnyRun, machine: PlannedMachine, resolve: Resolve, model: str = "") -> Plan:
     """The plan of a configuration. `model`: the path of the policy if the configuration does not
     contain it; "" for an endpoint. Raises ConfigError for GPUs that are missing or claimed
     twice."""
@@ -176,7 +176,7 @@ SHARE_GPUS = (
 
 
 class _Planner:
-    def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
+    def __init__(self, config: Any, machine: PlannedMachine, resolve: Resolve, model: str) -> None:
         self.config, self.machine, self.resolve = config, machine, resolve
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])

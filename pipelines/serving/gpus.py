@@ -138,7 +138,7 @@ COLOCATED = "resources.colocated"
 SHARED = f"; with {COLOCATED} = true learner and servers alternate on GPUs, 'at_once' shares them"
 
 
-class Machine(Struct, frozen=True):
+class PlannedMachine(Struct, frozen=True):
     """The machine of a planned run. `main_bytes`: its main memory, 0 if unknown. `name`: a
     description."""
 
@@ -148,22 +148,22 @@ class Machine(Struct, frozen=True):
     name: str
 
 
-def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
+def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> PlannedMachine:
     """The machine with the requested GPUs, else this machine."""
     here = visible_gpus()
     number = len(here) if num_gpus is None else num_gpus
     main = _main_memory() if num_gpus is None else 0.0
     if not number:
-        return Machine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
+        return PlannedMachine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
     name = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
     if gpu_memory_gib is not None:
         name += f" with {gpu_memory_gib:g} GiB each"
-        return Machine(number, gpu_memory_gib * GIB, main, name)
+        return PlannedMachine(number, gpu_memory_gib * GIB, main, name)
     found = memory_of(here[0]) if here and num_gpus is None else 0.0
     if found:
-        return Machine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
+        return PlannedMachine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
     name += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
-    return Machine(number, ASSUMED_GPU_GIB * GIB, main, name)
+    return PlannedMachine(number, ASSUMED_GPU_GIB * GIB, main, name)
 
 
 def memory_of(gpu: str) -> float:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
-from agentenv.cluster.messages import Figures, Grow, pack
+from agentenv.cluster.messages import Grow, WorkerFigures, pack
 from agentenv.config import Reporter, build_config
 from agentenv.encoder import encode_in_process
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
@@ -92,7 +92,7 @@ class ReportedFailures(Failures):
             if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
                 self._traced.add(failure.same)
                 logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
-        self._link.send(pack(messages.Ended(failure)))
+        self._link.send(pack(messages.RolloutEnded(failure)))
 
 
 class WorkerEngine(Protocol):
@@ -121,7 +121,7 @@ class RolloutWorker:
         *,
         settings: str = "",
         incarnation: int = 0,
-        look: Callable[[Figures], None] = lambda figures: None,
+        look: Callable[[WorkerFigures], None] = lambda figures: None,
     ) -> None:
         self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
         self._settings, self._incarnation = settings, incarnation
@@ -203,7 +203,7 @@ class RolloutWorker:
 
     def _beat(self) -> bytes:
         actor = self._actor
-        found = Figures(
+        found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
             num_cut=getattr(actor.renderer, "num_cut", 0),
@@ -286,7 +286,7 @@ async def build(
     lag = LoopLag()
     waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 
-    def look(figures: Figures) -> None:
+    def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()
         figures.behind = waits.longest()
 

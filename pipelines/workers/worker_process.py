@@ -24,7 +24,7 @@ from agentenv.untrusted import packed
 from agentenv.worker_group import HELLO_S, Hello, Ready, Refusal, named, own_code
 
 
-class Worker(Protocol):
+class WorkerTask(Protocol):
     """The work of a process."""
 
     async def serve(self) -> bool | None:
@@ -44,7 +44,7 @@ NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 RETRY_S = 2.0
 
 # (setup frame, link, stack that closes the parts, report, number of the worker) -> worker
-Build = Callable[[bytes, Link, AsyncExitStack, Reporter, int], Coroutine[Any, Any, Worker]]
+Build = Callable[[bytes, Link, AsyncExitStack, Reporter, int], Coroutine[Any, Any, WorkerTask]]
 
 
 class Errors(logging.Handler):

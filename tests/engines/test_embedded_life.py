@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
-from agentenv.engines.embedded.engine import Call, EmbeddedEngine
+from agentenv.engines.embedded.engine import EmbeddedEngine, EngineCall
 from agentenv.engines.embedded.scheduler import Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
@@ -20,7 +20,7 @@ from tests.engines.small_models import Steps, check, prompt, serving
 
 async def test_a_late_chunk_is_not_reported() -> None:
     chunks: list[Chunk] = []
-    call = Call(asyncio.get_running_loop().create_future(), chunks.append)
+    call = EngineCall(asyncio.get_running_loop().create_future(), chunks.append)
     call.report(Chunk([1], [0.0], [0.0]))
     call.over = True
     call.report(Chunk([2], [0.0], [0.0]))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentenv.engines.remote.base import top_k_entropies
-from agentenv.engines.remote.client import FailedError, RefusedError, ServerClient
+from agentenv.engines.remote.client import FailedError, RequestRefusedError, ServerClient
 from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
@@ -74,7 +74,7 @@ def answering(status: str, body: str) -> Handler:
 )
 async def test_a_refusal_reports_the_reason_of_the_server(body: str) -> None:
     async with serving(answering("400 Bad Request", body)) as client:
-        with pytest.raises(RefusedError, match="/x answered 400: too long") as caught:
+        with pytest.raises(RequestRefusedError, match="/x answered 400: too long") as caught:
             await client.call("POST", "/x", {"a": 1})
     assert (caught.value.status, caught.value.reason) == (400, "too long")
     assert not isinstance(caught.value, ServerLostError)

@@ -10,9 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote.client import SESSION_HEADER, ServerClient, routing
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import VLLMFacts
 from agentenv.engines.remote.request import ServerInfo
+from agentenv.engines.remote.routing import SESSION_HEADER, routing
 from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv import Message, Task, demonstrate, tool
 from agentenv.actor import Actor
-from agentenv.engines.chat import ChatRenderer, Piece, Pieces
+from agentenv.engines.chat import ChatPiece, ChatRenderer, Pieces
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared
 from agentenv.envs.dialogue import (
@@ -394,14 +394,16 @@ async def test_a_missing_user_model_is_refused_at_the_start(served: ScriptedEndp
 # chat messages of an endpoint without tokens
 
 
-def pieces(native: bool) -> tuple[ChatRenderer, list[Piece]]:
+def pieces(native: bool) -> tuple[ChatRenderer, list[ChatPiece]]:
     store = Pieces()
     renderer = ChatRenderer(store, native=native)
     ids = renderer.prompt([Message("user", "What?")], [])
-    ids += store.add(Piece(text="Which?", content="Which?", is_turn=True), 3)
+    ids += store.add(ChatPiece(text="Which?", content="Which?", is_turn=True), 3)
     ids += renderer.observation([Message("user", "red")], [], 100)
     call = ({"id": "1", "type": "function", "function": {"name": "price", "arguments": "{}"}},)
-    turn = store.add(Piece(text=CALL, content="", is_turn=True, calls=call if native else ()), 3)
+    turn = store.add(
+        ChatPiece(text=CALL, content="", is_turn=True, calls=call if native else ()), 3
+    )
     ids += turn
     ids += renderer.observation([Message("tool", "7"), Message("user", "Well?")], [], 100, turn)
     return renderer, store.read(ids)

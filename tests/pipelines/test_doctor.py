@@ -29,7 +29,7 @@ from agentenv.pipelines.diagnosis import doctor as doctors
 from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
 from agentenv.pipelines.diagnosis.doctor import CHECKS, examine
-from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
+from agentenv.pipelines.serving.gpus import PlannedMachine
 from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.types import Completion, Message

@@ -17,7 +17,7 @@ from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis.plan import make_plan
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.serving.gpus import Machine
+from agentenv.pipelines.serving.gpus import PlannedMachine
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
@@ -140,7 +140,7 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
     config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
-    plan = make_plan(config, Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    plan = make_plan(config, PlannedMachine(1, 80 * 2**30, 0.0, "one GPU"), Path)
     _, learner, engine = plan.processes
     assert learner.gpus == engine.gpus == ["0"]
     both = learner.memory.gpu_bytes + engine.memory.gpu_bytes

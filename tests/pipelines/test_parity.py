@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.engines.remote.request import PartEnd, Request
+from agentenv.engines.remote.request import PartEnd, ServerRequest
 from agentenv.errors import LearnerError
 from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree
@@ -44,7 +44,7 @@ def set_logprob(server: FaultyServer, logprob: float) -> None:
     """Let it report this log-prob for every token."""
     ask = server.generate
 
-    async def generate(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         def report(chunk: Chunk) -> None:
             on_chunk(replace(chunk, logprobs=[logprob] * len(chunk.logprobs)))
 

@@ -23,8 +23,8 @@ from agentenv.engines.remote.request import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
-    Request,
     ServerLostError,
+    ServerRequest,
 )
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import (
@@ -68,7 +68,7 @@ async def try_out(server: Server, within_s: float) -> None:
     try:
         async with asyncio.timeout(within_s):
             for attempt in count():
-                request = Request(
+                request = ServerRequest(
                     f"weights-{secrets.token_hex(4)}",
                     PROBE_IDS,
                     SamplingParams(max_tokens=1, temperature=0.0),

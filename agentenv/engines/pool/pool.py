@@ -7,7 +7,7 @@ an update continue there, under the versions that they report.
 
 EnginePool     members, assignment of slots, the target weights (here)
 PooledServer   one server: its state, which follows from outcomes of requests (server.py)
-Turn           one call of generate, by requests to one or more servers in sequence (turn.py)
+PooledTurn     one call of generate, by requests to one or more servers in sequence (turn.py)
 
 Each server has a Keeper (keeper.py), which also has the transports of weights.
 """
@@ -31,7 +31,7 @@ from agentenv.engines.pool.server import Lost, Outcome, PooledServer, problems
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.pool.weight_transfer import Broadcast, share_weights
 from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import BusyError, Request, ServerLostError
+from agentenv.engines.remote.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Sender, SharedSender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
@@ -310,7 +310,7 @@ class EnginePool(TurnEngine[PooledServer]):
     ) -> dict[str, Completion]:
         """See Engine.generate_on_each; not counted and not retried."""
         self.counts["probes"] += 1
-        request = Request(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
+        request = ServerRequest(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
         found: dict[str, Completion] = {}
 
         async def probe(server: PooledServer) -> None:

@@ -123,11 +123,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 f"{self.pool.load_timeout_s:g}: the run would end while its only server loads "
                 "weights"
             )
-        if self.pool.broadcast_timeout_s > self.pool.load_timeout_s:
-            raise ConfigError(
-                f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
-                f"{self.pool.load_timeout_s:g}, after which a server is abandoned"
-            )
 
     def check_urls(self, key: str = "engine") -> None:
         """Raises ConfigError for an invalid URL."""

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from agentenv.call_syntax import after_thoughts
 from agentenv.engines.remote.client import Count, MalformedReplyError
-from agentenv.engines.remote.endpoint import Endpoint, Json
+from agentenv.engines.remote.endpoint import Json, ModelEndpoint
 from agentenv.errors import ForeignError
 from agentenv.server_config import ChatModelConfig
 from agentenv.untrusted import convert, decode
@@ -126,7 +126,7 @@ class ChatModel:
 
     def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
         self.name = table.rpartition(".")[2]
-        self.endpoint = Endpoint(config, table)
+        self.endpoint = ModelEndpoint(config, table)
         self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
 
     async def complete(self, system: str, user: str) -> ModelReply:

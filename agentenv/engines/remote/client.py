@@ -16,15 +16,11 @@ import asyncio
 import errno
 import logging
 import os
-import re
 import resource
 import socket
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, TypeVar
-from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -60,7 +56,7 @@ Logprob = Annotated[float, Meta(le=1.0)]  # with tolerance for rounding
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # exact as a float
 
 
-class RefusedError(EngineError):
+class RequestRefusedError(EngineError):
     """The server rejected the request; `status` is the HTTP status, `reason` the server's text."""
 
     is_final = True
@@ -224,7 +220,7 @@ class ServerClient:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
-        except RefusedError as error:
+        except RequestRefusedError as error:
             raise ConfigError(
                 f"{self.name} answers {error.status} to GET /openapi.json, which lists the routes "
                 "of an engine: it is not an engine server, or it was started with "
@@ -322,7 +318,7 @@ class ServerClient:
             raise FailedError(text, status, reason)
         if status == 401:
             text += "; check the API key of this server"
-        raise RefusedError(text, status, reason)
+        raise RequestRefusedError(text, status, reason)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
         # Not readline, whose limit is below a line with the log-probs of a whole vocabulary.
@@ -385,52 +381,3 @@ def _lacks_descriptors() -> bool:
 
 def _shorten(body: bytes) -> str:
     return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
-
-
-# Location of a session's prefixes: ranks, router headers.
-
-SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
-MAX_SESSIONS = 65536  # with a remembered rank
-MAX_SESSION_CHARS = 200  # servers and proxies limit headers to a few kB
-PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # valid in a header, except %
-
-
-class Ranks:
-    """Data-parallel ranks behind one URL, each with its own prefix cache: a session stays on one
-    rank, the least loaded one at its start."""
-
-    def __init__(self) -> None:
-        self.count = 1
-        self._homes: OrderedDict[str, int] = OrderedDict()
-        self._num_running: Counter[int] = Counter()
-
-    @contextmanager
-    def take(self, session: str) -> Iterator[int | None]:
-        """The rank for a request; None: the server chooses."""
-        if self.count == 1 or not session:
-            yield None
-            return
-        rank = self._homes.get(session, self.count)
-        if rank >= self.count:
-            rank = min(range(self.count), key=self._num_running.__getitem__)
-        self._homes[session] = rank
-        self._homes.move_to_end(session)
-        if len(self._homes) > MAX_SESSIONS:
-            self._homes.popitem(last=False)
-        self._num_running[rank] += 1
-        try:
-            yield rank
-        finally:
-            self._num_running[rank] -= 1
-
-
-def routing(session: str, rank: int | None) -> dict[str, str]:
-    """Headers by which routers, and servers with ranks, find the prefixes of a session. A name that
-    is invalid in a header is percent-encoded, and a long one is hashed."""
-    name = session
-    if not PLAIN.fullmatch(session):
-        name = quote(session, errors="surrogatepass")
-    if len(name) > MAX_SESSION_CHARS:
-        name = blake2b(name.encode(), digest_size=16).hexdigest()
-    headers = {SESSION_HEADER: name} if session else {}
-    return headers if rank is None else headers | {RANK_HEADER: str(rank)}

@@ -14,7 +14,7 @@ from msgspec import Struct
 from yarl import URL
 
 from agentenv.deadline import admitted, pause_before_retry
-from agentenv.engines.remote.client import RefusedError, ServerClient
+from agentenv.engines.remote.client import RequestRefusedError, ServerClient
 from agentenv.engines.remote.request import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.server_config import read_key
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 
-class EndpointConfig(Protocol):
+class ModelEndpointConfig(Protocol):
     """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` applies to one
     request."""
 
@@ -45,13 +45,13 @@ class EndpointConfig(Protocol):
     def max_concurrency(self) -> int: ...
 
 
-class Endpoint:
+class ModelEndpoint:
     """An endpoint; `send` makes requests. `start` finds the model if none is named, and its
     reported properties: `owner` is its server, `served_from` its directory or hub name,
     `max_model_len` in tokens; empty or 0 if not reported. `table` is the configuration table in
     error messages."""
 
-    def __init__(self, config: EndpointConfig, table: str) -> None:
+    def __init__(self, config: ModelEndpointConfig, table: str) -> None:
         url = config.url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -81,7 +81,7 @@ class Endpoint:
         try:
             found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if error.status in (401, 403) or not self.model:
                 raise ConfigError(f"{self._table}: {error}") from error
             models = {}  # some endpoints do not list models
@@ -134,7 +134,7 @@ class Endpoint:
                 async with admitted(self._slots, self._slot):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
-            except RefusedError:
+            except RequestRefusedError:
                 raise
             except EngineError as error:  # lost, 5xx, 429, malformed
                 problem = error

@@ -15,10 +15,10 @@ from agentenv.engines.remote.client import (
     Count,
     Logprob,
     MalformedReplyError,
-    RefusedError,
+    RequestRefusedError,
     ServerClient,
 )
-from agentenv.engines.remote.request import PartEnd, Request, ServerInfo
+from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerRequest
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError, EngineError
@@ -26,7 +26,7 @@ from agentenv.offload import in_thread
 from agentenv.server_config import VLLM_IPC
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 
-TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
+TRIAL = ServerRequest("", [0], SamplingParams(max_tokens=1, top_k=1))
 VLLM_TRIED = "0.32"  # tested version of vLLM
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -430,7 +430,7 @@ async def _top_logprobs(
     try:
         answer = await http.call_as(_Probed, "POST", "/generate", body)
         top = (answer.meta_info.output_top_logprobs or [])[0] or []
-    except (RefusedError, MalformedReplyError, IndexError) as error:
+    except (RequestRefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
     return {token: logprob for logprob, token, _ in top if logprob is not None}
 

@@ -47,7 +47,7 @@ class NoDescriptorError(EngineError):
     """This process can open no more connections: not the server's fault, and nothing was sent."""
 
 
-class AbortedError(EngineError):
+class RequestAbortedError(EngineError):
     """The request was aborted on purpose, for a change of the server. All received tokens were
     reported to `on_chunk`; the rest may be requested at once, and this does not count as a
     retry."""
@@ -85,7 +85,7 @@ class ServerLoad(Struct, frozen=True):
     num_preemptions: int
 
 
-class Request(Struct, frozen=True):
+class ServerRequest(Struct, frozen=True):
     """One turn to sample. The client chooses a unique `id`, so that the request can be aborted.
 
     After the first token, events may have `stream_interval` tokens, since each event costs both

@@ -31,10 +31,7 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from agentenv.engines.remote.base import F, RemoteServer
-from agentenv.engines.remote.client import (
-    FailedError,
-    RefusedError,
-)
+from agentenv.engines.remote.client import FailedError, RequestRefusedError
 from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weights import (
     Bucket,
@@ -147,7 +144,7 @@ class WeightSync(RemoteServer[F]):
             self.pause_wait_s = loop.time() - requested_s
             try:
                 await change()
-            except RefusedError:
+            except RequestRefusedError:
                 await self._resume()
                 refused, self._unusable = True, before
                 raise
@@ -195,7 +192,10 @@ class WeightSync(RemoteServer[F]):
         routes = self.transfer
         try:
             await self._post(routes.start, routes.empty)
-        except (RefusedError, FailedError):  # an earlier update was aborted between two buckets
+        except (
+            RequestRefusedError,
+            FailedError,
+        ):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)
