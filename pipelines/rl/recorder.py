@@ -99,17 +99,14 @@ class Recorder:
         `engine`: its statistics since this process started; `failures`: the causes of failed
         rollouts."""
         config, state = self.config, self.state
-        summary = report.summarize(
-            state,
-            name=self.report_set,
-            seed=config.run.seed,
-            algorithm=config.algorithm_name,
-            policy_version=policy_version,
-            in_flight=in_flight,
-            event_loop=event_loop,
-            engine=engine,
-            failures=failures,
-        )
+        summary = {
+            "seed": config.run.seed,
+            "algorithm": config.algorithm_name,
+            **report.summarize(state, self.report_set, in_flight, failures),
+            "policy_version": policy_version,
+            "event_loop": event_loop,
+            "engine": engine,
+        }
         self.run.write_json("summary.json", summary)
         if self.report_set:
             table = report.final_table(state, self.report_set, cold_start=config.sft is not None)

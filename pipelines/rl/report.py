@@ -292,44 +292,14 @@ MEANS = ("success", "reward", "failed_share", "success_if_failed_wrong")  # of B
 
 
 def summarize(
-    state: RunState,
-    *,
-    name: str,
-    seed: int,
-    algorithm: str,
-    policy_version: int,
-    in_flight: int,
-    event_loop: dict[str, float],
-    engine: dict[str, Any],
-    failures: Sequence[str] = (),
+    state: RunState, name: str, in_flight: int, failures: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The content of summary.json. `failures`: causes of failed rollouts of this process, each
-    with its count."""
-    reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
-
-    def by_phase(figure: str) -> dict[str, Any]:
-        return {
-            phase: None if report is None else getattr(report.overall, figure)
-            for phase, report in reports.items()
-        }
-
-    def by_kind(figure: str) -> dict[str, Any]:
-        return {
-            phase: {}
-            if report is None
-            else {kind: getattr(score, figure) for kind, score in report.by_kind.items()}
-            for phase, report in reports.items()
-        }
-
+    """The part of summary.json from the state of the run. `name`: the reported evaluation set;
+    `failures`: causes of failed rollouts of this process, each with its count."""
     totals, counters = state.totals, state.counters
-    trees = max(1, totals.num_trees)
     return {
-        "seed": seed,
-        "algorithm": algorithm,
         "evaluation_set": name,
-        "success_interval": by_phase("interval"),
-        **{name: by_phase(name) for name in (*MEANS, "num_trajectories", "num_failed")},
-        **{f"{name}_by_kind": by_kind(name) for name in MEANS},
+        **_by_phase({phase: state.reports.get(phase, {}).get(name) for phase in PHASES}),
         "rollouts": {
             "trajectories": totals.num_trajectories,
             "failed": totals.num_failed,
@@ -339,7 +309,10 @@ def summarize(
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
         "trees": {**counters.counts(in_flight), "failed_by_kind": counters.failed},
-        "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
+        "staleness": {
+            "max": totals.staleness_max,
+            "mean": totals.staleness_sum / max(1, totals.num_trees),
+        },
         "tokens": {
             "sampled": totals.sampled_tokens,
             "trained": totals.trained_tokens,
@@ -349,12 +322,24 @@ def summarize(
         "wall_s": _phases(state.wall_s),
         "cpu_s": _phases(state.cpu_s),
         "num_steps": state.step,
-        "policy_version": policy_version,
         "incarnation": state.incarnation,
         "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
-        "event_loop": event_loop,
-        "engine": engine,
     }
+
+
+def _by_phase(reports: dict[str, BriefReport | None]) -> dict[str, dict[str, Any]]:
+    """The figures of the reports by phase, means also by kind."""
+    found: dict[str, dict[str, Any]] = {"success_interval": {}}
+    for phase, one in reports.items():
+        found["success_interval"][phase] = None if one is None else one.overall.interval
+        for name in (*MEANS, "num_trajectories", "num_failed"):
+            figure = None if one is None else getattr(one.overall, name)
+            found.setdefault(name, {})[phase] = figure
+        for name in MEANS:
+            kinds = {} if one is None else one.by_kind
+            own = {kind: getattr(score, name) for kind, score in kinds.items()}
+            found.setdefault(f"{name}_by_kind", {})[phase] = own
+    return found
 
 
 def run_rate(state: RunState, more_s: float = 0.0) -> float:
