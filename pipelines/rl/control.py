@@ -70,10 +70,10 @@ class Control:
         match request:
             case GetStatus():
                 return self._status()
-            case GetWhy(tree=None):
-                return await self._waits()
+            case GetWhy(tree=int(index)):
+                return await self._why(index)
             case GetWhy():
-                return await self._why(request.tree)
+                return await self._waits()
             case Cancel():
                 return self._cancel_all(request.trees)
             case Pause():

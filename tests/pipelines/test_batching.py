@@ -151,6 +151,13 @@ def test_a_tool_whose_every_call_fails_after_it_worked_trains_nothing(
     assert ours.state.counters.num_delivered == len(earlier)
 
 
+def test_a_step_without_any_trajectory_is_not_trained() -> None:
+    ours, (tree,) = builder(ARPO(group_size=4)), trees()[3:]
+    with pytest.raises(RefusedStepError, match="all 5 trajectories of a step failed") as caught:
+        settled(ours, [tree])
+    assert caught.value.trees == [3]
+
+
 def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
     trees = [calling(i, "HTTP 401") for i in range(24)]

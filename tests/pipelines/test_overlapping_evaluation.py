@@ -4,8 +4,6 @@ one policy version from beginning to end."""
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 
 from agentenv.launchers import train
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
-from tests.support.forks import Command
 from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.slow
@@ -71,27 +68,3 @@ def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> No
     state = json.loads((finished / "checkpoints" / "best" / "state.json").read_text())
     assert state["step"] == best["step"]
     assert not (finished / "evaluating").exists()
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.usefixtures("here")
-def test_an_interrupted_evaluation_is_repeated_with_its_own_weights(warehouse: Path) -> None:
-    folder = warehouse.parent
-    run = folder / "runs" / "cut-off"
-    slow = (*overrides(folder, "cut-off", 60.0), "train.num_steps=3")
-    command = ("launchers/train.py", str(warehouse), *slow)
-    with Command(*command, log=folder / "cut-off.log", path=[folder]) as process:
-        deadline = time.monotonic() + 90
-        while not ((run / "metrics.jsonl").is_file() and rows_of(run)[-1]["step"] == 3):
-            assert process.poll() is None, process.read_log()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130
-    assert not evaluated(run)
-    quick = [str(warehouse), *overrides(folder, "cut-off", 0.0), "train.num_steps=3", "--resume"]
-    assert train.main(quick) == 0
-    (row,) = evaluated(run)
-    assert (row["step"], row["policy_version"]) == (2, 2)
-    assert [path.name for path in (run / "eval").iterdir()] == ["step-000002"]
-    assert len((run / "eval" / "step-000002" / "rows.jsonl").read_text().splitlines()) == 3
