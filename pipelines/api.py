@@ -1,6 +1,6 @@
 """Training and evaluation from Python: in a script, a notebook, or next to a running event loop.
 
-    from agentenv.pipelines import evaluate, train
+    from agentenv import evaluate, train
 
     result = train("train.toml", ["train.num_steps=20"], env=Warehouse, data=rows)
     print(result.success, result.checkpoint)

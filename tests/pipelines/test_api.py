@@ -1,4 +1,4 @@
-"""`train` and `evaluate` of agentenv.pipelines: the commands' work, from Python."""
+"""`train` and `evaluate` of agentenv: the commands' work, from Python."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from agentenv import ConfigError, DataError, Task, ToolEnv, tool
+from agentenv import ConfigError, DataError, Task, ToolEnv, evaluate, tool, train
 from agentenv.config import load_config, read_toml, to_plain
 from agentenv.env import env_ids, shared, shared_stats
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.launchers import train as command
-from agentenv.pipelines import api, evaluate, train
+from agentenv.pipelines import api
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation import run as evaluation_run
 from tests.support.warehouse import STOCK
@@ -300,7 +300,7 @@ def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None
 def test_the_core_exports_train_and_evaluate_lazily() -> None:
     import agentenv
 
-    assert agentenv.train is train
-    assert agentenv.evaluate is evaluate
+    assert agentenv.train is api.train
+    assert agentenv.evaluate is api.evaluate
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         agentenv.nothing  # noqa: B018
