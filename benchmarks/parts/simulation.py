@@ -71,7 +71,7 @@ from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View

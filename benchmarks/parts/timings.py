@@ -39,7 +39,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.loop import Loop
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View

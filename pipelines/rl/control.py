@@ -39,7 +39,7 @@ from agentenv.pipelines.run.control import (
     listening,
 )
 from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.watchdog import by_what, expected_s
+from agentenv.pipelines.run.waits import by_what, expected_s
 from agentenv.rollout import BranchNow
 
 PIECE = 200  # rollouts inspected between two yields to the event loop

@@ -34,9 +34,9 @@ from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 

@@ -26,7 +26,7 @@ from agentenv.frames import Leased
 from agentenv.http import status_error
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
-from agentenv.pipelines.rl import cold_start, evaluations, report
+from agentenv.pipelines.rl import cold_start, evaluations, step_report
 from agentenv.pipelines.rl.alarms import Alarms
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.recorder import Recorder
@@ -384,7 +384,9 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
     assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Alarms, "check_hits"), (report, "rollout_metrics")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Alarms, "check_hits"), (step_report, "rollout_metrics")]
+)
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
