@@ -133,7 +133,7 @@ class Evaluator:
         """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
-        async with self._evaluations.begin(what, "step-000004") as ask:
+        async with self._evaluations.begin(what) as ask:
             rows = await ask(self._actor, "a")
             assert [row.task for row in rows] == [task.id for task in self.tasks]
         return self.asked
