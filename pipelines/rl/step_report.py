@@ -13,7 +13,7 @@ from agentenv.learners.credit import counted_leaves, step_score
 from agentenv.learners.learner import Metrics
 from agentenv.metrics import LoopLag, Throughput, entropy_profile, rollout_metrics, trained_metrics
 from agentenv.offload import in_thread, poll_pause
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import StepBatch
 from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.recorder import Recorder
@@ -91,7 +91,7 @@ class StepReport:
         """Start the clock of the next step, which waits for its trees."""
         self._began_s = asyncio.get_running_loop().time()
 
-    async def measure(self, batch: Batch) -> Metrics:
+    async def measure(self, batch: StepBatch) -> Metrics:
         """Metrics of the trees of a step; also adds to the totals of the state."""
         state, trees, version = self.state, batch.delivered, batch.policy_version
         metrics = await in_thread(rollout_metrics, trees, version)
@@ -102,7 +102,7 @@ class StepReport:
         state.totals.add(metrics)
         return metrics
 
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         """Write the score of the step, its row of metrics and its trajectories. `num_known`: by the
         tree's index, the number of nodes that an earlier process grew."""
         began_s, self._scored_s = self._scored_s, asyncio.get_running_loop().time()

@@ -21,7 +21,7 @@ from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.alarms import Alarms
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
@@ -48,7 +48,7 @@ def builder(algorithm: Algorithm, **queue: Any) -> BatchBuilder:
     return BatchBuilder(config, RunState())
 
 
-def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
+def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> StepBatch:
     batch = ours.begin(delivered)
     ours.settle(batch)
     return batch

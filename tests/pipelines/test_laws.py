@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
 from agentenv.offload import replaced
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder
+from agentenv.pipelines.rl.batching import BatchBuilder, StepBatch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -64,7 +64,7 @@ class Runs(RuleBasedStateMachine):
         patch.setattr(Recorder, "draw", lambda self: [])
         settle = BatchBuilder.settle
 
-        def settling(batches: BatchBuilder, batch: Batch) -> None:
+        def settling(batches: BatchBuilder, batch: StepBatch) -> None:
             self.delivered[batches.state.step] = batch.delivered
             settle(batches, batch)
 
