@@ -239,6 +239,8 @@ class Runs(RuleBasedStateMachine):
             fate = "failed" if credit is None else "filtered" if is_filtered else "trained"
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
+        if self.config.refills:  # each step trains as many groups with a signal
+            assert len(learner.trained) == NUM_STEPS * self.config.queue.groups_per_step
         counters = state.counters
         found = (counters.trained, counters.filtered, counters.num_failed)
         assert found == tuple(map(len, fates.values()))

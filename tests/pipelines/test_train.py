@@ -217,17 +217,6 @@ def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
     assert type(config.algorithm).__name__ == name.upper()
 
 
-@pytest.mark.slow
-def test_refill_replaces_groups_without_signal(warehouse: Path) -> None:
-    arguments = [str(warehouse), "run.name=refill", "queue.refill=true", "algorithm.group_size=2"]
-    assert train.main(arguments) == 0
-    run = warehouse.parent / "runs" / "refill"
-    assert all(row["learner/num_trained"] == 2 for row in rows_of(run) if "learner/loss" in row)
-    trees = json.loads((run / "summary.json").read_text())["trees"]
-    assert trees["trained"] == 8
-    assert trees["filtered"] > 0
-
-
 def a_tree() -> TrajectoryTree:
     tree = TrajectoryTree(Task("t", "env", "?", ("a",)))
     root = tree.add(None, observation_ids=[1, 2])
