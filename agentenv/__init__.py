@@ -1,6 +1,6 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines, loaded on first use.
+`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines.api, loaded on first use.
 
 Custom environments can import their names from here; the rest is in these files:
 
@@ -121,7 +121,7 @@ __all__ = [
 if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
     __path__.append(str(_clone.parent))
 
-_OFFERED = {name: f"agentenv.pipelines:{name}" for name in ("evaluate", "train")}
+_OFFERED = {name: f"agentenv.pipelines.api:{name}" for name in ("evaluate", "train")}
 
 
 def __getattr__(name: str) -> Any:

@@ -118,7 +118,6 @@ ALLOWED = {
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
     "pipelines/rl/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
-    "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,
     "agentenv/endpoint/capture.py Session.next: self._came.wait": "its env, and the program's end",
