@@ -36,8 +36,8 @@ from agentenv.disk import own_folder
 from agentenv.env import shared
 from agentenv.envs.sandbox.launch import (
     HERE,
-    NAMESPACES_ADVICE,
     UNUSED_ID,
+    advised,
     find_interpreter,
     namespaces,
 )
@@ -152,10 +152,7 @@ class Program:
         await asyncio.shield(self._preparing)  # after a cancellation, `close` waits for it
         forward = await host.socket_to(port) if confined and port else None
         python = await find_interpreter(None)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept.callback(self._control.close)
-        self._control.setblocking(False)
-        with theirs:
+        with self._connected() as theirs:
             work = FOLDER if confined else str(self.folder)
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
             settings = program_settings(spec, variables, uid, work, site)
@@ -179,9 +176,7 @@ class Program:
         connections to the endpoint. Raises NoSnapshotError."""
         other = Program(self._outer.parent, self._spec)
         other._process, other._adopt, other._family = self._process, adopt, self._family
-        other._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        other._kept.callback(other._control.close)
-        other._control.setblocking(False)
+        theirs = other._connected()
         other._pidfd = os.dup(self._pidfd)
         other._kept.callback(os.close, other._pidfd)
         other._family.num_open += 1
@@ -246,6 +241,13 @@ class Program:
         """Create its folder, and the file for the sandbox's errors. Blocks."""
         fill_folder(self._spec, uid, self._outer)
         self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
+
+    def _connected(self) -> socket.socket:
+        """Open its control socket; returns the end of process 1."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept.callback(self._control.close)
+        self._control.setblocking(False)
+        return theirs
 
     async def _close(self) -> None:
         if self._preparing is not None:
@@ -386,9 +388,8 @@ def _read_within(folder: int, name: str, max_bytes: int) -> str:
 
 
 def _no_sandbox(text: str) -> ConfigError:
-    advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
     return ConfigError(
-        f"no sandbox for a program is available: {text}{advice}. To run it without protection, "
+        f"no sandbox for a program is available: {advised(text)}. To run it without protection, "
         "with your own permissions and at your own risk, set env.kwargs.program.allow_unsafe = true"
     )
 

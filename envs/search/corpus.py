@@ -6,7 +6,6 @@ A corpus is a JSONL file of rows with id, title and text, or with id and content
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, ForeignError, MissingError, install_hint
+from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 
@@ -268,25 +267,3 @@ def split_contents(contents: str) -> tuple[str, str]:
 def joined_contents(title: str, text: str) -> str:
     """The FlashRAG form of a passage."""
     return f'"{title}"\n{text}'
-
-
-# Optional packages.
-
-
-def needed(module: str, package: str, extra: str, what: str) -> Any:
-    """Import a module. Raises ConfigError with the part that needs it and the install command."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingError(
-            f"{what} requires the package {package!r} ({error}); install it with: "
-            f"{install_hint(extra)}"
-        ) from error
-
-
-def wanted(module: str) -> Any:
-    """The module if it is installed, else None."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None

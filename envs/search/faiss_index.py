@@ -21,10 +21,9 @@ from agentenv.envs.search.corpus import (
     LocalBackend,
     Passage,
     Query,
-    needed,
     read_passage,
 )
-from agentenv.errors import ConfigError, DataError, InfraError
+from agentenv.errors import ConfigError, DataError, InfraError, needed
 
 MAX_BATCH = 64  # queries per batch
 MAX_TOKENS = 256  # of a query
@@ -69,7 +68,7 @@ class FaissBackend(LocalBackend["_Dense"]):
     def __init__(self, config: FaissConfig) -> None:
         super().__init__("faiss", num_threads=1)
         what = 'search.backend.name = "faiss"'
-        self._faiss = needed("faiss", "faiss-cpu", "faiss", what)
+        self._faiss = needed("faiss", "faiss", what, package="faiss-cpu")
         self._config = config
         self._pending: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
         self._working: asyncio.Task[None] | None = None
@@ -181,8 +180,8 @@ class Encoder:
 
     def __init__(self, config: FaissConfig) -> None:
         what = "search.backend.encoder"
-        torch = needed("torch", "torch", "train", what)
-        transformers = needed("transformers", "transformers", "train", what)
+        torch = needed("torch", "train", what)
+        transformers = needed("transformers", "train", what)
         self._torch: Any = torch
         self._config = config
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib.util
 import ipaddress
 import os
 import re
@@ -23,7 +24,6 @@ from yarl import URL
 
 from agentenv.deadline import admitted, backoff_s, waiting
 from agentenv.env import summed_stats
-from agentenv.envs.search.corpus import wanted
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
@@ -437,7 +437,8 @@ class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
-        self._trafilatura = wanted("trafilatura")
+        installed = importlib.util.find_spec("trafilatura") is not None
+        self._trafilatura = importlib.import_module("trafilatura") if installed else None
         page_text("<p>warm</p>", self._trafilatura)  # before the first fork
 
     def __call__(self, payload: dict[str, Any]) -> str:

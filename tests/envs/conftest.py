@@ -27,6 +27,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+async def services() -> AsyncIterator[None]:
+    """Services that a test shares are closed at its end."""
+    yield
+    await close_shared()
+
+
+@pytest.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
     """A sandbox that leaves no process, descriptor or task."""
     await asyncio.to_thread(int)  # the loop's own helper thread is no leak
@@ -46,9 +53,8 @@ async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
 
 
 @pytest.fixture
-async def site() -> AsyncIterator[Web]:
-    """A small web; services that a test shared are closed at its end."""
+async def site(services: None) -> AsyncIterator[Web]:
+    """A small web."""
     site = Web()
     async with serving(site) as site.url:
         yield site
-        await close_shared()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 import agentenv.env
 import agentenv.envs
-from agentenv.env import close_shared, shared_stats
+from agentenv.env import shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
 
+pytestmark = pytest.mark.usefixtures("services")
+
 ENV_ID = "agentenv/CodeInterpreter-v0"
 TASK = Task("t", ENV_ID, "How much is 57 times 4837?", ("275709",))
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 def run(code: str) -> Message:

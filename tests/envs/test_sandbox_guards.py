@@ -144,8 +144,8 @@ async def test_the_broker_refuses_signals_to_the_zygote(sandbox: Sandbox, remove
     session.close()
     remove(
         "fork_broker.py",
-        "elif _same_process(pid, arguments[0]):",
-        "elif _same_process(pid, arguments[0]) or True:",
+        "elif _same_process(call.pid, call.arguments[0]):",
+        "elif _same_process(call.pid, call.arguments[0]) or True:",
     )
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     with pytest.raises(ConfigError, match="its self-test failed: it could signal processes"):
