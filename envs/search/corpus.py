@@ -221,7 +221,7 @@ def read_corpus(path: Path) -> list[Passage]:
 def each_passage(path: Path) -> Iterator[Passage]:
     """Iterate over the rows of a JSONL corpus, for corpora that do not fit into memory."""
     seen: dict[str, int] = {}
-    for number, passage in _rows(path):
+    for number, _, passage in corpus_rows(path):
         if not words(f"{passage.title} {passage.text}"):
             raise DataError(f"corpus {path}, row {number}: no searchable word; {_EXPECTED}")
         if passage.id in seen:
@@ -235,12 +235,15 @@ def each_passage(path: Path) -> Iterator[Passage]:
         raise DataError(f"corpus {path} is empty; {_EXPECTED} on each line")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Passage]]:
+def corpus_rows(path: Path) -> Iterator[tuple[int, int, Passage]]:
+    """Number, offset in the file, and passage of each row. Raises DataError."""
     try:
         with path.open("rb") as lines:
+            place = 0
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, read_passage(line, f"corpus {path}, row {number}")
+                    yield number, place, read_passage(line, f"corpus {path}, row {number}")
+                place += len(line)
     except OSError as error:
         raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
 

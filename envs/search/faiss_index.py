@@ -21,6 +21,7 @@ from agentenv.envs.search.corpus import (
     LocalBackend,
     Passage,
     Query,
+    corpus_rows,
     read_passage,
 )
 from agentenv.errors import ConfigError, DataError, InfraError, needed
@@ -236,19 +237,14 @@ class CorpusFile:
         try:  # stays open, since the name may later refer to another file
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
-            place = 0
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        passage = read_passage(line, f"corpus {path}, row {number}")
-                        begins.append(place)
-                        hashes.append(hash(passage.id))
-                    place += len(line)
         except OSError as error:
             raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
+        for _, place, passage in corpus_rows(path):
+            begins.append(place)
+            hashes.append(hash(passage.id))
         if not begins:
             raise DataError(f"corpus {path} is empty; expected a passage on each line")
-        begins.append(place)
+        begins.append(os.fstat(self._file).st_size)
         self._begins = np.frombuffer(begins, np.int64)
         self._order = np.argsort(np.frombuffer(hashes, np.int64), kind="stable")
         self._sorted = np.frombuffer(hashes, np.int64)[self._order]

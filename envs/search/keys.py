@@ -74,9 +74,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_chars: Annotated[
         int, Meta(ge=100, description="length of a page's text for the policy")
     ] = 6000
-    extract_timeout_s: Annotated[
-        float, Meta(gt=0, description="CPU time for extracting the text of one page")
-    ] = 5.0
     summarize: Annotated[bool, Meta(description="open_page returns a model's summary")] = False
 
 

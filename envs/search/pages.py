@@ -316,7 +316,7 @@ class PageReader:
         self.config = config
         self._cache = cache
         self._fetcher = PageFetcher(config.fetch, resolver)
-        self._extractor = TextExtractor(config.extract_timeout_s)
+        self._extractor = TextExtractor()
         self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
@@ -362,6 +362,7 @@ class PageReader:
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
+EXTRACT_S = 5.0  # CPU time for the text of one page
 
 _DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
 _DROPPED |= {"form", "iframe", "button", "select", "head"}
@@ -454,7 +455,7 @@ class TextExtractor:
     """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
 
     def __init__(
-        self, limit_s: float = 5.0, handler: str = "agentenv.envs.search.pages:PageText"
+        self, limit_s: float = EXTRACT_S, handler: str = "agentenv.envs.search.pages:PageText"
     ) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(

@@ -76,7 +76,7 @@ async def test_a_page_is_fetched_once() -> None:
             return web.Response(status=404)
         return web.Response(text=PAGE, content_type="text/html")
 
-    config = PagesConfig(fetch=ONLY_127_0_0_1, extract_timeout_s=60)
+    config = PagesConfig(fetch=ONLY_127_0_0_1)
     async with serving(answer) as url:
         reader = PageReader(config, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
