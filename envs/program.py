@@ -299,7 +299,7 @@ class ProgramEnv:
         if self._session is None:
             raise EnvError(f"task {self.task.id}: step before reset or after close")
         if self._ended is None:
-            self._session.answer(self._with_turn(action))
+            self._session.reply(self._with_turn(action))
             self._written.append(action)
             call = await self._next(self._session.next)
             if not isinstance(call, Ended):

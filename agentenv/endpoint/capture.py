@@ -185,7 +185,7 @@ class Session:
         if self._closed:
             raise EnvError(self._closed)
 
-    def answer(self, action: Message) -> None:
+    def reply(self, action: Message) -> None:
         """Reply to the call from `next` with the rollout's action."""
         call, turn = self._current, action.turn
         if call is None or turn is None:
@@ -226,7 +226,7 @@ class Session:
         self._waiting.clear()
         self._came.set()
 
-    # for the server
+    # for the server, as its `Handler`
 
     def new_id(self) -> str:
         return f"{len(self._turns)}_{self.counts['calls']}"
@@ -234,7 +234,7 @@ class Session:
     async def count(self, request: Request) -> int:
         raise ApiError("no_route", "tokens are not counted for a branch")
 
-    async def wait_for_answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
@@ -490,15 +490,6 @@ def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
     return any(quoted in one.text for one in given if one.role != "assistant")
 
 
-class _Handler:
-    """The server's handler for a session."""
-
-    def __init__(self, session: Session) -> None:
-        self.new_id, self.count = session.new_id, session.count
-        self.answer = session.wait_for_answer
-        self.rewarded, self.resumed = session.rewarded, session.resumed
-
-
 class Endpoint:
     """One HTTP server for all branches of a process, each with its own key."""
 
@@ -542,7 +533,7 @@ class Endpoint:
     def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
         """A function that serves a connection: all its calls belong to this session, regardless of
         their keys."""
-        return partial(self._server.adopt, _Handler(session))
+        return partial(self._server.adopt, session)
 
     def forget(self, session: Session) -> None:
         """Close a session; from now on its key is rejected."""
@@ -560,11 +551,11 @@ class Endpoint:
             self.forget(session)
         await self._server.close()
 
-    def _find(self, key: str) -> _Handler:
+    def _find(self, key: str) -> Session:
         session = self._sessions.get(key)
         if session is None:
             raise ApiError("no_key", "no branch has this key, or it has ended")
-        return _Handler(session)
+        return session
 
 
 MODEL = {

@@ -10,6 +10,7 @@ import pytest
 from agentenv.env import close_shared
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
 from tests.support.sandboxes import (
@@ -43,6 +44,14 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     await one.close()
     assert children() == []
     assert (num_descriptors(), len(asyncio.all_tasks())) == before
+
+
+@pytest.fixture(params=RUNGS)
+async def on_each_rung(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    """A sandbox on each rung offered here."""
+    one = Sandbox(rungs=(request.param,), preload=())
+    yield one
+    await one.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
 from tests.support.sandboxes import output_of, process_of
@@ -39,11 +38,9 @@ def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
     return without
 
 
-@pytest.fixture(params=RUNGS)
-async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    one = Sandbox(rungs=(request.param,), preload=())
-    yield one
-    await one.close()
+@pytest.fixture
+def sandbox(on_each_rung: Sandbox) -> Sandbox:
+    return on_each_rung
 
 
 async def shifted(sandbox: Sandbox) -> bool:
