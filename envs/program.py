@@ -433,7 +433,9 @@ class ProgramEnv:
         port = self._session.port
         reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{port}/v1/reward"}
         variables = {**own, **self._session.variables, **reward}
-        self._program = await Program.start(spec, variables, port)
+        self._program = await Program.start(
+            spec, variables, port, self._endpoint.socket if self._endpoint else None
+        )
 
     async def _next(self, next_call: Callable[[], Any]) -> ProgramCall | Ended:
         """The program's next call, or its end, possibly by a limit."""

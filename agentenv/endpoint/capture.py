@@ -23,16 +23,20 @@ continuation, those turns are discarded: they stay on the tree, but are not trai
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from agentenv.disk import own_folder
 from agentenv.endpoint.messages import (
     Answer,
     ApiError,
@@ -48,10 +52,12 @@ from agentenv.endpoint.messages import (
 from agentenv.endpoint.server import ApiServer, Delta
 from agentenv.env import shared
 from agentenv.errors import AgentEnvError, EnvError, OutageError
+from agentenv.offload import in_thread
 from agentenv.types import Kind, Message, NextTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
+PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
@@ -498,6 +504,8 @@ class Endpoint:
         self._server = ApiServer(self._find, lambda: [MODEL])
         self._starting = asyncio.Lock()
         self._counts: Counter[str] = Counter()
+        self._kept = ExitStack()
+        self.socket = Path()  # the Unix socket of programs in sandboxes, after `start`
 
     @property
     def port(self) -> int:
@@ -505,10 +513,21 @@ class Endpoint:
         return self._server.port
 
     async def start(self) -> None:
-        """Listen on loopback. Idempotent. Raises ConfigError."""
+        """Listen on loopback and at a Unix socket. Idempotent. Raises ConfigError."""
         async with self._starting:
             if not self._server.port:
-                await self._server.start()
+                short = await in_thread(self._make_folder)
+                await self._server.start(path=str(short / self.socket.name))
+                await in_thread(self.socket.chmod, 0o666)  # programs may have other users
+
+    def _make_folder(self) -> Path:
+        """Create the folder of the socket; returns a short path to it, since names of sockets have
+        at most 107 bytes. Blocks."""
+        folder = self._kept.enter_context(own_folder(None, PREFIX))
+        self.socket = folder / "socket"
+        opened = os.open(folder, os.O_RDONLY)
+        self._kept.callback(os.close, opened)
+        return Path(f"/proc/self/fd/{opened}")
 
     def open(
         self,
@@ -550,6 +569,7 @@ class Endpoint:
         for session in list(self._sessions.values()):
             self.forget(session)
         await self._server.close()
+        await in_thread(self._kept.close)
 
     def _find(self, key: str) -> Session:
         session = self._sessions.get(key)
