@@ -36,7 +36,6 @@ Custom environments can import their names from here; the rest is in these files
                cold_start demonstrations, and a small untrained model with a custom vocabulary
     data       data_files, rows, dataset: from files to an ordered list of tasks
                curriculum  tasks sampled by the policy's success rate on them
-               prefix_starts   the groups that begin after given turns
                untrusted  decoding of untrusted input
     endpoint/  the APIs for agent programs, and the capture of their calls
     engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as mi
+from msgspec.structs import fields
 
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
@@ -27,6 +28,7 @@ from agentenv.registry import (
     TAG,
     Registry,
     decode_part,
+    element,
     not_one_of,
     registry_of,
     struct_type,
@@ -197,20 +199,8 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     _check_keys(raw, type_info(config_type), source)
     try:
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
-    except msgspec.ValidationError as error:
-        reason, *places = str(error).split(" - at `$")  # inner tables of parts come first
-        reason = reason.replace(" | null`", "`")  # TOML has no null
-        key = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
-        value = _lookup(raw, key)
-        choices = _choices(type_info(config_type), key)
-        if choices and reason.startswith("Invalid enum value"):
-            raise ConfigError(f"{source}: {key}: {not_one_of(value, choices)}") from error
-        if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
-            name = _join(key, missing[1])
-            hint = f"--help-keys {name} explains it"
-            raise ConfigError(f"{source}: {name} is missing; {hint}") from error
-        got = "" if value is None else f"{':' if ', got ' in reason else ', got'} {value!r}"
-        raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
+    except msgspec.ValidationError as error:  # of an entry that should be a table
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def resolver(run: Path | str) -> Resolve:
@@ -346,12 +336,13 @@ def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
     kind = unwrap(_type_at(type_info(config_type), key))
     kinds = [unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
     has_none = any(isinstance(one, mi.NoneType) for one in kinds)
-    return has_none and "none" not in _choices(type_info(config_type), key)
+    return has_none and "none" not in _choices(kind)
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
-    """Reject unknown keys with a suggestion. msgspec checks the types."""
-    for table, struct, path in _tables(raw, kind, "", source):
+    """Reject unknown keys with a suggestion, missing ones, and wrong types."""
+    tables = list(_tables(raw, kind, "", source))
+    for table, struct, path in tables:
         known = [field.encode_name for field in struct.fields]
         for key in table:
             if key in known or key == struct.tag_field:
@@ -359,6 +350,27 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
             hint = _hint(kind, path, key, struct)
             raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
+    for table, struct, path in tables:
+        for field, info in zip(fields(struct.cls), struct.fields, strict=True):
+            name = _join(path, field.encode_name)
+            if field.encode_name in table:
+                _check_value(table[field.encode_name], field.type, info.type, f"{source}: {name}")
+            elif field.required:
+                hint = f"--help-keys {name} explains it"
+                raise ConfigError(f"{source}: {name} is missing; {hint}")
+
+
+def _check_value(value: Any, annotation: Any, kind: mi.Type, place: str) -> None:
+    """Reject a value of a wrong type, except tables, which are checked one by one."""
+    if isinstance(value, dict | list) and struct_types(element(kind)):
+        return
+    try:
+        msgspec.convert(value, annotation, strict=True, dec_hook=decode_part)
+    except msgspec.ValidationError as error:
+        if isinstance(value, str) and (choices := _choices(kind)):
+            raise ConfigError(f"{place}: {not_one_of(value, choices)}") from error
+        reason = str(error).replace(" | null`", "`")  # TOML has no null
+        raise ConfigError(f"{place}: {reason}: {value!r}") from error
 
 
 def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
@@ -485,9 +497,9 @@ def _lookup(raw: Any, key: str) -> Any:
     return raw
 
 
-def _choices(kind: mi.Type, key: str) -> list[str]:
+def _choices(kind: mi.Type) -> list[str]:
     """The allowed texts of a key; empty if it is not restricted."""
-    kind = unwrap(_type_at(kind, key))
+    kind = unwrap(kind)
     kinds = [*map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])]
     texts = [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
     is_switch = texts and any(isinstance(one, mi.BoolType) for one in kinds)

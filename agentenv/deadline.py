@@ -9,6 +9,7 @@
     await uncancelled(env.close())                 completes the call despite cancellations
     await within(60.0, "..", reading)              its result, or StallError
     backoff_s(attempt, key, first_s=.., max_s=..)  the wait before the next attempt
+    pause_before_retry(who, attempt, key, ..)      the same, awaited
 
 A `WorkClock` times a trajectory. Code that waits for a slot, for a rate limit, or for a server that
 is paused, asleep, updating or lost does so inside `waiting`: load and outages are not the policy's
@@ -22,6 +23,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 from functools import partial
 from random import Random
 from types import TracebackType
@@ -35,6 +37,14 @@ Clock = Callable[[], float]  # seconds; must not run faster than the event loop'
 CLOSE_S = 1e-6  # a deadline that is nearer than this counts as passed
 SPAN_S = 1.0  # deadlines within such an interval share a timer
 CHECK_S = 0.01  # minimum interval between checks of a deadline whose clock may be paused
+
+
+class WaitKind(StrEnum):
+    """Waits of a rollout whose usual length differs from that of others."""
+
+    PAUSED = "the paused run to resume"
+    SLOT = "a slot on a server"
+    TURN = "a turn of the engine"
 
 
 class WorkClock:
@@ -461,6 +471,15 @@ def backoff_s(
     """
     delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)
+
+
+async def pause_before_retry(
+    who: str, attempt: int, key: str, *, first_s: float, max_s: float, at_least_s: float = 0.0
+) -> None:
+    """Wait `backoff_s` seconds before `who` is asked again. The wait does not count as work."""
+    delay_s = backoff_s(attempt, key, first_s=first_s, max_s=max_s, at_least_s=at_least_s)
+    with waiting(f"a pause before {who} is retried"):
+        await asyncio.sleep(delay_s)
 
 
 class Restarts:

@@ -68,7 +68,7 @@ class Engine(Protocol):
         spans record. New requests never use a prefix cache of another version. If the directory
         does not fit, raises EngineError and keeps the old weights and version.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not load weights")
+        raise EngineError(f"{type(self).__name__} does not load weights")
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: sampled_tokens, prompt_tokens, cached_tokens, requests, ..."""
@@ -76,6 +76,7 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop; requests still running raise EngineDeadError. Idempotent."""
+        return
 
     # Engines with several servers, or with memory to release, override the rest.
 
@@ -100,17 +101,18 @@ class Engine(Protocol):
 
     def require(self, feature: Feature) -> None:
         """Raises ConfigError for a server without a feature that the configuration requires."""
+        return
 
     async def sleep(self) -> None:
         """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
         after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
         The pause does not count against deadlines of rollouts (agentenv/deadline.py).
         """
-        raise NotImplementedError(f"{type(self).__name__} does not sleep")
+        raise EngineError(f"{type(self).__name__} does not sleep")
 
     async def wake(self) -> None:
         """Serve again, with the weights from before the sleep. Idempotent."""
-        raise NotImplementedError(f"{type(self).__name__} does not sleep")
+        raise EngineError(f"{type(self).__name__} does not sleep")
 
 
 class ServerStarter(Protocol):

@@ -35,7 +35,7 @@ from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.tree import Node, Order, TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 from agentenv.untrusted import packed
 
@@ -220,13 +220,12 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 class Started(Struct, array_like=True, frozen=True, tag=6):
     """The feeder starts a tree after `step` steps of the learner and a delay of `early_s` seconds,
     in which the learner did not need it yet. A resumed run starts such a tree at once. `task` is
-    the id of its task if a curriculum drew it; `order` has the other decisions."""
+    the id of its task if a curriculum drew it."""
 
     tree: int
     step: int
     early_s: float
     task: str = ""
-    order: Order | None = None
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):

@@ -241,3 +241,11 @@ def registry_of(kind: mi.Type) -> Registry[Any] | None:
 def unwrap(kind: mi.Type) -> mi.Type:
     """A type without its annotations."""
     return unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
+
+
+def element(kind: mi.Type) -> mi.Type:
+    """The type of the entries of a table or list; other types themselves."""
+    bare = unwrap(kind)
+    if isinstance(bare, mi.DictType):
+        return bare.value_type
+    return bare.item_type if isinstance(bare, mi.ListType | mi.VarTupleType) else kind

@@ -82,7 +82,7 @@ async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
 class ResultCache:
     """A cache from text keys to bytes; in memory only if `path` is None.
 
-    `max_memory_entries` limits the LRU; entries older than `max_age_s` count as missing (0: never).
+    `max_memory_entries` limits the LRU; empty ones older than EMPTY_MAX_AGE_S count as missing.
     `key` is the configuration key of the file, for messages.
     """
 
@@ -91,11 +91,9 @@ class ResultCache:
         path: Path | None = None,
         max_memory_entries: int = 50_000,
         *,
-        max_age_s: float = 0.0,
         key: str = "search.cache",
     ) -> None:
         self.path = path
-        self.max_age_s = max_age_s or math.inf
         self.num_hits = 0
         self.num_misses = 0
         self._max_memory_entries = max_memory_entries
@@ -208,7 +206,7 @@ class ResultCache:
 
     def _limit_s(self, value: bytes) -> float:
         """The maximum age of the value, seconds."""
-        return min(self.max_age_s, EMPTY_MAX_AGE_S) if value == EMPTY else self.max_age_s
+        return EMPTY_MAX_AGE_S if value == EMPTY else math.inf
 
     def _read(self, key: str) -> tuple[bytes | None, float]:
         """The value and its age in seconds, which may be negative if another clock is ahead."""

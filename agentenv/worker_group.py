@@ -35,12 +35,18 @@ NUM_LOSSES, NUM_TRIALS = 2, 3  # see PoisonTasks
 
 
 class Hello(Struct, array_like=True, frozen=True):
-    """The first frame of a worker. `code` is the digest of its sources (`own_code`)."""
+    """The first frame of a worker, or of a learner's rank. `code` is the digest of its sources
+    (`own_code`). Of a rank: `total` is the number of ranks, `store` the host:port of the rendezvous
+    store that rank 0 opened, empty if the launcher provides one (MASTER_ADDR), and for a single
+    rank."""
 
     token: str
     number: int
     pid: int
     code: str = ""
+    total: int = 0
+    host: str = ""
+    store: str = ""
 
 
 class Ready(Struct, array_like=True, frozen=True, tag=1):
@@ -99,18 +105,16 @@ class WorkerSpec(NamedTuple):
         return f" ({self.table}.{name})" if self.table else ""
 
 
-read_hello = msgspec.msgpack.Decoder(Hello).decode
+_read_hello = msgspec.msgpack.Decoder(Hello).decode
 read_first = msgspec.msgpack.Decoder(Ready | Refusal).decode
 
 
 class Reception:
-    """Listens for connecting processes. Each must send, within HELLO_S seconds, a frame that `read`
-    decodes, with the `token`; `admit` takes it and its link, or returns False."""
+    """Listens for connecting processes. Each must send, within HELLO_S seconds, a Hello with the
+    `token`; `admit` takes it and its link, or returns False."""
 
-    def __init__(
-        self, token: str, read: Callable[[bytes], Any], admit: Callable[[Any, Link], bool]
-    ) -> None:
-        self._token, self._read, self._admit = token, read, admit
+    def __init__(self, token: str, admit: Callable[[Hello, Link], bool]) -> None:
+        self._token, self._admit = token, admit
         self._server: asyncio.Server | None = None
         self._waiting: set[asyncio.BaseTransport] = set()  # not admitted
 
@@ -149,7 +153,7 @@ class Reception:
         try:
             with suppress(EOFError, TimeoutError, msgspec.DecodeError):
                 async with asyncio.timeout(HELLO_S):
-                    hello = self._read(await link.receive())
+                    hello = _read_hello(await link.receive())
                 is_known = secrets.compare_digest(hello.token.encode(), self._token.encode())
                 link.max_bytes = None
                 if is_known and self._admit(hello, link):

@@ -106,7 +106,7 @@ class ModelUser:
     replies within a process."""
 
     def __init__(self, config: ModelUserConfig) -> None:
-        from agentenv.engines.remote.endpoint import ChatModel
+        from agentenv.engines.remote.chat_model import ChatModel
 
         self.config = config
         self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
@@ -136,8 +136,8 @@ class ModelUser:
         return body
 
     async def _request(self, body: dict[str, Any]) -> bytes:
+        from agentenv.engines.remote.chat_model import read_reply
         from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-        from agentenv.engines.remote.endpoint import read_reply
 
         try:
             return read_reply(await self._model.reply(body)).text.encode("utf-8", "replace")
@@ -153,7 +153,7 @@ class ModelUser:
     async def close(self) -> None:
         """Close the connections; idempotent."""
         await self._cache.close()
-        await self._model.endpoint.close()
+        await self._model.close()
 
 
 def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User:

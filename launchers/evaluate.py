@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.errors import require_train
+from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
@@ -169,26 +170,6 @@ def _report(argv: Sequence[str]) -> int:
     return exit_code_of(work, view, writing="writing the report")
 
 
-def _compare(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="agentenv evaluate compare",
-        description="Compare two stored evaluations, paired by the questions that both contain.",
-    )
-    parser.add_argument("first", type=Path, metavar="A")
-    parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file of all changed questions")
-    given, view = parser.parse_args(argv), View()
-
-    def work() -> None:
-        from agentenv.pipelines.evaluation.compare import compare
-
-        asyncio.run(compare(given.first, given.second, given.out, view))
-        both = shlex.join([str(given.first), str(given.second)])
-        view.suggest({f"agentenv view {both}": "question by question, in the browser"})
-
-    return exit_code_of(work, view, writing="writing the comparison")
-
-
 def _regrade(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate regrade",
@@ -210,7 +191,7 @@ def _regrade(argv: Sequence[str]) -> int:
     return exit_code_of(work, view, writing="writing the grades")
 
 
-STORED = {"report": _report, "compare": _compare, "regrade": _regrade}
+STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}
 
 
 if __name__ == "__main__":

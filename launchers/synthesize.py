@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentenv.engines.chat import ChatEngine
-from agentenv.engines.openai import TokensEngine
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name

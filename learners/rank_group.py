@@ -30,18 +30,17 @@ from agentenv.learners.messages import (
     ADDRESS_VARIABLE,
     BACKEND_VARIABLE,
     TOKEN_VARIABLE,
-    Abort,
-    Done,
-    Failed,
-    Hello,
-    Message,
-    Reply,
-    Stop,
+    AbortTransfer,
+    R,
+    RankCommand,
+    RankFailed,
+    StopRank,
     messages_of,
+    unpack_reply,
 )
 from agentenv.link import Link
 from agentenv.supervisor import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
-from agentenv.worker_group import Reception
+from agentenv.worker_group import Hello, Reception
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class RankLink:
     """A connected rank. `is_here`: it is a process that this process started on this machine."""
 
     def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
-        self.rank = hello.rank
+        self.rank = hello.number
         self.pid = hello.pid
         self.host = hello.host
         self.store = hello.store
@@ -72,25 +71,23 @@ class RankLink:
         self.is_here = is_here
         self._link = link
 
-    async def exchange(self, command: Message) -> Done | Failed:
+    async def exchange(self, command: RankCommand[R]) -> R | RankFailed:
         """Send a command and wait for its reply. Raises OSError or EOFError if the rank is lost."""
         for message in messages_of(command):
             self._link.send(msgspec.msgpack.encode(message))
             await self._link.drain()
-        reply = unpack_reply(await self._link.receive())
-        if not isinstance(reply, Done | Failed):
-            raise ConnectionError(f"unexpected answer {reply!r}")
-        return reply
+        reply: Any = unpack_reply(await self._link.receive())
+        return reply  # type: ignore[no-any-return]
 
     def interrupt(self) -> None:
-        """Abort the running command; see `Abort`."""
-        self._link.send(msgspec.msgpack.encode(Abort()))
+        """Abort the running command; see `AbortTransfer`."""
+        self._link.send(msgspec.msgpack.encode(AbortTransfer()))
         self._link.flush()
 
     async def close(self, *, idle: bool) -> None:
         """Close the connection, which ends an external rank; an idle rank first gets Stop."""
         if idle:
-            self._link.send(msgspec.msgpack.encode(Stop()))
+            self._link.send(msgspec.msgpack.encode(StopRank()))
         self._link.close()
         await self._link.closed()
 
@@ -111,10 +108,6 @@ class RankLink:
         if self.is_here:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
-
-
-unpack_reply = msgspec.msgpack.Decoder(Reply).decode
-_read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 SETTLE_S = 3.0  # for the other ranks to reply after a failure of one
@@ -184,7 +177,7 @@ class RankGroup:
             arrivals.put_nowait(self._link(hello, link))
             return True
 
-        reception = Reception(token, _read_hello, admit)
+        reception = Reception(token, admit)
         try:
             await reception.open(host if placement is None else placement.host, int(port))
             if placement is not None:
@@ -205,13 +198,13 @@ class RankGroup:
             reception.close()
 
     def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
-        if hello.num_ranks != self.config.num_ranks:
+        if hello.total != self.config.num_ranks:
             link.abort()
             return LearnerError(
-                f"a learner rank on {hello.host} is one of {hello.num_ranks}, but "
+                f"a learner rank on {hello.host} is one of {hello.total}, but "
                 f"learner.num_ranks = {self.config.num_ranks}"
             )
-        log_path = None if self._placement is None else self._log_of(hello.rank)
+        log_path = None if self._placement is None else self._log_of(hello.number)
         return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
@@ -303,7 +296,7 @@ class RankGroup:
         log_path = None if self._placement is None else self._log_of(missing[0])
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
-    async def call(self, commands: Sequence[Message], timeout_s: float) -> list[Done]:
+    async def call(self, commands: Sequence[RankCommand[R]], timeout_s: float) -> list[R]:
         """Send each rank its command, and wait for all replies, by rank."""
         async with self._lock:
             if not self._links:
@@ -323,7 +316,7 @@ class RankGroup:
                 await asyncio.gather(*tasks, return_exceptions=True)
             if problem is not None:
                 raise problem
-        return [reply for task in tasks if isinstance(reply := task.result(), Done)]
+        return [reply for task in tasks if not isinstance(reply := task.result(), RankFailed)]
 
     def interrupt(self) -> None:
         """Abort the running command, if it supports that; returns at once."""
@@ -411,7 +404,7 @@ class RankGroup:
         link = (stopped or silent)[0]
         return self._error(link.rank, text, link.log_path)
 
-    def _refusal(self, rank: int, failed: Failed) -> LearnerError:
+    def _refusal(self, rank: int, failed: RankFailed) -> LearnerError:
         who = f"learner rank {rank}: " if self.config.num_ranks > 1 else ""
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
@@ -455,4 +448,4 @@ def _is_lost(task: asyncio.Task[Any]) -> bool:
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and task.exception() is None and isinstance(task.result(), Failed)
+    return task.done() and task.exception() is None and isinstance(task.result(), RankFailed)

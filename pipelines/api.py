@@ -263,35 +263,28 @@ def evaluate(
     with _process(View(is_quiet=is_quiet), "writing the evaluation") as (view, stack):
         raw, source, _ = (None, "", "") if config is None else _read(config)
         given = _known_env(env, grader, stack)
-        texts = list(_texts(overrides))
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-")))
         if _is_model(subject):
             _keep(memory, {}, subject, tokenizer)
-            name = Path(str(subject.name_or_path)).name or "model"
-            found = find_subject(str(memory / "model"))._replace(name=name)
+            text = Path(str(subject.name_or_path)).name or "model"
+            found = find_subject(str(memory / "model"))._replace(name=text)
         else:
-            if not is_url(str(subject)):
-                fetch_from_hub(str(subject), "model", view.log)
-            where = str(tokenizer or "")
-            chosen = [] if raw else list(sets)
+            text = str(subject)
+            if not is_url(text):
+                fetch_from_hub(text, "model", view.log)
+            chosen, where = [] if raw else list(sets), str(tokenizer or "")
             found = find_subject(
-                str(subject), sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
+                text, sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
             )
-        check_directory(found, str(subject))
+            check_directory(found, text)
+        texts = list(_texts(overrides))
         if data is not None:
             paths, is_rows = _files_or_rows(data, "data")
             if is_rows:
                 paths = str(write_rows(memory / "questions.jsonl", paths))
             texts.append(f"data={json.dumps(paths, ensure_ascii=False)}")
         built = resolve(
-            found,
-            source or str(subject if isinstance(subject, str | Path) else found.name),
-            raw,
-            texts,
-            given.id,
-            EvaluateConfig,
-            resolve_sets,
-            view.log,
+            found, source or text, raw, texts, given.id, EvaluateConfig, resolve_sets, view.log
         )
         built = chosen_sets(built, sets, max_tasks)
         for one in built.sets.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -80,6 +81,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
 
 def pytest_sessionfinish() -> None:
     forkserver.close_all()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_shared() -> Iterator[None]:
+    """The order of modules changes nothing: none sees the shared resources of the one before, which
+    count in the metrics of a run."""
+    yield
+    if env := sys.modules.get("agentenv.env"):
+        env.forget_shared()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.request import ForeignWeightsError, Request
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
@@ -430,13 +430,13 @@ async def test_services(reply: bytes, server: RawServer) -> None:
     known = (InfraError, ToolError, ConfigError)
     written(await ended_async("searches", backend.search(Query("a")), *known))
     await backend.close()
-    http = HttpClient(server.url, call_s=5.0, wait_s=5.0)
+    http = ServerClient(server.url, call_s=5.0, wait_s=5.0)
     written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
     await ended_async("engines", events_of(http), EngineError)
     await http.close()
 
 
-async def events_of(http: HttpClient) -> None:
+async def events_of(http: ServerClient) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
     async with http.stream("/x", {}) as events:
         async for event in events:

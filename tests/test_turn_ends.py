@@ -14,9 +14,10 @@ import pytest
 from agentenv.engine import EngineStart
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
-from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
+from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.pool.turn import Turn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.engines.token_routes import TokensEngine, _sglang_body
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import DataError
 from agentenv.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end

@@ -15,15 +15,15 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.engines.remote.endpoint import (
+from agentenv.engines.remote.chat_model import (
     CHAT_PATH,
     ChatChoice,
     ChatReply,
     ChatUsage,
-    Json,
     read_chat,
 )
+from agentenv.engines.remote.client import MalformedReplyError
+from agentenv.engines.remote.endpoint import Json
 from agentenv.env import check_observation
 from agentenv.errors import CrashError, EngineError, ForeignError
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded

@@ -21,7 +21,7 @@ from msgspec import Struct
 from agentenv.engine import EngineCapabilities, check_request
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
+from agentenv.engines.remote.client import Count, Logprob, RefusedError, ServerClient
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
     SGLANG_TRIED,
@@ -268,7 +268,7 @@ class Loads(Struct, frozen=True):
     loads: list[RankLoad]
 
 
-async def read_load(server: HttpClient) -> ServerLoad:
+async def read_load(server: ServerClient) -> ServerLoad:
     """Sums over ranks; the fullest cache. Raises EngineError for an unknown answer."""
     ranks = (await server.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})).loads
     return ServerLoad(
@@ -279,7 +279,7 @@ async def read_load(server: HttpClient) -> ServerLoad:
     )
 
 
-async def _count_preemptions(worker: HttpClient) -> int:
+async def _count_preemptions(worker: ServerClient) -> int:
     try:
         text = await worker.call("GET", "/metrics")
     except RefusedError:  # without --enable-metrics

@@ -54,7 +54,7 @@ from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES, held_ports
+from agentenv.link import PREFIX_BYTES
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
@@ -64,6 +64,7 @@ from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
+from tests.support.ports import held_ports
 
 SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts per step
 GROUP_SIZE = 16
@@ -374,7 +375,7 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
     writes are an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    hello = wire.Hello(token, 0, 1, os.getpid(), socket.gethostname(), "")
+    hello = wire.RankHello(token, 0, 1, os.getpid(), socket.gethostname(), "")
     writer.write(wire.pack_frame(hello))
     version = 0
     while True:
@@ -386,8 +387,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
         kind = msgpack.decode(body, type=_Named).type
         if kind == "Tree":  # of the update that follows
             continue
-        reply = wire.Done()
-        if kind == "Stop":
+        reply = wire.RankDone()
+        if kind == "StopRank":
             writer.close()
             return await writer.wait_closed()
         if kind == "WriteModel":
@@ -402,15 +403,13 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
             assert isinstance(saved, wire.Save)
             os.makedirs(saved.directory, exist_ok=True)
         elif kind == "Update":
-            reply.metrics = dict.fromkeys(
-                ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss"), 1.0
-            )
+            names = ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss")
+            reply = wire.RankUpdated(dict.fromkeys(names, 1.0))
         elif kind == "ScoreSequences":
             scored = wire.unpack_command(body)
             assert isinstance(scored, wire.ScoreSequences)
-            for one in scored.sequences:
-                count = one.num_action_tokens
-                reply.scores.append(Score([-0.5] * count, [0.5] * count, [True] * count))
+            counts = [one.num_action_tokens for one in scored.sequences]
+            reply = wire.RankScores([Score([-0.5] * n, [0.5] * n, [True] * n) for n in counts])
         reply.policy_version = version
         writer.write(wire.pack_frame(reply))
         await writer.drain()

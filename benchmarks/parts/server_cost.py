@@ -24,7 +24,7 @@ import psutil
 from msgspec import Struct
 
 from agentenv.engines import sglang
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import GENERATE, SGLangFacts
 from agentenv.engines.remote.request import Request, ServerInfo
 from agentenv.engines.remote.vllm_answer import request_body
@@ -95,7 +95,7 @@ async def _run(
         factory = ServerFactory(folder, stack, report)
         (url,) = await factory.start(served, config, "--python")
         parts = _processes(factory.processes[0].pid)
-        http = HttpClient(url)
+        http = ServerClient(url)
         stack.push_async_callback(http.close)
         await _load(http, 16, 32, "both", request_of, parts)  # warm
         for number, length, form in product(range(rounds), lengths, forms):
@@ -138,7 +138,7 @@ def sglang_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, An
 
 
 async def _load(
-    http: HttpClient,
+    http: ServerClient,
     length: int,
     number: int,
     form: str,

@@ -22,8 +22,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentenv.engines.remote.chat_model import ChatModel, fenced, read_reply, shortened
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-from agentenv.engines.remote.endpoint import ChatModel, fenced, read_reply, shortened
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
@@ -146,7 +146,7 @@ class Judge:
     async def close(self) -> None:
         """Cancel requests in flight, write the cache, close the connections; idempotent."""
         await self._cache.close()
-        await self._model.endpoint.close()
+        await self._model.close()
 
     async def _judged(self, question: str, answer: str, golds: Sequence[str]) -> str:
         config = self.config

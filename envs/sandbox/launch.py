@@ -216,11 +216,6 @@ def check_rung(limits: SandboxLimits, rung: Rung) -> None:
         return
     if confine.landlock_abi() < 1:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-    if limits.max_threads > 1:  # they are counted by user, and all sessions have one user
-        raise ConfigError(
-            "python.limits.max_threads: without user namespaces the threads of a session cannot be "
-            "counted, so that only 1 is possible"
-        )
 
 
 def check_missing(missing: list[str], python: Interpreter) -> None:
@@ -248,7 +243,7 @@ def settings_of(
         "home": home,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
-        "live_forks": rung != "unsafe" and limits.max_threads == 1,
+        "live_forks": rung != "unsafe",
         "preload": setup.preload or (),
         "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],

@@ -70,9 +70,7 @@ class SearchService:
     def __init__(self, config: SearchConfig) -> None:
         config.check()
         self.config = config
-        self.cache = ResultCache(
-            Path(config.cache) if config.cache else None, max_age_s=config.cache_max_age_s
-        )
+        self.cache = ResultCache(Path(config.cache) if config.cache else None)
         self.backend = build_backend(config, self.cache)
         self.reader = PageReader(config.pages, self.cache)
         self.summarizer = (
@@ -119,16 +117,11 @@ class SearchService:
         return ToolResult(pages, info)
 
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
-        """The passages of a page that match the query, or a model's summary of them."""
-        config = self.config.pages
+        """The passages of a page that match the query."""
         text = await self._page(url)
         topic = query.strip()[:MAX_QUERY_CHARS] or episode.question
-        room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
-        chosen = await in_thread(passages, text, topic, room)
-        info: Info = {"url": url, "num_chars": len(text)}
-        if config.summarize:
-            chosen = await self._summary(topic, chosen, episode, info)
-        return ToolResult(chosen, info)
+        chosen = await in_thread(passages, text, topic, self.config.pages.max_chars)
+        return ToolResult(chosen, {"url": url, "num_chars": len(text)})
 
     def stats(self) -> dict[str, float]:
         """Counters of cache, backend, reader and summarizer."""

@@ -7,8 +7,8 @@ import re
 
 from msgspec import Struct
 
+from agentenv.engines.remote.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.engines.remote.client import RefusedError
-from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_reply
 from agentenv.envs.search.keys import SummarizerConfig
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError
@@ -101,7 +101,7 @@ class Summarizer:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        await self._model.endpoint.close()
+        await self._model.close()
 
 
 def truncated_reasoning(reasoning: str) -> str:

@@ -25,10 +25,11 @@ from msgspec.structs import fields
 from agentenv.config import registry_at
 from agentenv.errors import ConfigError
 from agentenv.pipelines.run import arguments
-from agentenv.registry import TAG, marks_of, registry_of, struct_types, type_info, unwrap
+from agentenv.registry import TAG, element, marks_of, registry_of, struct_types, type_info, unwrap
 
 REQUIRED = "required"
 TABLE = "table"
+SUFFIX = {mi.DictType: ".NAME", mi.ListType: "[n]", mi.VarTupleType: "[n]"}  # of entries
 HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
 
@@ -123,7 +124,8 @@ def _fields(
     is that of its entries."""
     for struct in struct_types(kind, loads=loads):
         for field in struct.fields:
-            inner, suffix = _element(field.type)
+            inner = element(field.type)
+            suffix = "" if inner is field.type else SUFFIX[type(unwrap(field.type))]
             name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
             yield struct, field, f"{path}.{name}" if path else name, inner
 
@@ -146,17 +148,6 @@ def _homes(kind: mi.Type, path: str, loads: bool) -> dict[Tables, str]:
 def _description(kind: mi.Type) -> str:
     meta = kind.extra_json_schema if isinstance(kind, mi.Metadata) else None
     return str((meta or {}).get("description", ""))
-
-
-def _element(kind: mi.Type) -> tuple[mi.Type, str]:
-    """The type of the entries of a table or list, and the suffix of its keys; for other types, the
-    type itself and no suffix."""
-    bare = unwrap(kind)
-    if isinstance(bare, mi.DictType):
-        return bare.value_type, ".NAME"
-    if isinstance(bare, mi.ListType):
-        return bare.item_type, "[n]"
-    return kind, ""
 
 
 def _type_name(kind: mi.Type) -> str:

@@ -203,7 +203,6 @@ class _Planner:
             self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
         self.path: str = model if self.learner is None else config.model.path
         self.num_tokens, self.num_paths = rollouts_of(config)
-        self.place: Path | None = None  # of the policy's model, where it is here
         self.shape = self._policy_shape() if self.path else None
         self.learner_bytes = 0.0  # of a rank on its GPU
 
@@ -234,7 +233,6 @@ class _Planner:
             except AgentEnvError as error:
                 self.plan.missing.append(f"{key}: {error}")
                 return None
-            self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
@@ -313,7 +311,6 @@ class _Planner:
     def _add_engine(self) -> None:
         """Add the processes of the engine."""
         engine = self.engine
-        self._check_contexts()
         if engine is None:
             return
         if engine.runs_elsewhere:
@@ -337,18 +334,6 @@ class _Planner:
                 "policy server", "engine.servers", servers, self.shape, context or needed,
                 self.path, policy=True,
             )  # fmt: skip
-
-    def _check_contexts(self) -> None:
-        """Add a problem if the model's context, if known, is too short for an engine."""
-        overlapping = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
-        engines = {"engine": self.engine, "eval.engine": overlapping}
-        for key, engine in engines.items():
-            if self.place is None or engine is None or not engine.capabilities.has_weights:
-                continue
-            try:
-                engine.max_context(self.place, key)
-            except AgentEnvError as error:
-                self.plan.problems.append(str(error))
 
     def _add_local(self, local: LocalModel, num_tokens: int) -> None:
         on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"

@@ -17,7 +17,7 @@ from agentenv.actor import Actor, Answer, Question, run_questions
 from agentenv.config import to_plain
 from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
-from agentenv.engines.openai import TokensEngine
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import AgentEnvError, ConfigError, EngineError, EnvError, TooManyFailuresError

@@ -32,7 +32,8 @@ from agentenv.config import (
 )
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
-from agentenv.engines.openai import OpenAIConfig, TokensEngine
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import find_on_hub, place_on_hub, read_eos_ids
 from agentenv.native import NativeConfig

@@ -11,7 +11,7 @@ from agentenv.errors import SHOWN
 from agentenv.failures import faults_of
 from agentenv.learners.learner import Metrics
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.tree import GIVEN, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class Alarms:
             f"correct; read trajectories/: {advice}",
         )
         if not broken:  # neither a cold start nor easier questions fix a tool
-            sampled = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
-            right = [one.success for tree in sampled for one in tree.trajectories()]
+            right = [one.success for tree in delivered for one in tree.trajectories()]
             self._check_signal(fates[EQUAL], len(delivered), sum(right) / max(1, len(right)))
         num_late = limits[Limit.SECONDS]
         self._warn(

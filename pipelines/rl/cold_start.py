@@ -19,13 +19,11 @@ from msgspec.structs import replace
 from agentenv.deadline import uncancelled
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.optimizer import optimizer_of
-from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTStage
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.state import Imitating, RunState
-from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints, Saver
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.rl.state import Imitating
+from agentenv.pipelines.run.checkpoints import COLD_START, Saver
 from agentenv.pipelines.supervised.course import LossCourse
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
@@ -73,26 +71,16 @@ class ColdStart:
     """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
     optimizer of reinforcement learning starts fresh, and the weights are published."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        view: View,
-        state: RunState,
-        parts: Parts,
-        recorder: Recorder,
-        checkpoints: Checkpoints,
-        checkpoint: Path | None,
-    ) -> None:
+    def __init__(self, parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
         """`checkpoint`: one during the cold start, to resume from."""
+        config, state = recorder.config, recorder.state
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
         self.learner_config = config.learner
         self.rng = Random(f"{config.run.seed}/sft")
-        self.view = view
-        self.state = state
-        self.parts = parts
-        self.recorder = recorder
+        self.parts, self.recorder = parts, recorder
+        self.view, self.state = recorder.view, state
         self.demonstrations, self.gate = parts.demonstrations
         self.step = 0
         self._place = ""  # a description of the stage
@@ -104,9 +92,9 @@ class ColdStart:
         self._until = self._done.step  # earlier steps are replayed without the learner
         self._saver = Saver(
             replace(config.checkpoint, every=0),  # `every` counts updates
-            checkpoints,
+            recorder.run.checkpoints,
             parts.learner,
-            view,
+            recorder.view,
             step=lambda: self._done.step,
             snapshot=state.resumable,
             turn=parts.learner.turn,

@@ -36,10 +36,9 @@ from agentenv.pipelines.rl.clocks import PhaseClock
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import EVALUATIONS, Recorder
 from agentenv.pipelines.rl.report import PHASES
-from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
+from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, brief_report
 from agentenv.pipelines.run.checkpoints import REMOVED
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
-from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import Pulse, View
 from agentenv.tree import CANCELLED
 from agentenv.types import Task
@@ -58,16 +57,14 @@ class Evaluator:
     that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
     one at a time."""
 
-    config: TrainConfig
-    run: RunDirectory
-    state: RunState
-    clock: PhaseClock
     parts: Parts
     recorder: Recorder
     saver: RunSaver
+    clock: PhaseClock
 
     def __post_init__(self) -> None:
-        folder, view = self.run.path, self.recorder.view
+        self.config, self.state = self.recorder.config, self.recorder.state
+        folder, view = self.recorder.run.path, self.recorder.view
         self._overlapping: asyncio.Task[None] | None = None
         self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
         self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)

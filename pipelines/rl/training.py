@@ -49,8 +49,6 @@ from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.queue import ReplayQueue
 from agentenv.types import TIMES
 
-STARTS = "prefix_starts"  # a key of [data]; each tree records its start
-
 
 def rollout_settings(config: TrainConfig) -> str:
     """A hash of all settings that affect trees, except weights and time limits: a tree started
@@ -58,7 +56,6 @@ def rollout_settings(config: TrainConfig) -> str:
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
-    plain["data"] = {key: value for key, value in plain["data"].items() if key != STARTS}
     plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -100,11 +97,7 @@ class Training:
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation = run.count_start(self.state.incarnation)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
-        self.queue = ReplayQueue(
-            config.queue.groups_per_step,
-            config.queue.max_staleness,
-            just_in_time=config.queue.just_in_time,
-        )
+        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.phase = "set-up"  # cold start, RL, end
         self.actions = PendingActions()
@@ -134,7 +127,6 @@ class Training:
             if workers is not None:
                 here, behind = self.view.longest_wait, workers.behind
                 self.view.longest_wait = lambda: "; ".join(filter(None, [here(), behind()]))
-            stack.callback(self.actions.close, "the run is ending")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
                     self.phase = "cold start"
@@ -170,7 +162,6 @@ class Training:
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
         feeder = self._make_feeder(config, state, parts, queue, batches, journal)
-        feeder.archive = recorder.archive.folder
         kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
         saver = RunSaver(
             config.checkpoint,
@@ -193,8 +184,8 @@ class Training:
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=Evaluator(config, run, state, self.clock, parts, recorder, saver),
-            report=self._make_report(state, feeder, batches.alarms, recorder, watch, self.lag),
+            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            report=self._make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else SelfCritic(config, parts, run),
             actions=self.actions,
             clock=self.clock,
@@ -258,15 +249,7 @@ class Training:
             await loop.evaluator.around("before_sft")
         if loop.parts.demonstrations is not None:
             await loop.parity.check()
-            cold_start = ColdStart(
-                self.config,
-                self.view,
-                state,
-                loop.parts,
-                loop.recorder,
-                self.run.checkpoints,
-                self.checkpoint,
-            )
+            cold_start = ColdStart(loop.parts, loop.recorder, self.checkpoint)
             with self.clock.phase("sft"):
                 try:
                     await cold_start.run_all()
@@ -323,9 +306,11 @@ class Training:
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
         showing = rollouts.create_task(loop.report.live.run())
-        self.actions.begin(rollouts)
-        await loop.run()
-        self.actions.close("the run is ending")
+        self.actions.group = rollouts
+        try:
+            await loop.run()
+        finally:
+            self.actions.group = None
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():

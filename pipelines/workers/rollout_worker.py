@@ -194,7 +194,6 @@ class RolloutWorker:
                 session=request.session,
                 record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
-                order=request.order,
             )
         except Exception as error:
             self._link.send(pack(messages.Raised(request.number, *named(error))))

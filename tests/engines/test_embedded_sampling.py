@@ -49,6 +49,9 @@ def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> lis
         {"repetition_penalty": 0.7, "temperature": 0.0},
         {"repetition_penalty": 1.2, "min_p": 0.02, "top_k": 20, "top_p": 0.8, "temperature": 1.4},
         {"min_p": 1.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 0.7},
+        {"top_k": 4, "top_p": 0.6, "temperature": 2.0},
     ],
 )
 async def test_reported_log_probs_are_of_the_sampled_distribution(

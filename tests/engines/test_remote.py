@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote.client import SESSION_HEADER, HttpClient, routing
+from agentenv.engines.remote.client import SESSION_HEADER, ServerClient, routing
 from agentenv.engines.remote.probes import VLLMFacts
 from agentenv.engines.remote.request import ServerInfo
 from agentenv.engines.remote.weights import SharedWeights
@@ -127,7 +127,7 @@ async def test_any_session_fits_in_a_header(session: str) -> None:
     app = web.Application()
     app.router.add_post("/", answer)
     async with TestServer(app) as server:
-        client = HttpClient(str(server.make_url("/")))
+        client = ServerClient(str(server.make_url("/")))
         try:
             async with client.stream("/", {}, routing(session, None)) as events:
                 assert [event async for event in events] == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
 from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.vllm import VLLMServer
@@ -310,7 +310,7 @@ async def test_incompatible_directories_are_refused(
 async def test_tokens_of_weights_with_another_label_are_refused(
     plain: ServerSubject, servers: Servers
 ) -> None:
-    http = HttpClient(servers.plain.url)
+    http = ServerClient(servers.plain.url)
     await http.call("POST", "/update_weight_version", {"new_version": "of someone else"})
     with pytest.raises(EngineError, match="of someone else"):
         await plain.generate([20], SamplingParams(max_tokens=1))
@@ -318,7 +318,7 @@ async def test_tokens_of_weights_with_another_label_are_refused(
 
 
 async def test_a_paused_server_is_resumed_on_connect(servers: Servers) -> None:
-    http = HttpClient(servers.plain.url)
+    http = ServerClient(servers.plain.url)
     await asyncio.to_thread(servers.plain.wait_ready)
     await http.call("POST", "/pause", params={"mode": "keep"})
     async with serving(servers.plain, servers.untied_world) as server:
@@ -331,7 +331,7 @@ async def test_a_missing_route_is_named(
     route: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.to_thread(servers.plain.wait_ready)
-    http = HttpClient(servers.plain.url)
+    http = ServerClient(servers.plain.url)
     found = await http.routes()
 
     async def fewer() -> frozenset[str]:
@@ -384,7 +384,7 @@ async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
     chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
     long = SamplingParams(LONG)
     calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]
-    http = HttpClient(servers.tied.url)
+    http = ServerClient(servers.tied.url)
     while not any(c and not call.done() for c, call in zip(chunks, calls, strict=True)):  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     await http.call("POST", "/pause", params={"mode": "keep"})  # some are in the middle now

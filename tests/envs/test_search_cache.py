@@ -35,25 +35,6 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     await other.close()
 
 
-async def test_an_expired_entry_is_fetched_again(tmp_path: Path) -> None:
-    path = tmp_path / "cache.db"
-    cache = ResultCache(path, max_age_s=0.4)
-    cache.put("a", b"1")
-    assert cache.get("a", bytes) == b"1"
-    await cache.close()
-    await asyncio.sleep(0.2)
-    other = ResultCache(path, max_age_s=0.4)
-    assert other.get("a", bytes) == b"1"  # in memory from here on, with its age
-    await asyncio.sleep(0.3)
-    assert other.get("a", bytes) is None
-    other.put("a", b"2")
-    assert other.get("a", bytes) == b"2"
-    await other.close()
-    forever = ResultCache(path)
-    assert forever.get("a", bytes) == b"2"
-    await forever.close()
-
-
 async def test_a_cache_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cache.db"
     path.write_text("this is no database" * 100)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,8 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.rank_group import RankLink
 from agentenv.learners.rank_process import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link, held_ports
+from agentenv.link import PREFIX_BYTES, Link
+from agentenv.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
     assert_ended,
@@ -31,6 +33,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
+from tests.support.ports import held_ports
 
 
 @pytest.mark.slow
@@ -257,7 +260,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
     trees = [encode_sequence([n, *[7] * 160_000], [False] + [True] * 160_000) for n in range(40)]
     update = wire.Update([trees[:25], trees[25:]], 0.5, "close")
     buffered: list[int] = []
-    received: list[wire.Command] = []
+    received: list[wire.RankCommand[Any] | wire.RankNotice] = []
 
     async def rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not received or isinstance(received[-1], wire.Tree):
@@ -265,17 +268,17 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
             received.append(wire.unpack_command(await reader.readexactly(size)))
             buffered.append(stream._writer.transport.get_write_buffer_size())
             await asyncio.sleep(0.002)
-        writer.write(wire.pack_frame(wire.Done()))
+        writer.write(wire.pack_frame(wire.RankDone()))
         writer.close()
         await writer.wait_closed()
 
     server = await asyncio.start_server(rank, "127.0.0.1", 0)
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
-        hello = wire.Hello("", 0, 1, os.getpid(), "here", "")
+        hello = Hello("", 0, os.getpid(), host="here")
         stream = Link(*streams)
         link = RankLink(hello, stream, None, is_here=False)
-        assert isinstance(await link.exchange(update), wire.Done)
+        assert isinstance(await link.exchange(update), wire.RankDone)
         await link.close(idle=False)
     one = len(wire.pack_frame(wire.Tree(trees[0])))
     assert max(buffered) < 2 * one, "and never all that is sent"

@@ -23,8 +23,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
     [
         ("queue.max_stalenes=2", "error: 'queue.max_stalenes=2' on the command line: "
          "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
-        ("algorithm.name=arop", "'turnwise'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
-        ("algorithm.name=apro", "'turnwise'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
+        ("algorithm.name=arop", "'tree_grpo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
+        ("algorithm.name=apro", "'tree_grpo'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
         ("algorithm.nam=grpo", "did you mean algorithm.name?"),
         ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
          "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is valid for "
@@ -61,7 +61,6 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("env={id='agentenv/Quickstart-v0'}",
          "env.kwargs.corpus: missing; agentenv/Quickstart-v0 requires it"),
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
-        ("data.prefix_starts={low=0.9}", "data.prefix_starts: low = 0.9 must be below high = 0.75"),
         ("checkpoint.best_metric=dev/reward", "checkpoint.best_metric= on the command line keeps"),
         ("train.stop_at=0.9", "train.stop_at is a value of checkpoint.best_metric, which is empty"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),

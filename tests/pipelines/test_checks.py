@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,12 +14,11 @@ from agentenv import tool
 from agentenv.config import load_config
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.doctor import CHECKS
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
-from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner, select
-from agentenv.registry import loaded
-from agentenv.tools import StatelessTool
+from agentenv.pipelines.setup.checks import START, Check, CheckResult, Runner, select
 
 
 async def found(
@@ -30,7 +28,7 @@ async def found(
     async with AsyncExitStack() as stack:
         run = RunDirectory(folder / "run", resume=False)
         assembly = TrainingAssembly(config, run.path, None, stack, lambda text: None)
-        checks = select(config, "configuration", "parts")
+        checks = select(START, config, "configuration", "parts")
         return {one.name: one async for one in Runner().run(checks, assembly)}
 
 
@@ -42,17 +40,12 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path)
-    later = ("machine", "contract", "started", "measured")
-    before = [check for check in CHECKS if check.stage not in later]
-    assert [*results] == [check.name for check in before if "TrainConfig" in check.configs]
+    assert [*results] == [check.name for check in START if TrainConfig in check.configs]
     assert {one.state for one in results.values()} == {"passed"}
 
 
-def test_check_names_are_unique_and_lazily_loaded_checks_exist() -> None:
+def test_check_names_are_unique() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    for check in CHECKS:
-        look = loaded(check.function) if isinstance(check.function, str) else check.function
-        assert callable(look), check.name
 
 
 LACKING = """
@@ -113,25 +106,6 @@ async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
     one = results[names[0]]
     assert problem in one.message
     assert one.remedy.startswith(remedy)
-
-
-class Radio(StatelessTool):
-    """Its state cannot be replayed."""
-
-    name, description, fork_mode = "radio", "Listens.", "none"
-    schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
-
-
-async def test_prefix_starts_require_a_replayable_environment(
-    warehouse: Path, tmp_path: Path
-) -> None:
-    tools = f'env.tools=[{{name="stock"}}, {{name="{__name__}:Radio"}}]'
-    results = await found(warehouse, tmp_path, [tools, "data.prefix_starts={}"])
-    assert failed(results) == ["places to lead to"]
-    one = results["places to lead to"]
-    assert "data.prefix_starts: the environment me/Warehouse-v0 cannot be copied" in one.message
-    assert one.remedy.startswith("remove data.prefix_starts, or train on")
-    assert failed(await found(warehouse, tmp_path / "led", ["data.prefix_starts={}"])) == []
 
 
 async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(

@@ -28,9 +28,9 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis import doctor as doctors
 from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
-from agentenv.pipelines.diagnosis.doctor import examine
+from agentenv.pipelines.diagnosis.doctor import CHECKS, examine
 from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
-from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
+from agentenv.pipelines.setup.checks import Check, CheckResult, Runner
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.types import Completion, Message
 from tests.support.toy import CharTokenizer

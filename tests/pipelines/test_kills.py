@@ -108,7 +108,6 @@ def points_of(run: KilledRun, *, own_rank: bool, seen: Path) -> list[Plan]:
     return plans
 
 
-@pytest.mark.promise
 def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -> None:
     pairs: list[tuple[Plan | None, ...]] = list(SOME)
     if repeats > 1:

@@ -21,7 +21,7 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.terminal import first_reason
 from agentenv.pipelines.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
-from tests.pipelines.test_rollout_workers import SLOW, log_of, run, taken, trees, until
+from tests.pipelines.test_rollout_workers import SLOW, end, log_of, run, taken, trees, until
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
@@ -160,12 +160,6 @@ def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
         both = trees(found)  # which asserts the bound
         assert {index: both[index] for index in trees(calm)} == trees(calm)
         assert rows_of(found)[-1]["workers/lost"] == 1
-
-
-def end() -> None:
-    """As Ctrl-C does."""
-    (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
-    main.cancel()
 
 
 def test_a_run_continues_after_its_cluster_loses_the_head_node(

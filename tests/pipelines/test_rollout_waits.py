@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.deadline import doing
+from agentenv.deadline import WaitKind, doing
 from agentenv.env import StepResult
-from agentenv.pipelines.run.watchdog import LOOK_S, Waits
+from agentenv.pipelines.run.watchdog import LOOK_S, Waits, expected_s
 from agentenv.plan import Independent
 from agentenv.types import Message
 from tests.support.toy import CountingEnv
@@ -65,6 +66,11 @@ def test_a_tool_that_hangs_is_named_once_and_again_after_a_longer_wait() -> None
     assert second.startswith(start)
     assert "(240 s)" in second
     assert LOOK_S <= 5.0
+
+
+def test_a_busy_server_may_take_longer_than_a_tool() -> None:
+    assert expected_s("the tool 'search'") < expected_s(WaitKind.SLOT) == expected_s(WaitKind.TURN)
+    assert expected_s(WaitKind.PAUSED) == math.inf
 
 
 def test_a_caller_awaiting_the_rollouts_gets_their_longest_wait() -> None:

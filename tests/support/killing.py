@@ -46,8 +46,8 @@ from agentenv.engines.vllm import VLLMServer
 from agentenv.envs.sandbox.process import SessionProcess, ZygoteProcess
 from agentenv.frames import framed
 from agentenv.launchers import train
+from agentenv.learners import rank, rank_process
 from agentenv.learners import rank_group as wire
-from agentenv.learners import rank_process
 from agentenv.pipelines.rl.publishing import DirectoryPublisher
 from agentenv.pipelines.rl.recorder import Recorder
 from tests.support.rank_here import rank_here
@@ -263,7 +263,7 @@ def pid_of_zygote(zygote: ZygoteProcess) -> int:
 
 def install_in_rank(killer: Killer) -> None:
     """Points of the rank's own commands; files have theirs."""
-    run = rank_process.Rank._run
+    run = rank.Rank.run
 
     def running(self: Any, command: Any) -> Any:
         point = f"command {command_name(command)}"
@@ -272,7 +272,7 @@ def install_in_rank(killer: Killer) -> None:
         killer.at(point, "after")
         return found
 
-    rank_process.Rank._run = running  # type: ignore[method-assign]
+    rank.Rank.run = running  # type: ignore[method-assign]
 
 
 def command_name(command: Any) -> str:

@@ -21,9 +21,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.engines.remote.client import (
-    HttpClient,
     Ranks,
     RefusedError,
+    ServerClient,
     routing,
 )
 from agentenv.engines.remote.request import (
@@ -190,7 +190,7 @@ class RemoteServer(ABC, Generic[F]):
         if entropy_top_k != -1 and entropy_top_k < 1:
             raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {entropy_top_k}")
         self.url = url
-        self._http = HttpClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
+        self._http = ServerClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
         self.name = self._http.name
         self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size

@@ -38,7 +38,7 @@ from agentenv.engines.remote.request import (
     ServerLostError,
 )
 from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
-from agentenv.http import retry_after_s
+from agentenv.http import HttpSession, is_temporary, reason_of, retry_after_s
 from agentenv.untrusted import decode
 
 # uvicorn closes an idle connection after 5 s; a request at that moment would be lost
@@ -80,6 +80,10 @@ class FailedError(ServerLostError):
         self.status, self.reason = status, reason
 
 
+class SilentServerError(ServerLostError):
+    """The server did not answer in time."""
+
+
 class _Schema(Struct):
     paths: dict[str, dict[str, msgspec.Raw]]
 
@@ -111,7 +115,7 @@ async def why_unreachable(url: str, key: str) -> str:
     return ""
 
 
-class HttpClient:
+class ServerClient:
     """Calls to one base URL. `name` is the URL without credentials.
 
     Deadlines in seconds: `call_s` of a short call; `wait_s` of a stream without an event, and of a
@@ -136,8 +140,9 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._fresh_posts = fresh_posts
         self._warned_at = -WARN_S
-        self._session: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
+        # Kept connections; a router's cookie would bind all sessions to one server.
+        self._session = HttpSession(keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket)
+        self._fresh = HttpSession(force_close=True)  # a connection for each request
 
     async def call(
         self,
@@ -233,10 +238,8 @@ class HttpClient:
 
     async def close(self) -> None:
         """Drop all connections. Idempotent; a later call opens new ones."""
-        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
-        for session in sessions:
-            if session is not None:
-                await session.close()
+        await self._session.close()
+        await self._fresh.close()
 
     @asynccontextmanager
     async def _request(
@@ -265,13 +268,14 @@ class HttpClient:
             async with await sending as response:
                 if not 200 <= response.status < 300:
                     wanted_s = retry_after_s(response.headers)
-                    self._refuse(path, response.status, _reason(await response.read()), wanted_s)
+                    self._refuse(path, response.status, await response.read(), wanted_s)
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-            kind_of = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
             text = f" ({type(error).__name__}: {error})".replace(": )", ")")
+            if isinstance(error, TimeoutError):
+                raise SilentServerError(f"{self.name}{path}: no answer in time{text}") from error
             lost = BrokenConnectionError if _is_broken(error) else ServerLostError
-            raise lost(f"{self.name}{path}: {kind_of}{text}") from error
+            raise lost(f"{self.name}{path}: connection lost{text}") from error
 
     async def _send(
         self, method: str, request: dict[str, Any], *, fresh: bool, streams: bool
@@ -280,7 +284,8 @@ class HttpClient:
         closed."""
         while True:
             try:
-                return await self._open(fresh=fresh).request(method, **request)
+                session = self._fresh if fresh else self._session
+                return await session.opened.request(method, **request)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
@@ -297,21 +302,6 @@ class HttpClient:
                 else:
                     fresh = True
 
-    def _open(self, *, fresh: bool) -> aiohttp.ClientSession:
-        if fresh:
-            if self._fresh is None:
-                connector = aiohttp.TCPConnector(limit=0, force_close=True)
-                self._fresh = aiohttp.ClientSession(connector=connector)
-            return self._fresh
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
-            )
-            # A router's cookie would bind all sessions to one server.
-            jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
-        return self._session
-
     def _warn_descriptors(self) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._warned_at >= WARN_S:
@@ -323,11 +313,12 @@ class HttpClient:
                 extra=SHOWN,
             )
 
-    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float | None) -> None:
+    def _refuse(self, path: str, status: int, body: bytes, retry_after_s: float | None) -> None:
+        reason = reason_of(body)[:MAX_REASON]
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
         if status == 429 or (status == 503 and retry_after_s is not None):
             raise BusyError(text, retry_after_s or 0.0)
-        if status >= 500 or status == 408:
+        if is_temporary(status):
             raise FailedError(text, status, reason)
         if status == 401:
             text += "; check the API key of this server"
@@ -390,18 +381,6 @@ def _lacks_descriptors() -> bool:
     except OSError as error:
         return error.errno in NO_DESCRIPTOR
     return False
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error body: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
-    try:
-        found = decode(body)
-    except ForeignError:
-        return _shorten(body)
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
 
 
 def _shorten(body: bytes) -> str:

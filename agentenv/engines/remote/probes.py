@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.client import (
     Count,
-    HttpClient,
     Logprob,
     MalformedReplyError,
     RefusedError,
+    ServerClient,
 )
 from agentenv.engines.remote.request import PartEnd, Request, ServerInfo
 from agentenv.engines.remote.weight_sync import TransferRoutes
@@ -115,7 +115,7 @@ class _ServerInfo(Struct):
     vllm_config: _Settings
 
 
-async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
+async def probe_vllm(http: ServerClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
     """Probe the server. Raises ConfigError for missing features, ServerLostError if it is lost."""
     routes = await http.routes()
     for route, cure in VLLM_NEEDED.items():
@@ -295,7 +295,7 @@ class ModelInfo(Struct, frozen=True):
 
 
 async def probe_sglang(
-    http: HttpClient, vocab_size: int | None, layout: Layout | None
+    http: ServerClient, vocab_size: int | None, layout: Layout | None
 ) -> SGLangFacts:
     """Read routes, version, settings and limits; `layout` is its model's, if known.
 
@@ -330,7 +330,7 @@ async def probe_sglang(
     )
 
 
-async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
+async def _check_fields(http: ServerClient, args: ServerArgs) -> None:
     """Raises ConfigError for unsupported request fields, which would be ignored silently."""
     schema = await http.call_json("GET", "/openapi.json")
     try:
@@ -380,7 +380,7 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
         logger.info("%s ignores seeds; --enable-deterministic-inference makes it honor them", name)
 
 
-async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
+async def check_logprobs(http: ServerClient, vocab_size: int) -> None:
     """Raises ConfigError unless log-probs are those after temperature.
 
     Temperature 2 halves the distance between two of them, compared to greedy sampling, which
@@ -417,7 +417,9 @@ class _Probed(Struct, frozen=True):
     meta_info: _TopLogprobs
 
 
-async def _top_logprobs(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
+async def _top_logprobs(
+    http: ServerClient, temperature: float, vocab_size: int
+) -> dict[int, float]:
     """The largest log-probs after a fixed prompt, by token id."""
     body = {
         "input_ids": [index % vocab_size for index in range(8)],

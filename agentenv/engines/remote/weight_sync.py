@@ -65,7 +65,7 @@ class TransferRoutes(Struct, frozen=True):
 
     @property
     def posts(self) -> set[str]:
-        """The routes, as HttpClient.routes names them."""
+        """The routes, as ServerClient.routes names them."""
         paths = (self.join, self.start, self.receive, self.finish, self.leave)
         return {f"POST {path}" for path in paths}
 

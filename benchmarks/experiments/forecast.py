@@ -1,5 +1,5 @@
 """Forecasts of the success and of the remaining calls after a tool result, learned from the trees
-of a run, for plans that fork where a call is most informative (`agentenv.plan.Spread`).
+of a process, for the plan that forks where a call is most informative (`Spread` in turnwise.py).
 
 The success probability after a place c of a tree is
 
@@ -11,7 +11,7 @@ The success probability after a place c of a tree is
          the result was an error, whether it occurred earlier on the path, average success of the
          question, mean of the outcomes below c, number of these outcomes
 
-w is fitted by online logistic ridge regression: each update adds its trees to a Gaussian
+w is fitted by online logistic ridge regression: each group of trees is added to a Gaussian
 approximation of the posterior, which is discounted by 0.9, with the penalty |w|^2 / 2; initially w
 is 0. A sample is a place and a leaf below it, whose outcome is excluded from x and p0; the samples
 of a place have a total weight of 1. The remaining calls are averages by depth.
@@ -28,16 +28,17 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 from numpy.typing import NDArray
 
-from agentenv.tree import GIVEN, Node, TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 
 FORECAST = "forecast"  # in the root's info
 WINDOW = 20  # tokens of the mean entropy
 RIDGE = 1.0
-KEPT = 0.9  # discount of the posterior at each update
-NEW = 0.3  # weight of a new group, or update, in an average
+GROUP = 4  # trees that are learned from together: those of an update of the study
+KEPT = 0.9  # discount of the posterior at each group
+NEW = 0.3  # weight of a new tree, or group, in an average
 PRIOR_WEIGHT = 3.0  # weight of the previous turn's p0, in outcomes
 LONG, MANY = 8.0, 8.0  # turns and outcomes that scale the features
 NUM_FEATURES = 9
@@ -56,8 +57,14 @@ class Forecast(Struct):
     calls: dict[str, float]
 
 
+def remember(tree: TrajectoryTree, forecast: Forecast) -> None:
+    """Store the forecast on the root, where the journal and all decisions about the tree find
+    it."""
+    tree.root.info[FORECAST] = to_builtins(forecast)
+
+
 class Known(Struct):
-    """The state in a checkpoint: w and its precision, averages by question and by depth."""
+    """What was learned: w and its precision, averages by question and by depth."""
 
     weights: list[float] = field(default_factory=lambda: [0.0] * NUM_FEATURES)
     precision: list[list[float]] = field(
@@ -68,7 +75,7 @@ class Known(Struct):
 
 
 class _Place(Struct):
-    """A turn on ended paths, or the root: its depth including given turns, the previous place, the
+    """A turn on ended paths, or the root: its depth, the previous place, the
     numbers of outcomes and of successes below it, and the turns after it summed over them."""
 
     depth: int
@@ -97,15 +104,14 @@ class Places:
         if returns and min(returns) == max(returns):
             middle = 0.0  # equal returns: successes if above 0
         self.outcomes = [reward > middle for reward in returns]
-        num_given = len(tree.given)
-        self.of = {tree.root.index: _Place(num_given)}
+        self.of = {tree.root.index: _Place(0)}
         self.nodes = [[tree.root, *path.turns] for path in self.paths]
         for nodes, outcome in zip(self.nodes, self.outcomes, strict=True):
             above = None
             for place, node in enumerate(nodes):
                 one = self.of.get(node.index)
                 if one is None:
-                    one = self.of[node.index] = _Place(num_given + place, above)
+                    one = self.of[node.index] = _Place(place, above)
                 one.num += 1
                 one.right += outcome
                 one.after += len(nodes) - 1 - place
@@ -187,20 +193,27 @@ class Places:
 
 
 class Forecaster:
-    """Learns from the trees of each update. Forecasts depend on `known` only."""
+    """Learns from groups of trees. Forecasts depend on `known` only."""
 
     def __init__(self, known: Known) -> None:
         self.known = known
+        self._waiting: list[TrajectoryTree] = []
 
     def forecast(self, question: str) -> Forecast:
         """The forecast for a new tree of this question."""
         known = self.known
         return Forecast(list(known.weights), known.rates.get(question), dict(known.calls))
 
+    def add(self, tree: TrajectoryTree) -> None:
+        """Learn from this tree, once GROUP trees have ended."""
+        self._waiting.append(tree)
+        if len(self._waiting) == GROUP:
+            self.learn(self._waiting)
+            self._waiting = []
+
     def learn(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """Learn from the trees of an update. `known` is replaced, not modified, so that a thread
-        may call this. Returns forecast/log_loss, the log loss of the outcomes before the update,
-        and forecast/log_loss_of_tree, that of p0."""
+        """Learn from trees. Returns forecast/log_loss, the log loss of their outcomes before, and
+        forecast/log_loss_of_tree, that of p0."""
         old = self.known
         new = Known(rates=dict(old.rates), calls=dict(old.calls))
         samples, calls = list[_Sample](), dict[int, list[float]]()
@@ -209,8 +222,7 @@ class Forecaster:
             if not places.paths or tree.is_cancelled:
                 continue
             samples += places.samples(old.rates.get(tree.task.id))
-            if GIVEN not in tree.root.info:  # given turns were chosen to change it
-                _average(new.rates, tree.task.id, fmean(places.outcomes))
+            _average(new.rates, tree.task.id, fmean(places.outcomes))
             for one in places.of.values():
                 calls.setdefault(one.depth, []).append(one.after / max(one.num, 1))
         for depth, found in calls.items():

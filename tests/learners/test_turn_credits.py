@@ -1,4 +1,4 @@
-"""Laws of the credits of turns: turnwise and its presets, Tree-GRPO, GiGPO."""
+"""Laws of the credits of turns: Tree-GRPO, GiGPO, and those of the study."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.credit import TreeCredit
 from agentenv.learners.gigpo import GiGPO
 from agentenv.learners.tree_grpo import TreeGRPO
-from agentenv.learners.turnwise import Turnwise
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
+from benchmarks.experiments.turnwise import Turnwise
 from tests.learners.trees import random_tree
 
 SIZE = 2

@@ -1,23 +1,26 @@
-"""Forecasts: a trained forecast distinguishes mixed places from settled ones, and an untrained one
-changes nothing."""
+"""The plans of the study: late forks where a call teaches most, and forecasts of that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from agentenv.forecast import FORECAST, NUM_FEATURES, Forecaster, Known, Places
-from agentenv.learners.turnwise import Turnwise
-from agentenv.plan import Independent, Spread, learns
-from agentenv.tree import Node, Order, TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from tests.support.virtual_clock import run_virtual
-from tests.test_actor import TASK, make_actor
+from benchmarks.experiments.forecast import (
+    FORECAST,
+    NUM_FEATURES,
+    Forecaster,
+    Known,
+    Places,
+    remember,
+)
+from benchmarks.experiments.turnwise import Spread, Turnwise
+from tests.test_actor import make_actor, rollout
 from tests.test_late_forks import searches
 
 TURNS = 5
@@ -73,7 +76,7 @@ def taught() -> Forecaster:
 
 
 def with_forecast(tree: TrajectoryTree, forecaster: Forecaster) -> TrajectoryTree:
-    tree.root.info[FORECAST] = msgspec.to_builtins(forecaster.forecast(tree.task.id))
+    remember(tree, forecaster.forecast(tree.task.id))
     return tree
 
 
@@ -130,7 +133,7 @@ def test_the_forecast_finds_mixed_places_better_than_entropy(
 
 def scores_by_name(tree: TrajectoryTree) -> dict[str, float]:
     """By the tokens of the path to a place."""
-    scores = Spread(8, 2, learns=True).scores(tree)
+    scores = Spread(8, 2).scores(tree)
     names = {
         at: str([list(node.action_ids) for node in tree.path(tree.nodes[at])]) for at in scores
     }
@@ -174,7 +177,7 @@ def test_before_anything_is_learned_the_score_is_that_of_the_tree() -> None:
     for index in range(20):
         tree = synthetic(index, 5)
         own = Spread(8, 2).scores(tree)
-        assert Spread(8, 2, learns=True).scores(with_forecast(tree, untaught)) == pytest.approx(own)
+        assert Spread(8, 2).scores(with_forecast(tree, untaught)) == pytest.approx(own)
 
 
 def test_trees_without_a_mixed_or_finished_place_do_not_change_the_weights() -> None:
@@ -214,30 +217,74 @@ def test_expected_remaining_calls_are_averages_by_depth(taught: Forecaster) -> N
     assert calls == pytest.approx([TURNS - depth for depth in range(TURNS + 1)])
 
 
-def test_the_state_of_a_checkpoint_makes_the_same_forecasts(taught: Forecaster) -> None:
-    saved = msgspec.json.encode(taught.known)
-    again = Forecaster(msgspec.json.decode(saved, type=Known))
-    known = Forecaster(msgspec.json.decode(saved, type=Known))
-    for step in range(3):
-        trees = [synthetic(index, 7) for index in range(8 * step, 8 * step + 8)]
-        assert again.learn(trees) == known.learn(trees)
-        assert again.forecast("q1") == known.forecast("q1")
-    assert again.forecast("q1").rate is not None
-    assert again.forecast("unknown").rate is None
-
-
-def test_a_tree_is_grown_by_the_forecast_of_its_order(taught: Forecaster) -> None:
-    """It is on the root from the start, and the plan grows a whole group by it."""
+def test_a_tree_is_grown_by_its_forecast_and_teaches_later_ones() -> None:
+    """The forecast is on the root from the start; each group of four trees is learned from."""
     plan = Turnwise(group_size=8, initial_rollouts=2, plan_name="learned").plan(9)
-    assert learns(plan)
-    facts: dict[str, Any] = {FORECAST: msgspec.to_builtins(taught.forecast("q1"))}
-    trees = [
-        run_virtual(make_actor(searches).rollout(TASK, plan, index=index, order=Order(facts=facts)))
-        for index in range(10)
-    ]
+    trees = [rollout(make_actor(searches), plan, index) for index in range(12)]
     for tree in trees:
         assert len(list(tree.trajectories())) == 8
-        assert tree.root.info == facts
+    weights = [tree.root.info[FORECAST]["weights"] for tree in trees]
+    assert weights[:4] == [[0.0] * NUM_FEATURES] * 4
+    assert weights[4] == weights[7] != weights[8] == weights[11]
     assert sum(tree.num_forks for tree in trees) > 10
-    for other in (Spread(8, 2), Independent(8)):
-        assert not learns(other)
+
+
+# where a call teaches most
+
+
+def graded(*paths: tuple[tuple[int, ...], float]) -> TrajectoryTree:
+    """A tree of these paths, named by the turns that they share, with their returns."""
+    tree = TrajectoryTree(Task("t", "toy", "?", ()))
+    tree.add(None, observation_ids=[0])
+    known: dict[tuple[int, ...], Node] = {(): tree.root}
+    for path, reward in paths:
+        for size in range(1, len(path) + 1):
+            if path[:size] not in known:
+                above = known[path[: size - 1]]
+                name = "".join(map(str, path))
+                known[path[:size]] = tree.add(
+                    above, branch=name, action_ids=[1], observation_ids=[0]
+                )
+        leaf = known[path]
+        leaf.observation_ids, leaf.end, leaf.reward = leaf.observation_ids[:0], "terminated", reward
+    tree.num_started = len(paths)
+    return tree
+
+
+def test_a_prefix_with_mixed_outcomes_scores_above_one_that_always_fails() -> None:
+    tree = graded(
+        *(((1, 1, 1), 1.0), ((1, 1, 2), 0.0), ((1, 1, 3), 1.0), ((1, 1, 4), 0.0)),
+        *(((2, 1, 1), 0.0), ((2, 1, 2), 0.0), ((2, 1, 3), 0.0), ((2, 1, 4), 0.0)),
+    )
+    scores = Spread(group_size=16, num_roots=2).scores(tree)
+    mixed, failed = (next(n for n in tree.nodes if n.branch[:1] == one) for one in "12")
+    assert scores[mixed.index] > 1.2 * scores[failed.index]
+
+
+def test_a_place_with_many_leaves_scores_below_one_with_few() -> None:
+    many = ((1, 1, n) for n in range(6))
+    tree = graded(
+        *((path, float(path[2] % 2)) for path in many), ((2, 1, 0), 1.0), ((2, 1, 1), 0.0)
+    )
+    scores = Spread(group_size=16, num_roots=2).scores(tree)
+    first, second = (next(n for n in tree.nodes if n.branch[:1] == one) for one in "12")
+    assert scores[first.index] < scores[second.index]
+
+
+def test_replayed_calls_have_the_configured_cost() -> None:
+    tree = graded(((1, 1, 1, 1), 1.0), ((2, 1, 1, 1), 0.0))
+    free, dear = (Spread(16, 2, led_cost=cost).scores(tree) for cost in (0.0, 1.0))
+    path = [node.index for node in tree.path(tree.leaves()[0])]
+    assert free[path[3]] > 2 * free[path[1]], "few turns are left"
+    assert dear[path[3]] < 1.5 * dear[path[1]], "as many turns in all"
+
+
+def test_the_plan_spreads_a_group_or_uses_roots_only_without_replays() -> None:
+    plan = Spread(group_size=8, num_roots=2, led_cost=0.0)
+    trees = [rollout(make_actor(searches), plan, index) for index in range(20)]
+    for tree in trees:
+        assert len(list(tree.trajectories())) == tree.num_started == 8
+        assert tree.num_live == 0
+        for node in tree.nodes[1:]:
+            assert 1 + (node.num_forks or 0) <= plan.max_children
+    assert sum(tree.num_forks for tree in trees) > 20
