@@ -89,7 +89,6 @@ ALLOWED = {
     "envs/program.py ProgramEnv._next: self._program.wait": "asyncio.wait with the limits, below",
     "envs/sandbox/program.py Program._received: socket.recv_fds": "the socket never blocks",
     "envs/sandbox/program.py Program._leave: socket.recv_fds": "the same; STOP_S, above",
-    "envs/sandbox/program.py _pump: writer.drain": "the end of the program, or of the endpoint",
     "envs/sandbox/program_init.py main: control.recv": CHILD,
     "envs/sandbox/program_init.py _forward: listener.accept": "a thread, in the sandbox",
     "envs/sandbox/program_init.py _pump: source.recv": "the same",
