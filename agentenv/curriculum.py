@@ -17,7 +17,6 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from agentenv.metrics import Metrics
 from agentenv.rows import CurriculumConfig
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
@@ -110,7 +109,7 @@ class Curriculum:
             self._weights = self.config.floor + (1 - self.config.floor) * np.asarray(value)
         return self._weights
 
-    def stats(self) -> Metrics:
+    def stats(self) -> dict[str, float]:
         """curriculum/seen: the share of questions that had a tree; curriculum/spread: the effective
         number of questions that are drawn, as a share of all (1 for equal weights);
         curriculum/success: the expected success rate of a draw."""

@@ -4,7 +4,7 @@ prompts of rows."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,11 +15,10 @@ from msgspec import Meta, Struct, field
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import SUFFIXES
 from agentenv.errors import ConfigError, DataError
+from agentenv.instruction import Instruction
 from agentenv.rows import shared_system_prompt
-from agentenv.types import SYSTEM_KEY, Message, Task
 
 WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
-QUESTION = "{question}"
 
 
 class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,27 +56,6 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 "prompt.chat_template_kwargs: unused with prompt.apply_chat_template = false; "
                 "remove one of the two"
             )
-
-
-class Instruction(Struct, frozen=True):
-    """The system prompt of a configuration, or an empty text; with `override_row` it overrides the
-    system prompt of a row."""
-
-    text: str = ""
-    override_row: bool = False
-
-    def apply(self, messages: Sequence[Message], task: Task) -> list[Message]:
-        """The prompt of an env with its system prompt: the row's, else the configuration's, else
-        the env's own."""
-        row = task.metadata.get(SYSTEM_KEY)
-        from_row = isinstance(row, str) and bool(row) and not (self.override_row and self.text)
-        others = [message for message in messages if message.role != "system"]
-        if self.text and QUESTION in self.text:
-            question = others.pop().content if others else task.question
-            others.append(Message("user", self.text.replace(QUESTION, question)))
-            return [Message("system", str(row)), *others] if from_row else others
-        system = str(row) if from_row else self.text
-        return [Message("system", system), *others] if system else list(messages)
 
 
 def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:

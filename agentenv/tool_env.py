@@ -53,7 +53,7 @@ from agentenv.errors import (
     not_a_text,
 )
 from agentenv.http import meaning
-from agentenv.prompt import Instruction
+from agentenv.instruction import Instruction
 from agentenv.tools import (
     CallBudget,
     ChosenTool,

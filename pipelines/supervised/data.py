@@ -22,6 +22,7 @@ from msgspec import Struct
 from agentenv.data_files import RawRow, Row, read_rows
 from agentenv.env import check_observation
 from agentenv.errors import CrashError, DataError
+from agentenv.instruction import Instruction
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.dpo import Answer, encode_pair
 from agentenv.pipelines.config.supervised import (
@@ -38,7 +39,6 @@ from agentenv.pipelines.supervised.dialogues import (
     read_preference,
 )
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
-from agentenv.prompt import Instruction
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 

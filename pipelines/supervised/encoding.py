@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import ConfigError, CrashError, DataError
+from agentenv.instruction import Instruction
 from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.model_files import GENERATION
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.supervised.dialogues import Dialogue
-from agentenv.prompt import Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
 from agentenv.rows import BROKEN_BOXED
 from agentenv.tags import tag_calls, written_arguments

@@ -9,11 +9,12 @@ import pytest
 
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.errors import DataError
+from agentenv.instruction import Instruction
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.supervised.dialogues import Dialogue, RowFormat, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
 from agentenv.pipelines.supervised.objectives import fill_rows
-from agentenv.prompt import Instruction, PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer
 from agentenv.types import Completion, Message, ToolCall
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer
