@@ -18,7 +18,7 @@ from agentenv.data_files import Row
 from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
 from agentenv.env import shared_stats
-from agentenv.learners.credit import counted_leaves, step_score
+from agentenv.learners.credit import counted_leaves
 from agentenv.learners.learner import Metrics
 from agentenv.metrics import (
     EntropyProfile,
@@ -30,6 +30,7 @@ from agentenv.metrics import (
 )
 from agentenv.offload import in_thread, poll_pause
 from agentenv.pipelines.rl.batching import Alarms, Batch
+from agentenv.pipelines.rl.score import step_score
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
 from agentenv.pipelines.run.tables import Table
