@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from agentenv.data_files import Row
 from agentenv.engine import Engine
 from agentenv.env import shared_stats
-from agentenv.learners.credit import counted_leaves, step_score
+from agentenv.learners.credit import counted_leaves
 from agentenv.learners.learner import Metrics
 from agentenv.metrics import LoopLag, Throughput, entropy_profile, rollout_metrics, trained_metrics
 from agentenv.offload import in_thread, poll_pause
@@ -18,6 +18,7 @@ from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.report import Lines, brief_line, run_rate, step_line, step_lines
+from agentenv.pipelines.rl.score import step_score
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue

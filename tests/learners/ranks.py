@@ -16,11 +16,12 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.batch import EncodedTree, encode
+from agentenv.learners.dpo import encode_pair
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
-from tests.learners.trees import credited, random_tree, tiny_model
+from tests.learners.trees import VOCABULARY, credited, random_tree, tiny_model
 
 OF_THE_RANKS = {
     "cpu_s",
@@ -46,8 +47,8 @@ def two_ranks(**keys: Any) -> LearnerConfig:
     return LearnerConfig(**{**known, **keys})
 
 
-def save_tiny_model(directory: Path) -> Path:
-    tiny_model().save_pretrained(directory)
+def save_tiny_model(directory: Path, name: str = "qwen3") -> Path:
+    tiny_model(name).save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text("{}")
     return directory
 
@@ -70,6 +71,20 @@ def undivided_tree() -> TrajectoryTree:
     for _ in range(2):
         tree.add(tree.root).end = "terminated"
     return tree
+
+
+def pairs(sizes: list[int]) -> list[EncodedTree]:
+    """Answers of those lengths and half of them; above 48 tokens a pair is cut."""
+    random = Random(0)
+    found = []
+    for size in sizes:
+        prompt = [random.randrange(VOCABULARY) for _ in range(4)]
+        answers = []
+        for length, first in ((size, 1), (max(1, size // 2), 2)):
+            ids = [*prompt, first, *(random.randrange(VOCABULARY) for _ in range(length))]
+            answers.append((ids, [False] * 4 + [i % 4 != 2 for i in range(length + 1)]))
+        found.append(encode_pair(*answers))
+    return found
 
 
 def encoded(trees: list[TrajectoryTree], version: int = 0) -> list[EncodedTree]:

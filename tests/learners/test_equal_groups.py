@@ -16,7 +16,7 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
 from agentenv.learners.credit import are_equal
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, encode_groups, in_order
+from agentenv.learners.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.partition import minibatches, partition
 from agentenv.reference.algorithms import released
@@ -24,16 +24,13 @@ from agentenv.tree import TrajectoryTree
 from tests.learners.oracle import VERSION, grow
 from tests.learners.ranks import (
     OF_THE_RANKS,
-    largest_difference,
     plain_torch,
     two_ranks,
-    uneven_trees,
-    weights_in,
     weights_of,
 )
 from tests.learners.test_oracle import compare
 from tests.learners.threads import Meeting, trainers
-from tests.learners.trees import VOCABULARY, credits_of, random_tree, tiny_model
+from tests.learners.trees import VOCABULARY, credits_of, level, random_tree, tiny_model
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("arpo", {}),
@@ -55,13 +52,6 @@ QUICK = (1, 2, 6)
 
 def name_of(value: Any) -> str:
     return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-
-
-def level(tree: TrajectoryTree, value: float) -> TrajectoryTree:
-    """The tree with equal returns, which are sums of unequal rewards and so rounded differently."""
-    for leaf in tree.leaves():
-        leaf.reward = value - sum(node.reward for node in tree.path(leaf)[:-1])
-    return tree
 
 
 def some_equal(seed: int) -> list[list[TrajectoryTree]]:
@@ -214,38 +204,6 @@ def test_ranks_sum_up_counted_groups(name: str) -> None:
 
 
 MODEL = tiny_model(dtype=torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-async def test_processes_take_the_requested_number_of_steps(
-    stage: int, model_dir: Path, tmp_path: Path
-) -> None:
-    algorithm = AEPO(group_size=2)
-    config = two_ranks(zero_stage=stage)
-    trees = uneven_trees(6)
-    for tree in trees[3:]:
-        level(tree, 1.1)
-    groups = list(zip(trees, credits_of(algorithm, trees), strict=True))
-    oracle = plain_torch(model_dir, config, torch.float32, algorithm)
-    learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "learner.log")
-    try:
-        metrics = await learner.update(groups, num_minibatches=2)
-        parts = [encode_groups(groups[:3], 0, config, algorithm)]
-        parts.append(encode_groups(groups[3:], 0, config, algorithm))
-        expected = oracle.update(parts, 1.0)
-        assert (metrics["num_steps"], metrics["num_trained"]) == (2, 6)
-        assert metrics["num_equal_groups"] == sum(not one.has_signal for _, one in groups) >= 3
-        for name in expected.keys() - OF_THE_RANKS:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-        found = weights_in(await learner.publish(tmp_path / "published"))
-        assert largest_difference(found, weights_of(oracle)) < 1e-5
-        assert all(tree.scored for tree, _ in groups)
-        last = await learner.update(groups[3:], num_minibatches=2)
-        assert (last["num_steps"], last["grad_norm"], last["num_tokens"]) == (2, 0, 0)
-        assert "computed_over_unique" not in last
-    finally:
-        await learner.close()
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, ARPO, AEPO])

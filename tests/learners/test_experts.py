@@ -20,7 +20,6 @@ from agentenv.errors import ConfigError
 from agentenv.learners import messages as wire
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import WeightFiles, buckets, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.lora import LoRAConfig
@@ -32,13 +31,12 @@ from tests.learners.ranks import (
     encoded,
     largest_difference,
     plain_torch,
-    train,
     two_ranks,
     uneven_trees,
     weights_in,
 )
 from tests.learners.test_tree_equality import WHOLE, gradients, relative, some_trees
-from tests.learners.trees import EXPERTS, credited, flat_loss, tiny_model, tree_loss
+from tests.learners.trees import EXPERTS, flat_loss, tiny_model, tree_loss
 
 PPO = GRPO(group_size=6, dual_clip=float("inf"))
 CONFIG = two_ranks(num_ranks=1, backend="torch", learning_rate=1e-2)
@@ -124,32 +122,6 @@ def test_the_experts_of_a_layer_are_gathered_once() -> None:
     found = list(buckets(entries(tiny_model("qwen3_moe")), 1000))
     owners = [{id(entry.params[0]) for entry in bucket} for bucket in found]
     assert sum(map(len, owners)) == len(set().union(*owners)) > 10
-
-
-@pytest.mark.slow
-async def test_two_ranks_at_stage_3_equal_one(tmp_path: Path) -> None:
-    """The router, the experts and a convolution are trained by both, and published whole."""
-    tiny_model("lfm2_moe").save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
-    config = two_ranks(zero_stage=3)
-    learner = await DeepSpeedLearner.start(
-        config, ALGORITHM, tmp_path / "model", tmp_path / "learner.log"
-    )
-    oracle = plain_torch(tmp_path / "model", config, torch.float32)
-    try:
-        trees = uneven_trees(7)
-        await learner.update(credited(trees, learner.algorithm))
-        train(oracle, trees, config.groups_per_minibatch)
-        published = await learner.publish(tmp_path / "published")
-        oracle.backend.policy.model.save_pretrained(tmp_path / "expected")
-        found, expected = weights_in(published), weights_in(tmp_path / "expected")
-        assert largest_difference(found, expected) < 1e-4
-        before = weights_in(tmp_path / "model")
-        assert found.keys() == before.keys()
-        kept = {name for name in before if torch.equal(found[name], before[name])}
-        assert all("norm" in name or "bias" in name for name in kept)
-    finally:
-        await learner.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from agentenv.learners import layouts, segments
 from agentenv.learners import messages as wire
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.batch import LAYOUTS, EncodedTree, encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
 from agentenv.learners.learner import LayoutSample, LearnerConfig, SavedLearner
 from agentenv.learners.model_check import check_model
@@ -32,10 +31,9 @@ from tests.learners.ranks import (
     train,
     two_ranks,
     uneven_trees,
-    weights_in,
     weights_of,
 )
-from tests.learners.trees import credited, tiny_model
+from tests.learners.trees import tiny_model
 
 CPU = torch.device("cpu")
 NUM_TRIALS = len(LAYOUTS) * (WARM_UP + TIMED)
@@ -201,22 +199,3 @@ def test_a_configured_layout_is_used_or_refused(trees: list[EncodedTree], tmp_pa
     assert (
         Layouts(two_ranks(layout="measured", router_loss=0.1), policy, CPU).offered == LAYOUTS[:2]
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-async def test_two_ranks_that_measure_layouts_equal_one_rank_with_trees(
-    stage: int, model_dir: Path, tmp_path: Path
-) -> None:
-    """Ranks have different numbers of micro-batches, which differ by layout too."""
-    plain = plain_torch(model_dir, two_ranks(layout="tree"), torch.float32)
-    config = two_ranks(zero_stage=stage, layout="measured")
-    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
-    try:
-        for _ in range(NUM_TRIALS + 1):
-            train(plain, uneven_trees(4), 3)
-            await learner.update(credited(uneven_trees(4), ALGORITHM))
-        await learner.export(tmp_path / "out")
-    finally:
-        await learner.close()
-    assert largest_difference(weights_in(tmp_path / "out"), weights_of(plain)) < 1e-4

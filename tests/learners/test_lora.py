@@ -21,7 +21,6 @@ from transformers import (
 from agentenv.errors import ConfigError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import WeightEntry, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.learner import LearnerConfig, frozen_model
@@ -40,7 +39,6 @@ from tests.learners.ranks import (
     uneven_trees,
     weights_in,
 )
-from tests.learners.trees import credited
 
 LORA = LoRAConfig(r=4, alpha=8)
 CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
@@ -136,28 +134,6 @@ def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     (batch,) = rank.trainer.layouts.pack(encoded(uneven_trees(1)))[:1]
     found = [rank.backend.forward(batch)[0].detach() for _ in range(2)]
     assert not torch.equal(*found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [3])
-async def test_two_ranks_with_sharded_weights_equal_one(
-    stage: int, model_dir: Path, tmp_path: Path
-) -> None:
-    one = start(model_dir)
-    config = two_ranks(zero_stage=stage, lora=LORA, learning_rate=1e-2, groups_per_minibatch=8)
-    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
-    try:
-        kept = encoded(uneven_trees(4))
-        one.run(wire.Update([kept], 1.0))
-        await learner.update(credited(uneven_trees(4), learner.algorithm))
-        found = weights_in(await learner.export(tmp_path / "export"))
-        one.run(wire.WriteModel(str(tmp_path / "one"), publish=False))
-        assert largest_difference(found, weights_in(tmp_path / "one")) < 1e-5
-        await learner.save(tmp_path / "export" / "trainer")
-        export_offline(tmp_path / "export", tmp_path / "offline", dtype="float32")
-        assert largest_difference(found, weights_in(tmp_path / "offline")) < 1e-6
-    finally:
-        await learner.close()
 
 
 def test_contradictions_are_refused(model_dir: Path) -> None:

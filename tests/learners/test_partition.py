@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -17,7 +16,6 @@ from agentenv.learners.algorithm import Algorithm, Band
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
 from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.minibatch import LeafMap, prepare
 from agentenv.learners.partition import (
@@ -38,16 +36,12 @@ from tests.learners.flat import figures, grown, tree_form
 from tests.learners.ranks import (
     OF_THE_RANKS,
     encoded,
-    largest_difference,
-    plain_torch,
-    two_ranks,
     uneven_trees,
-    weights_in,
     weights_of,
 )
 from tests.learners.test_algorithm_trees import ALGORITHMS, NARROW
 from tests.learners.threads import Meeting, trainers
-from tests.learners.trees import credited, credits_of, random_tree, tiny_model
+from tests.learners.trees import credits_of, random_tree, tiny_model
 
 MODEL = tiny_model(dtype=torch.float64)
 
@@ -274,26 +268,3 @@ def _versions(trees: list[TrajectoryTree]) -> list[TrajectoryTree]:
         for node in tree.nodes[2:]:
             node.version_spans = [VersionSpan(1, 0, len(node.action_ids))]
     return trees
-
-
-@pytest.mark.slow
-async def test_four_processes_at_zero_3_equal_one(model_dir: Path, tmp_path: Path) -> None:
-    """Every rank has a part of the large tree, and they run different numbers of micro-batches."""
-    algorithm = GSPO(group_size=4, clip_low=0.1, clip_high=0.1, kl_reward=0.1)
-    config = two_ranks(num_ranks=4, zero_stage=3)
-    oracle = plain_torch(model_dir, config, torch.float32, algorithm)
-    groups = credited(uneven_trees(3), algorithm)
-    trees = [encode(tree, credit, 0) for tree, credit in groups]
-    shares, _ = partition(trees, 4, config.max_tokens_per_microbatch)
-    assert all(any(tree.whole is not None for tree in own) for own in shares)
-    assert len({len(pack(own, config.max_tokens_per_microbatch)) for own in shares}) > 1
-    learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "learner.log")
-    try:
-        metrics = await learner.update(groups)
-        expected = oracle.update([trees], 1.0)
-        for name in expected.keys() - OF_THE_RANKS:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-        found = weights_in(await learner.publish(tmp_path / "published"))
-        assert largest_difference(found, weights_of(oracle)) < 1e-5
-    finally:
-        await learner.close()

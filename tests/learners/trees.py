@@ -162,6 +162,13 @@ def random_tree(
     return tree
 
 
+def level(tree: TrajectoryTree, value: float) -> TrajectoryTree:
+    """The tree with equal returns, which are sums of unequal rewards and so rounded differently."""
+    for leaf in tree.leaves():
+        leaf.reward = value - sum(node.reward for node in tree.path(leaf)[:-1])
+    return tree
+
+
 def _turn(tree: TrajectoryTree, parent: Node, random: Random, version: int) -> Node:
     size = random.randint(1, 7)
     return tree.add(

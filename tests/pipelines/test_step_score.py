@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentenv.learners.credit import CreditedTree, TreeCredit, step_score
+from agentenv.learners.credit import CreditedTree, TreeCredit
+from agentenv.pipelines.rl.score import step_score
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 
