@@ -36,7 +36,6 @@ Custom environments can import their names from here; the rest is in these files
                cold_start demonstrations, and a small untrained model with a custom vocabulary
     data       data_files, rows, dataset: from files to an ordered list of tasks
                curriculum  tasks sampled by the policy's success rate on them
-               prefix_starts   the groups that begin after given turns
                untrusted  decoding of untrusted input
     endpoint/  the APIs for agent programs, and the capture of their calls
     engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers
@@ -45,7 +44,6 @@ Custom environments can import their names from here; the rest is in these files
     settings   config     TOML files to structs
                server_config   settings of engine servers
                registry   parts chosen by name, also from the user's own package
-               old_keys   keys of earlier versions: the reason for their removal, and replacements
     processes  cluster/   rollouts and environments in separate processes
                offload    threads and processes outside the event loop
                guard      ends a process with its starter
@@ -54,8 +52,10 @@ Custom environments can import their names from here; the rest is in these files
                worker_pool   a process pool for jobs that may hang or crash
     files      model_files   metadata of a model directory; models and datasets on the hub
                disk          atomic writes of files
+               result_cache  results that processes share, in SQLite behind memory
 """
 
+from pathlib import Path
 from typing import Any
 
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
@@ -113,6 +113,10 @@ __all__ = [
     "tool",
     "write_rows",
 ]
+
+# In a clone the packages of pyproject.toml's package-dir lie beside this one.
+if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+    __path__.append(str(_clone.parent))
 
 _OFFERED = {name: f"agentenv.pipelines:{name}" for name in ("evaluate", "train")}
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentenv.branch import Branch, OpenEnvs
-from agentenv.deadline import waiting
+from agentenv.deadline import WaitKind, waiting
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
 from agentenv.failures import Failures
@@ -30,7 +30,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
-from agentenv.tree import Order, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
 
 
@@ -86,8 +86,6 @@ class RolloutHooks:
 
 
 logger = logging.getLogger(__name__)
-
-PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
@@ -153,10 +151,8 @@ class Actor:
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
-        order: Order | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order; `order` has the other decisions made
-        before its start.
+        """Grow one tree. `index` is its place in start order.
 
         Its events are written to `record`, and the tree is returned once they are on disk.
         `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
@@ -173,7 +169,7 @@ class Actor:
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
         failure is a failed leaf.
         """
-        limits, order = self.limits, order or Order()
+        limits = self.limits
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
         make = partial(
@@ -183,7 +179,6 @@ class Actor:
             limits=limits,
             session=session or str(index),
             record=record,
-            start=order.start,
             again=again,
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
@@ -194,7 +189,7 @@ class Actor:
                     "task %s: its prompt differs from the recorded one; its tree restarts", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None, info=dict(order.facts))
+        tree.add(None)
         if record is not None:
             record.began(tree)
         await make(tree).run(first_root, cancelled=cancelled)
@@ -202,7 +197,7 @@ class Actor:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)  # earlier versions reproduce their samples
+        self._draws.seed(key)
         return self._draws.getrandbits(63)
 
     def awaited(self) -> list[Awaited]:
@@ -236,7 +231,7 @@ class Actor:
 
     async def until_resumed(self) -> None:
         """Wait while turns are paused; the rollout's clock stops meanwhile."""
-        with waiting(PAUSED):
+        with waiting(WaitKind.PAUSED):
             while self.is_paused:
                 await self._unpaused.wait()
 

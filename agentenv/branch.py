@@ -57,7 +57,6 @@ class Branch:
         self.num_turns = 0
         self.num_tool_calls = 0
         self.num_replayed = 0  # replayed calls that brought its env here, until its first turn
-        self.num_given = 0  # given turns, after which its tree begins
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.was_planned = False  # the plan has decided whether to fork in this turn
         self.next_turn: NextTurn | None = None
@@ -80,15 +79,10 @@ class Branch:
         self.tools = other.tools
         self.prefix_ids = other.prefix_ids
         self.num_prompt_tokens = other.num_prompt_tokens
-        self.num_turns, self.num_given = other.num_turns, other.num_given
+        self.num_turns = other.num_turns
         self.num_tool_calls = other.num_tool_calls
         self.next_turn = other.next_turn
         self.turns, self.tips, self.cut = [*other.turns], dict(other.tips), set(other.cut)
-
-    def begin_after(self, num_turns: int, num_tool_calls: int) -> None:
-        """Count the given turns, which were replayed in the env."""
-        self.num_turns = self.num_given = num_turns
-        self.num_tool_calls = self.num_replayed = num_tool_calls
 
     async def held(self) -> None:
         """Wait until each sibling that starts in this turn holds its env, or has failed."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from agentenv.metrics import Metrics
 from agentenv.rows import CurriculumConfig
-from agentenv.tree import GIVEN, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
 PRIOR = 1.0  # weight of the prior of an estimate, in trees
@@ -83,13 +83,12 @@ class Curriculum:
         return self._tasks[number]
 
     def add(self, trees: Iterable[TrajectoryTree]) -> None:
-        """Count delivered trees. Failed trajectories are excluded, and so are trees that began
-        after given turns, which were chosen to change the success rate."""
+        """Count delivered trees, without failed trajectories."""
         for tree in trees:
             places = self._of_id.get(tree.task.id, [])
             self._under_way[places] = np.maximum(self._under_way[places] - 1, 0)
             done = [path.success for path in tree.trajectories() if path.leaf.end != "failed"]
-            if done and GIVEN not in tree.root.info:
+            if done:
                 self.outcomes.add(tree.task, fmean(done))
                 self._load(tree.task.id)
                 self._weights = None

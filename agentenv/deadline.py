@@ -23,6 +23,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 from functools import partial
 from random import Random
 from types import TracebackType
@@ -36,6 +37,14 @@ Clock = Callable[[], float]  # seconds; must not run faster than the event loop'
 CLOSE_S = 1e-6  # a deadline that is nearer than this counts as passed
 SPAN_S = 1.0  # deadlines within such an interval share a timer
 CHECK_S = 0.01  # minimum interval between checks of a deadline whose clock may be paused
+
+
+class WaitKind(StrEnum):
+    """Waits of a rollout whose usual length differs from that of others."""
+
+    PAUSED = "the paused run to resume"
+    SLOT = "a slot on a server"
+    TURN = "a turn of the engine"
 
 
 class WorkClock:

@@ -33,6 +33,7 @@ import copy
 import json
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import metadata
@@ -150,13 +151,22 @@ class ForeignError(AgentEnvError):
 
 
 PACKAGES = Path(__file__).resolve().parent.parent  # a clone, or the folder of installed packages
+CLONE = PACKAGES / "pyproject.toml"  # only a clone has it
 DISTRIBUTION = "agentenv-rl"
 TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "tokenizers", "matplotlib")
 
 
+def package_folders() -> dict[str, Path]:
+    """The folders that hold this project's packages: one, or in a clone one per top folder."""
+    if not CLONE.is_file():
+        return {"agentenv": PACKAGES / "agentenv"}
+    tool = tomllib.loads(CLONE.read_text(encoding="utf-8"))["tool"]["setuptools"]
+    return {name: PACKAGES / folder for name, folder in tool["package-dir"].items()}
+
+
 def install_hint(extra: str) -> str:
     """The command that adds an extra of pyproject.toml to this installation."""
-    if (PACKAGES / "pyproject.toml").is_file():
+    if CLONE.is_file():
         place = "." if Path.cwd() == PACKAGES else str(PACKAGES)
         return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
     origin = _origin()

@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentenv.branch import Branch
-from agentenv.deadline import Work, backoff_s, waiting
+from agentenv.deadline import WaitKind, Work, backoff_s, waiting
 from agentenv.env import StepResult
 from agentenv.errors import (
     AgentEnvError,
@@ -27,15 +27,14 @@ from agentenv.errors import (
     InfraError,
     OutageError,
 )
-from agentenv.given import GivenTurns
-from agentenv.tree import Prefix, Start, packed_ids
+from agentenv.tree import Prefix, packed_ids
 from agentenv.types import Completion, Info, Message
 
 if TYPE_CHECKING:
     from agentenv.rollout import Rollout
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
-TURN, STEP = "a turn of the engine", "the environment's step"
+STEP = "the environment's step"
 
 T = TypeVar("T")
 
@@ -47,9 +46,8 @@ class OtherPromptError(Exception):
 class Recovery:
     """Creates the envs of a rollout's branches, and restores their states."""
 
-    def __init__(self, rollout: Rollout, start: Start | None) -> None:
+    def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
-        self.given = GivenTurns(rollout, start)
         self._actor, self._tree = rollout.actor, rollout.tree
         self._env_seed = Random(f"{self._actor.seed}/{self._tree.task.id}").getrandbits(31)
 
@@ -61,7 +59,7 @@ class Recovery:
         while True:
             if self._actor.is_paused:
                 await self._actor.until_resumed()
-            branch.clock.now(TURN)
+            branch.clock.now(WaitKind.TURN)
             marks = branch.clock.marks(branch.clock.since)
             try:
                 completion = await generate(branch)
@@ -104,24 +102,20 @@ class Recovery:
         await self.replay(branch, is_equal=messages == self._rollout.prompt_messages)
 
     async def replay(self, branch: Branch, *, is_equal: bool) -> None:
-        """Replay the given actions and those of the branch in its env, which was just reset;
+        """Replay the actions of the branch in its env, which was just reset;
         `is_equal`: to the prompt of the tree. Raises EnvError as `replay_in_fresh_env`."""
         assert branch.actions is not None
         assert branch.env is not None
         size = self._rollout.limits.max_tool_result_tokens
         path = self._tree.path(branch.cursor)[1:]
-        own = [
-            (action, node.action_ids, node.observation_ids)
-            for node, action in zip(path, branch.actions, strict=True)
-        ]
-        for action, action_ids, observation_ids in [*self.given.turns, *own]:
+        for node, action in zip(path, branch.actions, strict=True):
             step = partial(self._actor.envs.step, branch.env, action)
             result = await self.through_outage(branch, "step", step)
             messages, _, terminated, truncated, info = result
             branch.expect(info)
             await self._actor.renderer.prepare(messages, branch.tools, size)
-            ids = self._actor.renderer.observation(messages, branch.tools, size, action_ids)
-            same = packed_ids(ids) == observation_ids
+            ids = self._actor.renderer.observation(messages, branch.tools, size, node.action_ids)
+            same = packed_ids(ids) == node.observation_ids
             is_equal = is_equal and not terminated and not truncated and same
             is_equal = is_equal and not (branch.next_turn is not None and branch.next_turn.prompt)
         if not is_equal:
@@ -159,13 +153,11 @@ class Recovery:
         messages = await self.reset(branch)
         if rollout.prompt_messages is None:
             prompt_ids = rollout.prompt_ids(messages, branch)
-            if list(tree.prompt_ids) != prompt_ids:
+            if list(tree.root.observation_ids) != prompt_ids:
                 raise OtherPromptError
-            self.given.restore(branch, prompt_ids)
             rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
         branch.prefix_ids = Prefix((tree.root.observation_ids,))
         branch.num_prompt_tokens = rollout.num_prompt_tokens
-        branch.begin_after(len(self.given.turns), self.given.num_calls)
         assert branch.actions is not None
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
@@ -182,7 +174,6 @@ class Recovery:
             branch.num_tool_calls += len(action.tool_calls)
             branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
         branch.num_turns += len(path)
-        branch.num_replayed *= not path
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
             raise OutageError("its env, which cannot be copied, was lost with its process")

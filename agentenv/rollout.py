@@ -33,7 +33,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.branch import Branch, as_program
-from agentenv.copies import KeptCopies
 from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.errors import (
     AgentEnvError,
@@ -50,7 +49,7 @@ from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
 from agentenv.renderer import context_ids
-from agentenv.tree import LED, Node, Prefix, Start, TrajectoryTree, packed_ids
+from agentenv.tree import LED, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Limit, Limits, Message
 
 if TYPE_CHECKING:
@@ -105,7 +104,6 @@ class Rollout:
         limits: Limits,
         session: str,
         record: TreeRecord | None = None,
-        start: Start | None = None,
         again: bool = False,
     ) -> None:
         self.actor = actor
@@ -128,9 +126,7 @@ class Rollout:
         self._probes_since: float | None = None  # loop time, while a single root grows
         self.num_prompt_tokens = 0
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
-        self._recovery = Recovery(self, start)
-        most = getattr(plan, "keep_forks", 0)
-        self._copies = KeptCopies(actor.envs, tree.task.id, most)
+        self._recovery = Recovery(self)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -157,13 +153,10 @@ class Rollout:
                 self.clock.now("the journal")
                 await self._record.finished()
         finally:
-            try:
-                await self._copies.close()
-            finally:
-                alarm.cancel()
-                self.actor.rollouts.discard(self)
-                # Both refer to the rollout, whose tree would stay until a garbage collection.
-                del self.hooks, self._recovery
+            alarm.cancel()
+            self.actor.rollouts.discard(self)
+            # Both refer to the rollout, whose tree would stay until a garbage collection.
+            del self.hooks, self._recovery
 
     def clocks(self) -> list[WorkClock]:
         """The clocks of the live branches, or of the tree when all have ended."""
@@ -228,22 +221,17 @@ class Rollout:
         return task
 
     async def _open_root(self, branch: Branch) -> None:
-        given = self._recovery.given
-        if not await given.begin(branch, self._recovery):
-            messages = await self._recovery.reset(branch)
-            if branch.next_turn is not None and self.prompt_messages not in (None, messages):
-                self._open_context(messages, branch)
-                return
-            if messages != self.prompt_messages:  # rendered once for all roots
-                self.render_prompt(messages, branch)
-            if given.turns:
-                await self._recovery.replay(branch, is_equal=True)
-        branch.begin_after(len(given.turns), given.num_calls)
+        messages = await self._recovery.reset(branch)
+        if branch.next_turn is not None and self.prompt_messages not in (None, messages):
+            self._open_context(messages, branch)
+            return
+        if messages != self.prompt_messages:  # rendered once for all roots
+            self.render_prompt(messages, branch)
         branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
         branch.num_prompt_tokens = self.num_prompt_tokens
 
     def render_prompt(self, messages: list[Message], branch: Branch) -> None:
-        """Create the root from a prompt and given turns."""
+        """Create the root from a prompt."""
         if self.prompt_messages is not None:
             raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
         prompt_ids = self.prompt_ids(messages, branch)
@@ -251,9 +239,7 @@ class Rollout:
         self.prompt_messages = messages
         self.num_prompt_tokens = len(prompt_ids)
         opening = self.hooks.prefix(branch, prompt_ids)
-        given = self._recovery.given
-        given.restore(branch, prompt_ids)
-        self.tree.root.observation_ids = packed_ids(prompt_ids + opening) + given.ids
+        self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
         self._complete(self.tree.root, branch)
 
     def _check_size(self, prompt_ids: list[int], error: type[AgentEnvError]) -> None:
@@ -441,10 +427,6 @@ class Rollout:
             if branch.actions is not None:
                 branch.actions.append(action)
             branch.may_fork = self.has_room_to_fork(branch)
-            assert branch.env is not None
-            is_known = branch.actions is not None and branch.next_turn is None
-            if branch.may_fork and is_known and self._copies.wants(branch.env):
-                await self._copies.keep(branch.sibling(branch.name, self.clock), branch.env)
 
     async def _generate(self, branch: Branch) -> Completion:
         """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
@@ -454,7 +436,7 @@ class Rollout:
         origin = branch.sibling(branch.name, self.clock) if plans_fork else branch
         # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
         full = self.tree.num_started >= self.plan.group_size
-        is_first = branch.num_turns == branch.num_given
+        is_first = not branch.num_turns
         reads = window > 0 and (plans_fork or is_first or not full)
         sampling = self.hooks.sampling(branch)
         sampling = replace(
@@ -540,15 +522,13 @@ class Rollout:
             node.num_forks = (node.num_forks or 0) + 1
             if self._record is not None:
                 self._record.decided(node)
-            num_turns = len(self.tree.path(node)) - 1 + len(self._recovery.given.turns)
+            num_turns = len(self.tree.path(node)) - 1
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
             with suppress(_ClosedError):
                 self._start(branch, partial(self._open_by_replay, branch))
 
     async def _open_by_replay(self, branch: Branch) -> None:
-        if await self._copies.lend(branch):
-            return
         await self._recovery.reopen(branch, self._stops)
         branch.num_replayed = branch.num_tool_calls
 

@@ -23,7 +23,7 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
@@ -109,10 +109,7 @@ class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["question", "kind"],
         Meta(description="success rate of the question itself, or of all questions of its kind"),
     ] = "question"
-    floor: Annotated[
-        float,
-        Meta(gt=0, le=1, description="minimum weight of a question; the maximum is 1"),
-    ] = 0.1
+    floor: ClassVar[float] = 0.1  # minimum weight of a question; the maximum is 1
 
 
 class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

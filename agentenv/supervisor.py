@@ -399,7 +399,7 @@ class Supervisor:
         if hello.code != here:
             self._report(
                 f"a {self._spec.one} (process {hello.pid} on {peer}) runs different code from this "
-                f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
+                f"process: its sources have the digest {hello.code}, "
                 f"here it is {here}; its behavior may differ"
             )
 
@@ -457,15 +457,12 @@ class Supervisor:
             if self._group.workers:
                 since, is_reported = loop.time(), False
             elif loop.time() - since > spec.max_outage_s:
-                return self._group.end(
-                    f"no {spec.one} was available for {spec.max_outage_s:g} "
-                    f"s{spec.key('max_outage_s')}"
-                )
+                return self._group.end(f"no {spec.one} was available for {spec.max_outage_s:g} s")
             elif not is_reported and loop.time() - since > REPORT_S:
                 is_reported = True
                 self._report(
                     f"no {spec.one} is available; the run waits {spec.max_outage_s:g} s"
-                    f"{spec.key('max_outage_s')} for one that connects to {self.address}"
+                    f" for one that connects to {self.address}"
                 )
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

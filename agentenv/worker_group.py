@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv import errors
-from agentenv.errors import PACKAGES, AgentEnvError
+from agentenv.errors import AgentEnvError, package_folders
 from agentenv.link import Link
 
 BEAT_S = 1.0  # between heartbeats
@@ -64,14 +63,13 @@ class Refusal(Struct, array_like=True, frozen=True, tag=2):
 @cache
 def own_code() -> str:
     """A digest of this project's sources on this machine; equal digests mean equal code."""
+    sources: dict[str, Path] = {}
+    for package, folder in package_folders().items():
+        for path in folder.rglob("*.py"):
+            sources[f"{package.replace('.', '/')}/{path.relative_to(folder)}"] = path
     digest = hashlib.blake2b(digest_size=6)
-    sources = (
-        Path(folder, file)
-        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
-        for file in files
-    )
-    for path in sorted(path for path in sources if path.suffix == ".py"):
-        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
+    for name, path in sorted(sources.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

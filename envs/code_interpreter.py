@@ -4,7 +4,7 @@
 interpreter = "~/envs/maths"           # a virtual or conda environment; none: the trainer's own
 preload = ["numpy", "sympy", "scipy"]  # none: numpy and sympy, where they are installed
 timeout_s = 10.0
-limits = { memory_bytes = 536870912, max_threads = 1 }
+limits = { memory_bytes = 536870912 }
 """
 
 from __future__ import annotations

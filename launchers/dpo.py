@@ -72,9 +72,10 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.pipelines.rl.training import SelfCriticRun  # slow to load
+        from agentenv.pipelines.rl.rounds import run_rounds  # slow to load
+        from agentenv.pipelines.rl.training import Training
 
-        return SelfCriticRun(config, run, view, resume=resume).run_rounds(num_rounds)
+        return run_rounds(Training(config, run, view, resume=resume), num_rounds)
 
     return work
 

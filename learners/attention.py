@@ -34,7 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from agentenv.errors import ConfigError
 from agentenv.learners.batch import path_sums
-from agentenv.learners.context import Share
+from agentenv.learners.context import ContextShare
 from agentenv.learners.segments import SegmentKeys, fits, segment_attention
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
@@ -53,7 +53,7 @@ from agentenv.learners.segments import SegmentKeys, fits, segment_attention
 CALL_PAIRS = 256
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries [first_query, last_query) against keys [first_key, last_key)."""
 
     first_query: int
@@ -78,12 +78,12 @@ class BlockPlan:
     def __init__(self, end: NDArray[np.int64]) -> None:
         self.end = end
         blocks = chain_blocks(end)
-        dense = Block(0, len(end), 0, len(end), "masked")
+        dense = AttentionBlock(0, len(end), 0, len(end), "masked")
         cost = sum(block.pairs + CALL_PAIRS for block in blocks)
         self.blocks = blocks if cost <= dense.pairs + CALL_PAIRS else [dense]
         self._mask: Tensor | None = None
 
-    def mask(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, block: AttentionBlock, dtype: torch.dtype) -> Tensor | None:
         """0 and -inf, [queries, keys], for a masked block; the layers share it."""
         if block.kind != "masked":
             return None
@@ -103,19 +103,19 @@ def visible(end: Tensor, depth: Tensor | None = None, window: int | None = None)
     return seen
 
 
-def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
+def chain_blocks(end: NDArray[np.int64]) -> list[AttentionBlock]:
     """Causal and full blocks that together hold each visible pair once."""
     starts = [0, *(np.flatnonzero(np.diff(end)) + 1).tolist()]
     stops = [*starts[1:], len(end)]
     ends = end[starts].tolist()
-    causal, full = list[Block](), list[Block]()
+    causal, full = list[AttentionBlock](), list[AttentionBlock]()
     chain = 0  # first token of the current chain
     for i, (stop, subtree) in enumerate(zip(stops, ends, strict=True)):
         if stop == subtree:  # a leaf ends the chain
-            causal.append(Block(chain, stop, chain, stop, "causal"))
+            causal.append(AttentionBlock(chain, stop, chain, stop, "causal"))
             chain = stop
         elif ends[i + 1] < subtree:
-            full.append(Block(ends[i + 1], subtree, chain, stop, "full"))
+            full.append(AttentionBlock(ends[i + 1], subtree, chain, stop, "full"))
     return causal + full
 
 
@@ -337,7 +337,7 @@ class TreeLayout:
         end: NDArray[np.int64],
         device: torch.device,
         form: Form | None = None,
-        share: Share | None = None,
+        share: ContextShare | None = None,
         rows: int = 1,
     ) -> None:
         self.end, self.device, self.share, self.rows = end, device, share, rows

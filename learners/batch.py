@@ -37,7 +37,7 @@ LINKS = ("pred", "depth", "end")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
 
 
-class Whole(Struct, frozen=True, array_like=True):
+class WholeTree(Struct, frozen=True, array_like=True):
     """Data of a whole tree in each of its parts. `number` is the tree's in the mini-batch; one of
     the ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
     num_actions: int32 per node, its trained tokens."""
@@ -80,7 +80,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     weight: bytes
     returns: bytes = b""
     advantages: bytes = b""
-    whole: Whole | None = None  # the tree that this is a part of
+    whole: WholeTree | None = None  # the tree that this is a part of
     is_counted: bool = False
 
     @property

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 
 from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.learners.backend import RankBackend
-from agentenv.learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
+from agentenv.learners.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
 from agentenv.learners.messages import OpenGroup
 
 POLL_S = 0.0005  # between polls of a bucket in transit
@@ -44,11 +44,11 @@ SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
 
 
-class AbortedError(RuntimeError):
+class BroadcastError(RuntimeError):
     """The controller aborted the command."""
 
 
-class Link(Protocol):
+class BroadcastLink(Protocol):
     """Rank 0's end of a group with the engines. Methods raise RuntimeError on failures."""
 
     address: Address
@@ -78,7 +78,7 @@ class Broadcaster:
         self.backend = backend
         self.interrupted = interrupted
         self.host = host
-        self._link: Link | None = None  # once opened
+        self._link: BroadcastLink | None = None  # once opened
         self._joined = False
         self._timeout_s = 0.0
 
@@ -180,13 +180,13 @@ class Broadcaster:
         end = time.monotonic() + self._timeout_s
         while not sent():
             if self.interrupted():
-                raise AbortedError("it was aborted")
+                raise BroadcastError("it was aborted")
             if time.monotonic() > end:
-                raise AbortedError(f"a bucket was not received within {self._timeout_s:g} s")
+                raise BroadcastError(f"a bucket was not received within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
-def packs(model: Any) -> list[list[Entry]]:
+def packs(model: Any) -> list[list[WeightEntry]]:
     """Runs of entries that are broadcast together: of one dtype, gathered together."""
     return [
         list(same)
@@ -195,7 +195,7 @@ def packs(model: Any) -> list[list[Entry]]:
     ]
 
 
-def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
+def open_link(command: OpenGroup, host: str, device: torch.device) -> BroadcastLink:
     """The kind of link that the servers support. Raises KeyError for a missing interface."""
     if command.interface:
         for library in ("NCCL", "GLOO"):

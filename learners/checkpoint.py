@@ -1,7 +1,7 @@
 """Checkpoints of the learner: one file per rank, by parameter name, so that any number of ranks and
 any ZeRO stage can resume from them; bitwise exact if both are unchanged.
 
-    DIR/learner.json                   the figures of `Saved`; written last
+    DIR/learner.json                   the figures of `SavedLearner`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
                                           NAME|reference if there is a reference policy
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from agentenv.disk import finished_folder, naming, removing, replace_folder, sync, write_whole
 from agentenv.errors import DataError, LearnerError
-from agentenv.learners.learner import SAVED_FILE, Saved, read_saved
+from agentenv.learners.learner import SAVED_FILE, SavedLearner, read_saved
 
 if TYPE_CHECKING:
     from agentenv.learners.backend import RankBackend
@@ -231,7 +231,7 @@ class Checkpoint:
 
 
 def save(
-    backend: RankBackend, meta: Saved, directory: Path, reference: LocalWeights | None = None
+    backend: RankBackend, meta: SavedLearner, directory: Path, reference: LocalWeights | None = None
 ) -> None:
     """Write a checkpoint; collective. `reference` has the weights of the reference policy, if any.
     Raises LearnerError on every rank if one fails."""
@@ -262,7 +262,7 @@ def _fresh(partial: Path) -> None:
 
 
 def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | None) -> None:
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     loads: list[Callable[[], Tensor]] = []
     index = {}
     if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
@@ -274,7 +274,7 @@ def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | 
                 parts[REFERENCE] = elements[fragment.start - start :][: fragment.size]
             for kind, value in parts.items():
                 name = f"{fragment.name}{SEPARATOR}{kind}"
-                places.append(Place(name, torch.float32, tuple(value.shape)))
+                places.append(TensorPlace(name, torch.float32, tuple(value.shape)))
                 loads.append(value.float)
             index[fragment.name] = {
                 "shape": fragment.shape,
@@ -287,7 +287,7 @@ def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | 
     if torch.cuda.is_available():
         generators["rng_cuda"] = torch.cuda.get_rng_state()
     for name, state in generators.items():
-        places.append(Place(name, state.dtype, tuple(state.shape)))
+        places.append(TensorPlace(name, state.dtype, tuple(state.shape)))
         loads.append(state.clone)
     path = partial / shard_name(backend.rank, backend.num_ranks)
     write_tensors(path, places, loads, {"fragments": json.dumps(index)})
@@ -296,7 +296,7 @@ def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | 
         pass
 
 
-def _finish(meta: Saved, partial: Path, directory: Path) -> None:
+def _finish(meta: SavedLearner, partial: Path, directory: Path) -> None:
     write_whole(partial / SAVED_FILE, msgspec.json.format(msgspec.json.encode(meta)))
     replace_folder(partial, directory)
 
@@ -338,7 +338,7 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Name, dtype and shape of a tensor, known before the tensor is there."""
 
     name: str
@@ -354,7 +354,7 @@ Load = Callable[[], Tensor]
 
 
 def write_tensors(
-    path: Path, places: Iterable[Place], loads: Iterable[Load], metadata: Mapping[str, str]
+    path: Path, places: Iterable[TensorPlace], loads: Iterable[Load], metadata: Mapping[str, str]
 ) -> None:
     """Write the tensors from `loads`, on any device, to `places`, one after the other; a failure
     leaves no file. Raises ValueError for a tensor that does not match its place."""
@@ -367,7 +367,7 @@ def write_tensors(
             _write(file, place, load())
 
 
-def _layout(places: list[Place], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _layout(places: list[TensorPlace], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The header, and the offset of each tensor after it: the widest dtypes first, so that each is
     aligned in a mapped file."""
     index: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -386,7 +386,7 @@ def _layout(places: list[Place], metadata: Mapping[str, str]) -> tuple[bytes, di
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def _write(file: BinaryIO, place: Place, tensor: Tensor) -> None:
+def _write(file: BinaryIO, place: TensorPlace, tensor: Tensor) -> None:
     if (tensor.dtype, tuple(tensor.shape)) != (place.dtype, place.shape):
         raise ValueError(
             f"{place.name}: expected {place.dtype} {place.shape}, got {tensor.dtype} "

@@ -71,7 +71,7 @@ def padded(batch: MicroBatch, size: int) -> MicroBatch:
     )
 
 
-class Share:
+class ContextShare:
     """A member's share of a padded micro-batch: the tokens in `span`, and the trained
     tokens, of `num_targets`, whose predecessor is among them: `own`, int64."""
 
@@ -155,7 +155,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, entropy: Tensor, matches: Tensor, share: Share
+        ctx: Any, logprobs: Tensor, entropy: Tensor, matches: Tensor, share: ContextShare
     ) -> tuple[Tensor, Tensor, Tensor]:
         own = torch.from_numpy(share.own).to(logprobs.device)
         every = logprobs.new_zeros(3, share.num_targets)

@@ -29,6 +29,7 @@ from agentenv.learners.credit import CreditedTree
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score, check_heads
 from agentenv.learners.lora import check_installed
+from agentenv.learners.messages import R, RankCommand, RankDone
 from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
 from agentenv.learners.partition import (
     Share,
@@ -38,7 +39,7 @@ from agentenv.learners.partition import (
     partition,
     write_back,
 )
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
@@ -206,8 +207,8 @@ class DeepSpeedLearner:
         return [scores[place] for place in range(len(sequences))]
 
     async def _spread(
-        self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], wire.Message]
-    ) -> list[tuple[list[int], wire.Done]]:
+        self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], RankCommand[R]]
+    ) -> list[tuple[list[int], R]]:
         """Assign whole trees to replicas; returns the tree indices and the answer of each."""
         shards = assign(trees, self.config.num_replicas)
         replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
@@ -249,8 +250,8 @@ class DeepSpeedLearner:
         """On GPUs, compile the code of the first update, without training."""
         await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
 
-    async def call_asleep(self, command: wire.Message) -> None:
-        """A command that ranks also execute while they sleep, such as `Release`."""
+    async def call_asleep(self, command: RankCommand[RankDone]) -> None:
+        """A command that ranks also execute while they sleep, such as `ReleaseShared`."""
         await self._exchange([command] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
@@ -270,26 +271,24 @@ class DeepSpeedLearner:
         """Stop the ranks. A pending call raises LearnerError. Idempotent."""
         await self.ranks.close()
 
-    async def call_all(
-        self, command: wire.Message, timeout_s: float | None = None
-    ) -> list[wire.Done]:
+    async def call_all(self, command: RankCommand[R], timeout_s: float | None = None) -> list[R]:
         """One command for all ranks; their answers by rank."""
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
-    async def _call_replicas(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
+    async def _call_replicas(self, commands: Sequence[RankCommand[R]]) -> list[R]:
         """One command for all ranks of a replica; the answer of one of them."""
         size = self.config.context_parallel
         return (await self._call([one for one in commands for _ in range(size)]))[::size]
 
     async def _call(
-        self, commands: Sequence[wire.Message], timeout_s: float | None = None
-    ) -> list[wire.Done]:
+        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
+    ) -> list[R]:
         async with self.turn():
             return await self._exchange(commands, timeout_s)
 
     async def _exchange(
-        self, commands: Sequence[wire.Message], timeout_s: float | None = None
-    ) -> list[wire.Done]:
+        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
+    ) -> list[R]:
         """Even a cancelled caller waits for the ranks, which cannot stop within a command; `close`
         ends a command that takes too long."""
         exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
@@ -315,7 +314,10 @@ def encode_groups(
 
 
 def _shares(
-    parts: Sequence[Sequence[EncodedTree]], replies: Sequence[wire.Done], name: str, minibatch: int
+    parts: Sequence[Sequence[EncodedTree]],
+    replies: Sequence[wire.RankUpdated],
+    name: str,
+    minibatch: int,
 ) -> list[Share]:
     """Each rank's trees in a mini-batch, and the values that it reported for them."""
     reported = [getattr(reply, name) for reply in replies]
@@ -432,7 +434,7 @@ class MemorySender:
     async def publish(self, *, sleeps_next: bool) -> int:
         """Make the learner's weights its next policy version; returns the number. Raises
         TransferError, without a new version, if they cannot be shared."""
-        replies = await self.learner.call_all(wire.Share(sleeps_next, self._num_readers))
+        replies = await self.learner.call_all(wire.ShareWeights(sleeps_next, self._num_readers))
         _check_answers(replies[0])
         found = [reply.shared for reply in replies if reply.shared is not None]
         memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
@@ -444,7 +446,7 @@ class MemorySender:
     async def release(self) -> None:
         if self.falling_asleep is not None:
             await asyncio.shield(self.falling_asleep)
-        await self.learner.call_asleep(wire.Release())
+        await self.learner.call_asleep(wire.ReleaseShared())
 
     async def write(self) -> Path:
         async with self._writing:
@@ -461,6 +463,6 @@ class MemorySender:
             return self._written
 
 
-def _check_answers(reply: wire.Done) -> None:
+def _check_answers(reply: wire.RankTransfer) -> None:
     if reply.problem:
         raise TransferError(reply.problem)

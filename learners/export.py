@@ -38,7 +38,7 @@ from agentenv.learners.checkpoint import (
     DTYPES,
     MASTER,
     Checkpoint,
-    Place,
+    TensorPlace,
     write_tensors,
 )
 from agentenv.learners.lora import (
@@ -72,7 +72,7 @@ BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Entry(Place):
+class WeightEntry(TensorPlace):
     """A tensor of the directory, and a function that returns it while `params` are gathered."""
 
     tensor: Callable[[], Tensor]
@@ -112,7 +112,7 @@ def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> N
             write_adapter(directory, backend.config.lora, copies, str(source))
 
 
-class Parts:
+class ParamParts:
     """The tensors on disk of one parameter of a model, each a separate copy.
 
     `whole` returns the parameter; it is called only once if each tensor is taken once.
@@ -128,7 +128,7 @@ class Parts:
         return torch.clone(self._left.pop(name))
 
 
-def entries(model: Any) -> Iterator[Entry]:
+def entries(model: Any) -> Iterator[WeightEntry]:
     """The entries of a model: tied weights once, under their first name; adapters merged."""
     for name, param in list(model.named_parameters()):
         if is_adapter(name):
@@ -157,19 +157,19 @@ def _entries_of(
     shape: tuple[int, ...],
     tensor: Callable[[], Tensor],
     needed: Sequence[Any] = (),
-) -> Iterator[Entry]:
+) -> Iterator[WeightEntry]:
     """The entries of one parameter or buffer of the model."""
     shapes = disk_shapes(model, name, shape, dtype)
     if len(shapes) == 1:
         (disk,) = shapes
-        yield Entry(disk, dtype, shape, tensor, needed)
+        yield WeightEntry(disk, dtype, shape, tensor, needed)
         return
-    parts = Parts(model, name, tensor)
+    parts = ParamParts(model, name, tensor)
     for disk, part in shapes.items():
-        yield Entry(disk, dtype, part, partial(parts.take, disk), needed)
+        yield WeightEntry(disk, dtype, part, partial(parts.take, disk), needed)
 
 
-def gathered(model: Any) -> Iterator[Entry]:
+def gathered(model: Any) -> Iterator[WeightEntry]:
     """The entries, gathered during iteration; collective at ZeRO stage 3."""
     for bucket in buckets(entries(model), BUCKET_BYTES):
         needed = {id(param): param for entry in bucket for param in entry.params}
@@ -177,10 +177,10 @@ def gathered(model: Any) -> Iterator[Entry]:
             yield from bucket
 
 
-def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
+def buckets(entries: Iterable[WeightEntry], max_bytes: int) -> Iterator[list[WeightEntry]]:
     """Groups of neighboring entries of at most max_bytes; a larger entry is alone, and parts of one
     parameter stay together, since it is gathered at once."""
-    bucket: list[Entry] = []
+    bucket: list[WeightEntry] = []
     size = 0
     for entry in entries:
         owners = [one.params[0] for one in (*bucket[-1:], entry) if one.params]
@@ -205,8 +205,8 @@ def _whole(params: list[Any]) -> AbstractContextManager[Any]:
 
 
 def write_weights(
-    planned: Iterable[Entry],
-    entries: Iterable[Entry],
+    planned: Iterable[WeightEntry],
+    entries: Iterable[WeightEntry],
     directory: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -231,7 +231,7 @@ def write_weights(
         sync(directory)
 
 
-def _name_shards(partials: list[Path], shards: list[list[Entry]], directory: Path) -> None:
+def _name_shards(partials: list[Path], shards: list[list[WeightEntry]], directory: Path) -> None:
     for stale in directory.glob("model*.safetensors"):
         stale.unlink()
     if len(shards) == 1:
@@ -281,7 +281,7 @@ def check_written(directory: Path) -> None:
         read_object(generation, "generation configuration")
     if (directory / "tokenizer.json").is_file():
         load_tokenizer(directory)
-    Weights(directory).check()
+    WeightFiles(directory).check()
     for path in (directory / ADAPTER_FOLDER).glob("*.safetensors"):
         _open(path)
 
@@ -307,7 +307,7 @@ def _config_with(path: Path, dtype: str) -> str:
 TRAINER = "trainer"
 
 
-class Weights:
+class WeightFiles:
     """The tensors of a Hugging Face directory, mapped from its files."""
 
     def __init__(self, directory: Path) -> None:
@@ -368,7 +368,7 @@ def export(
         raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     copy_files(checkpoint, out, dtype)
-    weights = Weights(_base_of(checkpoint, saved))
+    weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
@@ -391,7 +391,7 @@ def export(
         return wanted if before.is_floating_point and name not in kept else before
 
     entries = [
-        Entry(name, written(name), weights.shape(name), partial(tensor, name))
+        WeightEntry(name, written(name), weights.shape(name), partial(tensor, name))
         for name in weights.names()
     ]
     write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
@@ -401,13 +401,13 @@ def export(
     check_written(out)
 
 
-def _fused(saved: Checkpoint, model: Any) -> dict[str, Parts]:
+def _fused(saved: Checkpoint, model: Any) -> dict[str, ParamParts]:
     """Trained weights with other names in memory, by their names on disk."""
-    found: dict[str, Parts] = {}
+    found: dict[str, ParamParts] = {}
     for name, shape in saved.shapes.items():
         shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
         if shapes and list(shapes) != [name]:
-            found |= dict.fromkeys(shapes, Parts(model, name, partial(whole, saved, name)))
+            found |= dict.fromkeys(shapes, ParamParts(model, name, partial(whole, saved, name)))
     return found
 
 
@@ -417,7 +417,7 @@ def whole(saved: Checkpoint, name: str) -> Tensor:
     return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
 
 
-def trained(saved: Checkpoint, weights: Weights, name: str) -> Tensor:
+def trained(saved: Checkpoint, weights: WeightFiles, name: str) -> Tensor:
     """A weight of the checkpoint: trained, merged with its adapter, or original."""
     if name in saved.shapes:
         return whole(saved, name)

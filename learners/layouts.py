@@ -31,7 +31,7 @@ import torch
 
 from agentenv.errors import ConfigError
 from agentenv.learners.batch import EncodedTree, Layout
-from agentenv.learners.learner import LearnerConfig, Sample, Trial
+from agentenv.learners.learner import LayoutSample, LearnerConfig, Trial
 from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import is_right_on
@@ -42,7 +42,7 @@ MOST_SAMPLES = 32  # per update and rank, in a checkpoint
 MOST_TOKENS = 3.0  # limit of the tokens in rows relative to those in trees
 MOST_KEYS = 4.0  # limit of the gathered keys of segments relative to tokens, for memory
 
-Gather = Callable[[list[Sample]], list[list[Sample]]]
+Gather = Callable[[list[LayoutSample]], list[list[LayoutSample]]]
 
 
 class Layouts:
@@ -67,7 +67,7 @@ class Layouts:
                 f"learner.layout = {layout}: supported here: {' or '.join(self.offered)}; segments "
                 "on a GPU need learner.dtype = bfloat16 and torch 2.11 or newer"
             )
-        self._samples: list[Sample] | None = None  # of an update whose times count
+        self._samples: list[LayoutSample] | None = None  # of an update whose times count
 
     @contextmanager
     def update(
@@ -134,7 +134,7 @@ class Layouts:
             start = self._clock()
             yield batch
             seconds = self._clock() - start
-            self._samples.append(Sample(batch.layout, len(batch.end), batch.pairs, seconds))
+            self._samples.append(LayoutSample(batch.layout, len(batch.end), batch.pairs, seconds))
 
     def _clock(self) -> float:
         if self.device.type != "cuda":
@@ -165,7 +165,7 @@ def has_short_paths(batches: Sequence[MicroBatch]) -> bool:
 class Costs:
     """The fitted coefficients of samples."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[LayoutSample]) -> None:
         from scipy.optimize import nnls  # slow to import
 
         self.layouts = sorted({one.layout for one in samples})

@@ -312,7 +312,7 @@ class Score(Struct, frozen=True):
 SAVED_FILE = "learner.json"
 
 
-class Sample(NamedTuple):
+class LayoutSample(NamedTuple):
     """Seconds of one micro-batch, forward and backward."""
 
     layout: Literal["tree", "segments", "padded"]
@@ -325,10 +325,10 @@ class Trial(Struct):
     """The number of updates of one kind so far, and the times of measured ones."""
 
     num_updates: int = 0
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[LayoutSample] = field(default_factory=list)
 
 
-class Saved(Struct, kw_only=True):
+class SavedLearner(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
     `reference_updates`: see `agentenv.learners.trainer.Reference`; `trials`: see
     `agentenv.learners.layouts`."""
@@ -346,12 +346,12 @@ class Saved(Struct, kw_only=True):
     trials: dict[str, Trial] = field(default_factory=dict)
 
 
-def read_saved(directory: Path) -> Saved:
+def read_saved(directory: Path) -> SavedLearner:
     """The metadata of a checkpoint, even while ranks rewrite it. Raises DataError for an incomplete
     one."""
     directory = finished_folder(directory)
     try:
-        return msgspec.json.decode((directory / SAVED_FILE).read_bytes(), type=Saved)
+        return msgspec.json.decode((directory / SAVED_FILE).read_bytes(), type=SavedLearner)
     except (OSError, msgspec.DecodeError) as error:
         raise DataError(
             f"{directory}: not a complete learner checkpoint ({SAVED_FILE}: {error})"

@@ -5,8 +5,9 @@ Messages are tagged Structs in length-prefixed msgpack frames:
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
 Each rank connects, sends the Hello of a worker (agentenv/worker_group.py), and answers each command
-with Done or Failed. The trees of an Update are sent before it, one by one, so that no single frame
-has a whole update. The transport is TCP, so that a rank may run on another machine.
+with the reply that the command's class names, or with RankFailed. The trees of an Update are sent
+before it, one by one, so that no single frame has a whole update. The transport is TCP, so that a
+rank may run on another machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal, Union
+from typing import Any, Generic, Literal, TypeVar, Union
 
 import msgspec
 from msgspec import Struct
@@ -33,15 +34,86 @@ TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
 BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # lets local ranks import the backend early
 
 
-class Message(Struct, tag=True, tag_field="type"):
+class RankMessage(Struct, tag=True, tag_field="type"):
     """Base of the messages; the class name is the type."""
 
 
-class Command(Message):
-    """A message of the controller."""
+# Of a rank
 
 
-class Init(Command):
+class RankFailed(RankMessage):
+    """The command raised an error; the rank keeps its state and continues."""
+
+    error: str
+    traceback: str
+
+
+class RankDone(RankMessage, kw_only=True):
+    """The command was executed; base of the replies with results."""
+
+    policy_version: int = 0  # after the command
+
+
+class RankMetrics(RankDone):
+    """Metrics of optimizer steps."""
+
+    metrics: dict[str, float]
+
+
+class RankUpdated(RankMetrics):
+    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". The rest by
+    mini-batch and tree; see agentenv.learners.partition."""
+
+    steps: list[dict[str, float]] = []
+    entropies: list[list[bytes]] = []
+    proximal: list[list[bytes]] = []
+    logprobs: list[list[bytes]] = []
+
+
+class RankScores(RankDone):
+    """The scores of the sequences, in order."""
+
+    scores: list[Score]
+
+
+class RankManifest(RankDone):
+    """What SendWeights will broadcast, in order."""
+
+    buckets: list[Bucket]
+
+
+class RankTransfer(RankDone):
+    """`problem`: the failure of a transfer of weights, which is not a failure of the rank."""
+
+    problem: str
+
+
+class RankAddress(RankTransfer):
+    """`address`: of the rendezvous store, on rank 0."""
+
+    address: Address | None
+
+
+class RankShared(RankTransfer):
+    """`shared`: handles of this rank's copy, if it has one."""
+
+    shared: SharedWeights | None
+
+
+# Of the controller
+
+R = TypeVar("R", bound=RankDone)
+
+
+class RankCommand(RankMessage, Generic[R]):
+    """A command, whose reply is an R or RankFailed."""
+
+
+class RankNotice(RankMessage):
+    """A message without reply."""
+
+
+class Init(RankCommand[RankDone]):
     """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
     classes of other packages."""
 
@@ -76,7 +148,7 @@ class Init(Command):
         return algorithm
 
 
-class Update(Command):
+class Update(RankCommand[RankUpdated]):
     """An update, with one optimizer step per mini-batch. On the wire it follows its trees and has
     only `sizes`, the number of trees of each mini-batch; see `messages_of`."""
 
@@ -86,18 +158,18 @@ class Update(Command):
     sizes: list[int] = []
 
 
-class Tree(Command):
-    """The next tree of the following Update; without reply."""
+class Tree(RankNotice):
+    """The next tree of the following Update."""
 
     tree: EncodedTree
 
 
-class Imitate(Command):
+class Imitate(RankCommand[RankMetrics]):
     sequences: list[EncodedTree]
     lr_scale: float
 
 
-class Prefer(Command):
+class Prefer(RankCommand[RankMetrics]):
     """One optimizer step of DPO on pairs (`agentenv.learners.dpo`)."""
 
     pairs: list[EncodedTree]
@@ -105,26 +177,26 @@ class Prefer(Command):
     lr_scale: float
 
 
-class ScoreSequences(Command):
+class ScoreSequences(RankCommand[RankScores]):
     """Log-probs of sequences under the current weights."""
 
     sequences: list[EncodedTree]
 
 
-class WarmUp(Command):
+class WarmUp(RankCommand[RankDone]):
     """Compile the code of the first update on GPUs, without other effects."""
 
     device: str = "cuda"
 
 
-class ResetOptimizer(Command):
+class ResetOptimizer(RankCommand[RankDone]):
     """Drop the optimizer's state, or save it, or restore it."""
 
     config: OptimizerConfig
     state: Literal["drop", "set_aside", "take_back"] = "drop"
 
 
-class WriteModel(Command):
+class WriteModel(RankCommand[RankDone]):
     """Write a model directory. Publishing increments the policy version, exporting does not.
     `unmoved`: rejected if the weights have changed since the last published version.
     `adapter_only`: write only the LoRA adapter."""
@@ -135,14 +207,14 @@ class WriteModel(Command):
     adapter_only: bool = False
 
 
-class Announce(Command):
-    """Increment the policy version, whose weights will be broadcast. The reply has `buckets`."""
+class Announce(RankCommand[RankManifest]):
+    """Increment the policy version, whose weights will be broadcast."""
 
 
-class OpenGroup(Command):
+class OpenGroup(RankCommand[RankAddress]):
     """Open a rendezvous store for the servers and rank 0. `port`: of the store, 0: any free one;
-    `interface`: the network interface of its address, empty: that of the controller's connection.
-    Rank 0's reply has `address`."""
+    `interface`: the network interface of its address, empty: that of the controller's
+    connection."""
 
     timeout_s: float
     wire: Wire = "torch"
@@ -150,36 +222,36 @@ class OpenGroup(Command):
     interface: str = ""
 
 
-class JoinGroup(Command):
-    """Rank 0 joins. The replies to this command and the next one have `problem`."""
+class JoinGroup(RankCommand[RankTransfer]):
+    """Rank 0 joins."""
 
     group: Group
 
 
-class SendWeights(Command):
+class SendWeights(RankCommand[RankTransfer]):
     """All ranks gather, rank 0 broadcasts."""
 
 
-class LeaveGroup(Command):
+class LeaveGroup(RankCommand[RankDone]):
     pass
 
 
-class Share(Command):
+class ShareWeights(RankCommand[RankShared]):
     """Increment the policy version, and copy its weights to memory that servers of the machine can
-    read (agentenv/learners/shared.py). The reply has `shared`, or `problem` on all ranks, and then
-    the version is unchanged. `sleeps_next`: the ranks then sleep with the copy in place;
-    `num_readers`: servers that share a GPU."""
+    read (agentenv/learners/shared.py). With a problem, which all ranks report, the version is
+    unchanged. `sleeps_next`: the ranks then sleep with the copy in place; `num_readers`: servers
+    that share a GPU."""
 
     sleeps_next: bool
     num_readers: int
 
 
-class Release(Command):
+class ReleaseShared(RankCommand[RankDone]):
     """Release the copy after the last read. Sleeping ranks also execute this and the next
     command."""
 
 
-class WriteShared(Command):
+class WriteShared(RankCommand[RankDone]):
     """Write the directory of the last shared weights; rejected unless they have this
     `policy_version`."""
 
@@ -187,67 +259,35 @@ class WriteShared(Command):
     policy_version: int
 
 
-class Abort(Command):
-    """Abort a running JoinGroup or SendWeights; without reply, and ignored if it is late."""
+class AbortTransfer(RankNotice):
+    """Abort a running JoinGroup or SendWeights; ignored if it is late."""
 
 
-class Sleep(Command):
+class Sleep(RankCommand[RankDone]):
     """Free the memory of the device (`asleep`), or allocate it again. A sleeping rank rejects most
     other commands."""
 
     asleep: bool
 
 
-class Save(Command):
+class Save(RankCommand[RankDone]):
     directory: str
 
 
-class Load(Command):
+class Load(RankCommand[RankDone]):
     directory: str
 
 
-class Stop(Command):
+class StopRank(RankNotice):
     pass
 
 
-class Done(Message):
-    """The reply to a command, with only the fields of that command.
-
-    steps: metrics of skipped optimizer steps, with "minibatch" and "epoch".
-    entropies, proximal, logprobs: of an update, by mini-batch and tree; see
-    agentenv.learners.partition.
-    problem: the failure of a transfer of weights, which is not a failure of the rank.
-    """
-
-    policy_version: int = 0
-    steps: list[dict[str, float]] = []
-    metrics: dict[str, float] = {}
-    scores: list[Score] = []
-    entropies: list[list[bytes]] = []
-    proximal: list[list[bytes]] = []
-    logprobs: list[list[bytes]] = []
-    buckets: list[Bucket] = []
-    address: Address | None = None
-    shared: SharedWeights | None = None
-    problem: str = ""
-
-
-class Failed(Message):
-    """The command raised an error; the rank keeps its state and continues."""
-
-    error: str
-    traceback: str
-
-
-Reply = Done | Failed
-
-
-def pack_frame(message: Message) -> bytes:
+def pack_frame(message: RankMessage) -> bytes:
     """A message in wire format."""
     return frame_of(msgspec.msgpack.encode(message))
 
 
-def messages_of(command: Message) -> Iterator[Message]:
+def messages_of(command: RankCommand[Any]) -> Iterator[RankMessage]:
     """The messages of a command: its trees, then the command itself."""
     if isinstance(command, Update):
         yield from (Tree(tree) for trees in command.minibatches for tree in trees)
@@ -255,7 +295,7 @@ def messages_of(command: Message) -> Iterator[Message]:
     yield command
 
 
-def with_trees(trees: Iterable[EncodedTree], command: Command) -> Command:
+def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCommand[R]:
     """The whole command, from the message and the preceding trees."""
     if not isinstance(command, Update):
         return command
@@ -264,10 +304,16 @@ def with_trees(trees: Iterable[EncodedTree], command: Command) -> Command:
     return replace(command, minibatches=whole, sizes=[])
 
 
-_KINDS: Any = Union[tuple(Command.__subclasses__())]  # noqa: UP007
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(_KINDS)
+Reply = (
+    RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankAddress
+    | RankShared | RankFailed
+)  # fmt: skip
+unpack_reply = msgspec.msgpack.Decoder(Reply).decode
+_SENT: Any = Union[(*RankCommand.__subclasses__(), *RankNotice.__subclasses__())]
+_of_controller: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SENT)
 
 
-def unpack_command(body: bytes) -> Command:
-    """The command in the body of a frame."""
-    return _COMMANDS.decode(body)
+def unpack_command(body: bytes) -> RankCommand[Any] | RankNotice:
+    """The message of the controller in the body of a frame."""
+    found: RankCommand[Any] | RankNotice = _of_controller.decode(body)
+    return found

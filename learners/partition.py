@@ -30,7 +30,7 @@ from agentenv.learners.batch import (
     EncodedTree,
     Layout,
     Longs,
-    Whole,
+    WholeTree,
     computed,
     encoded_nodes,
     from_arrays,
@@ -229,7 +229,7 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
     here, trained = np.flatnonzero(leads[owner]), is_mine[owner[tree.actions()]]
     own_sizes = np.where(leads, sizes, 0)
     counts = np.bincount(owner[tree.actions()], minlength=len(sizes))
-    whole = Whole(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
+    whole = WholeTree(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
     figures = {name: tree.floats(name)[trained] for name in PER_TOKEN if getattr(tree, name)}
     figures |= {name: np.where(is_mine, tree.floats(name), 0.0) for name in PER_NODE}
     encoded = from_arrays(
@@ -354,7 +354,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TreePiece:
     """Tokens of one tree, ancestors first; `trained` marks those with a loss in this piece."""
 
     tree: int
@@ -383,8 +383,8 @@ def pack(
     return [dataclasses.replace(one, layout=layout) for one in found]
 
 
-def _first_fit(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
-    batches: list[list[Piece]] = []
+def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
+    batches: list[list[TreePiece]] = []
     left: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -len(piece.tokens)):
         size = len(piece.tokens)
@@ -397,8 +397,8 @@ def _first_fit(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
     return batches
 
 
-def _in_rows(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
-    batches: list[list[Piece]] = []
+def _in_rows(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
+    batches: list[list[TreePiece]] = []
     for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
         if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
             batches.append([])
@@ -406,7 +406,7 @@ def _in_rows(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
     return batches
 
 
-def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
+def _pad(batch: MicroBatch, pieces: Sequence[TreePiece]) -> MicroBatch:
     """The micro-batch of these pieces, in ascending order of their length, in rows."""
     sizes = np.array([len(piece.tokens) for piece in pieces])
     rows, length = len(sizes), int(sizes[-1])
@@ -425,7 +425,7 @@ def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
     )
 
 
-def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
+def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
     """Pieces of at most max_tokens tokens, or one path, that train each token exactly once.
 
     A tree that is too large is cut below a node: neighboring children stay together as far as they
@@ -439,7 +439,7 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
         children[parents[i]].insert(0, i)
         last[parents[i]] = max(last[parents[i]], last[i])
     action = tree.actions().copy()  # not trained yet
-    pieces: list[Piece] = []
+    pieces: list[TreePiece] = []
 
     def emit(path: list[int], start: int, stop: int) -> None:
         spans = [np.arange(starts[node], stops[node]) for node in path]
@@ -447,7 +447,7 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
         trained = action[tokens]
         action[tokens] = False
         if trained.any():
-            pieces.append(Piece(number, tokens, trained))
+            pieces.append(TreePiece(number, tokens, trained))
 
     todo: list[tuple[int, list[int], int]] = [(0, [], 0)]  # node, path to it, its tokens
     while todo:
@@ -472,7 +472,7 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
 
 
 def _assemble(
-    trees: Sequence[EncodedTree], pieces: list[Piece], first_action: NDArray[np.int64]
+    trees: Sequence[EncodedTree], pieces: list[TreePiece], first_action: NDArray[np.int64]
 ) -> MicroBatch:
     """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from agentenv.errors import ConfigError, MissingError, install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
-from agentenv.learners.context import ContextGroup, Share, padded
+from agentenv.learners.context import ContextGroup, ContextShare, padded
 from agentenv.learners.partition import MicroBatch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
@@ -418,7 +418,7 @@ def tensors(
     share = None
     if group is not None:
         batch = padded(batch, group.size)
-        share = Share(group, batch)
+        share = ContextShare(group, batch)
         batch = share.of(batch)
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)

@@ -24,9 +24,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from agentenv.engines.remote.weights import SharedWeights
 from agentenv.learners.backend import RankBackend
-from agentenv.learners.checkpoint import Place
+from agentenv.learners.checkpoint import TensorPlace
 from agentenv.learners.export import (
-    Entry,
+    WeightEntry,
     copy_files,
     entries,
     gathered,
@@ -39,7 +39,7 @@ ALIGNMENT = 16  # bytes, for a tensor of any dtype
 
 
 @dataclass(frozen=True)
-class Slice(Place):
+class Slice(TensorPlace):
     """A tensor's place in the copy."""
 
     offset: int
@@ -108,7 +108,8 @@ class SharedCopy:
 
         copy_files(source, directory, self._backend.config.dtype)
         written = [
-            Entry(one.name, one.dtype, one.shape, partial(one.of, memory)) for one in self._slices
+            WeightEntry(one.name, one.dtype, one.shape, partial(one.of, memory))
+            for one in self._slices
         ]
         write_weights(written, written, directory)
 

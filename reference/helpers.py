@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -41,14 +41,8 @@ class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: Annotated[
         tuple[str, ...], Meta(description="tools whose errors count; empty: all tools")
     ] = ()
-    min_temperature: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="temperature of the retried turn, if sampling.temperature is lower: a "
-            "greedy policy would repeat itself",
-        ),
-    ] = 0.6
+    # of the retried turn, if sampling.temperature is lower: a greedy policy would repeat itself
+    min_temperature: ClassVar[float] = 0.6
 
 
 class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

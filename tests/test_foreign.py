@@ -73,7 +73,7 @@ OURS = {
     "learners/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
     "learners/messages.py": "a process of ours",
-    "learners/ranks.py": "a process of ours",
+    "learners/rank_group.py": "a process of ours",
 }
 
 

@@ -36,7 +36,6 @@ from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
 from agentenv.envs.sandbox.sandbox import Sandbox
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
@@ -49,7 +48,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.service import Summarizer
+from agentenv.envs.search.summarizer import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
@@ -61,6 +60,7 @@ from agentenv.errors import (
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.link import Link, frame_of
+from agentenv.result_cache import ResultCache
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan

@@ -59,7 +59,7 @@ ALLOWED = {
     "agentenv/worker_pool.py load: self._give": NO_DISK,
     "envs/grading/equality.py start: install_hint": "of an error that ends the start",
     "envs/sandbox/process.py launch: own_folder": OWN,
-    "learners/ranks.py start: reception.open": NO_DISK,
+    "learners/rank_group.py start: reception.open": NO_DISK,
     "envs/sandbox/process.py launch: settings_of": OWN,
     "envs/program.py fork: self._endpoint.open": NO_DISK,
     "envs/program.py reset: self._endpoint.open": NO_DISK,

@@ -57,12 +57,13 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     "pipelines/serving/",
     "pipelines/workers/ray_driver.py",
-    *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
+    *("pipelines/setup/memory.py", "learners/rank_process.py", "learners/trainer.py"),
     "agentenv/guard.py",
     "agentenv/engines/vllm_plugin/",
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
     *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
+    *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
     "envs/sandbox/snapshot_hook.py",
 )
 
@@ -90,8 +91,6 @@ ALLOWED = {
     "pipelines/rl/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
-    "pipelines/run/otel.py: time.monotonic": "of a thread of its own, when it tries again",
-    "pipelines/run/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started

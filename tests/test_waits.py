@@ -129,9 +129,9 @@ ALLOWED = {
     "pipelines/run/control.py _received: connection.recv": CALLER + "settimeout in send",
     "pipelines/run/control.py send: connection.sendall": "settimeout, above",
     "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
-    "learners/ranks.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..), below",
-    "learners/worker.py main: connection.sendall": CHILD,
-    "learners/worker.py serve: connection.sendall": CHILD,
+    "learners/rank_group.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..)",
+    "learners/rank_process.py main: connection.sendall": CHILD,
+    "learners/rank_process.py serve: connection.sendall": CHILD,
 }
 NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # their names alone
 

@@ -37,7 +37,6 @@ from msgspec import Struct
 from agentenv.engines.pool.server import Outcome
 from agentenv.failures import Failure
 from agentenv.rollout import BranchNow
-from agentenv.tree import Order
 from agentenv.types import Chunk, Completion, SamplingParams, Task
 from agentenv.untrusted import packed
 
@@ -52,7 +51,6 @@ class Grow(Struct, array_like=True, frozen=True, tag=1):
     policy_version: int
     session: str = ""
     recorded: bytes | None = None
-    order: Order | None = None
 
 
 class Drop(Struct, array_like=True, frozen=True, tag=2):

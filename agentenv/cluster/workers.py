@@ -34,7 +34,7 @@ from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.rollout import BranchNow
-from agentenv.tree import Order, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import (
     NUM_LOSSES,
@@ -59,7 +59,6 @@ class _Growing:
     index: int
     session: str
     recorded: Recorded | None  # to resume from
-    order: Order | None
 
     def __post_init__(self) -> None:
         self.frames = TreeFrames()  # since it has the worker
@@ -153,13 +152,12 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         index: int,
         session: str = "",
         recorded: Recorded | None = None,
-        order: Order | None = None,
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on successive workers if some are lost; returns when the tree is in
         the journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
-        growing = _Growing(task, index, session, recorded, order)
+        growing = _Growing(task, index, session, recorded)
         if self.journal is not None:
             self._poison.recall(index, self.journal.losses.pop(index, 0))
         try:
@@ -172,7 +170,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if found is not None and found.is_finished:
                     break
                 self.report(f"tree {index} arrived incomplete from its worker and restarts")
-                growing = _Growing(task, index, session, None, order)
+                growing = _Growing(task, index, session, None)
         finally:
             self._release(growing)
         if self.journal is not None:
@@ -193,7 +191,6 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             record=record,
             recorded=growing.recorded,
             cancelled=growing.cancelled,
-            order=growing.order,
         )
         self._remember(growing.index, num_lost)  # also if it is requested again, for other weights
         return tree
@@ -231,7 +228,6 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             self._actor.engine.policy_version,
             growing.session,
             None if recorded is None else pack_recorded(recorded),
-            growing.order,
         )
         worker.link.send(pack(grow))
 

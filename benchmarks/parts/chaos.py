@@ -474,7 +474,7 @@ def kill_controller(process: Process) -> None:
 
 
 def kill_learner(process: Process) -> None:
-    for one in below(process, "agentenv.learners.worker"):
+    for one in below(process, "agentenv.learners.rank_process"):
         one.kill()
 
 
@@ -486,7 +486,7 @@ def signal_twice(process: Process) -> None:
 
 def fill_disk(process: Process) -> None:
     """Stop all files of the run's processes from growing, as on a full disk."""
-    for one in (psutil.Process(process.pid), *below(process, "agentenv.learners.worker")):
+    for one in (psutil.Process(process.pid), *below(process, "agentenv.learners.rank_process")):
         with suppress(psutil.NoSuchProcess):
             one.rlimit(psutil.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 

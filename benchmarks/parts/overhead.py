@@ -389,8 +389,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
         kind = msgpack.decode(body, type=_Named).type
         if kind == "Tree":  # of the update that follows
             continue
-        reply = wire.Done()
-        if kind == "Stop":
+        reply = wire.RankDone()
+        if kind == "StopRank":
             writer.close()
             return await writer.wait_closed()
         if kind == "WriteModel":
@@ -405,15 +405,13 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
             assert isinstance(saved, wire.Save)
             os.makedirs(saved.directory, exist_ok=True)
         elif kind == "Update":
-            reply.metrics = dict.fromkeys(
-                ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss"), 1.0
-            )
+            names = ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss")
+            reply = wire.RankUpdated(dict.fromkeys(names, 1.0))
         elif kind == "ScoreSequences":
             scored = wire.unpack_command(body)
             assert isinstance(scored, wire.ScoreSequences)
-            for one in scored.sequences:
-                count = one.num_action_tokens
-                reply.scores.append(Score([-0.5] * count, [0.5] * count, [True] * count))
+            counts = [one.num_action_tokens for one in scored.sequences]
+            reply = wire.RankScores([Score([-0.5] * n, [0.5] * n, [True] * n) for n in counts])
         reply.policy_version = version
         writer.write(wire.pack_frame(reply))
         await writer.drain()
@@ -463,7 +461,7 @@ class MeasuredTraining(Training):
     figures: Figures
     floor_us = 0.0
 
-    async def _run_rl(self) -> None:
+    async def run_rl(self) -> None:
         global num_turns
         self.lag.clear()
         process, peak = psutil.Process(), [0.0]
@@ -475,11 +473,11 @@ class MeasuredTraining(Training):
 
         watching = asyncio.create_task(watch_memory())
         num_turns, before, below = 0, time.process_time(), _children_cpu_s()
-        num_before = self.parts.engine.stats()["requests"]
-        await super()._run_rl()
+        num_before = self.loop.parts.engine.stats()["requests"]
+        await super().run_rl()
         own, others = time.process_time() - before, _children_cpu_s() - below
-        if self.workers is not None:
-            num_turns = int(self.parts.engine.stats()["requests"] - num_before)
+        if self.loop.feeder.workers is not None:
+            num_turns = int(self.loop.parts.engine.stats()["requests"] - num_before)
         watching.cancel()
         self.figures = Figures(
             round(own / num_turns * 1e6, 1),

@@ -69,7 +69,6 @@ from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.loop import Loop
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
 from agentenv.pipelines.rl.report import StepReport
@@ -88,8 +87,7 @@ from agentenv.types import (
     ToolCall,
     VersionSpan,
 )
-from benchmarks.parts.timings import FILE as TIMINGS
-from benchmarks.parts.timings import Shape, StepTimes, Timings, Trace, begin
+from benchmarks.parts.timings import FILE, Shape, StepTimes, Timings, Trace, begin
 from tests.support.virtual_clock import run_virtual
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
@@ -723,30 +721,22 @@ class SimulatedReport(StepReport):
         self._row_s = now_s
 
 
-class SimulatedTraining(Training):
-    """A training that keeps the data of its steps, without the phases before and after."""
-
-    feeder_class, report_class = SimulatedFeeder, SimulatedReport
-    report: SimulatedReport
-    timings: Timings | None = None
-
-    def _loop(self) -> Loop:
-        loop = super()._loop()
-        self.report.timings = self.timings
-        return loop
-
-    async def simulate(
-        self, max_branches: int, tree_s: float, commit_s: float, *, is_timed: bool
-    ) -> None:
-        async with AsyncExitStack() as stack:
-            await self._set_up(stack)
-            self.timings = begin(self) if is_timed else None
-            stack.push_async_callback(self.parts.probe.close)
-            self.run.begin(self.config)
-            assert isinstance(self.feeder, SimulatedFeeder)
-            self.feeder.max_branches, self.feeder.commit_s = max_branches, commit_s
-            self.report_class.tree_s = tree_s
-            await self._run_rl()
+async def _simulate(
+    training: Training, max_branches: int, tree_s: float, commit_s: float, *, is_timed: bool
+) -> SimulatedReport:
+    """Run only the phase of RL, and return the data of its steps."""
+    async with AsyncExitStack() as stack:
+        loop = await training.set_up(stack)
+        stack.push_async_callback(loop.parts.probe.close)
+        training.run.begin(training.config)
+        report, feeder = loop.report, loop.feeder
+        assert isinstance(report, SimulatedReport)
+        assert isinstance(feeder, SimulatedFeeder)
+        feeder.max_branches, feeder.commit_s = max_branches, commit_s
+        report.tree_s = tree_s
+        report.timings = begin(loop, training.run.path / FILE) if is_timed else None
+        await training.run_rl()
+        return report
 
 
 def simulate(
@@ -793,13 +783,17 @@ def simulate(
         run = RunDirectory(Path(folder) / "run", resume=False, settings={})
         view = View()
         view.console = view._errors = Console(file=nowhere)
-        training = SimulatedTraining(config, run, view, resume="", build=build)
+        training = Training(
+            config, run, view, build=build, make_feeder=SimulatedFeeder, make_report=SimulatedReport
+        )
         is_timed, branches = timings is not None, variant.max_branches
-        run_virtual(training.simulate(branches, model.tree_s, commit_s, is_timed=is_timed))
+        report = run_virtual(
+            _simulate(training, branches, model.tree_s, commit_s, is_timed=is_timed)
+        )
         run.close()
         if timings is not None:
-            shutil.copyfile(run.path / TIMINGS, timings)
-    return figures(training.report.rows, bound)
+            shutil.copyfile(run.path / FILE, timings)
+    return figures(report.rows, bound)
 
 
 def _parts(

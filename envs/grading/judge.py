@@ -26,8 +26,8 @@ from agentenv.engines.remote.chat_model import ChatModel, fenced, read_reply, sh
 from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
-from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode_text
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again

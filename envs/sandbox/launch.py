@@ -131,7 +131,7 @@ class SandboxSetup(Struct, frozen=True):
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "fork_broker.py", "cells.py", "confine.py")
+_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", "confine.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -210,11 +210,6 @@ def check_rung(limits: SandboxLimits, rung: Rung) -> None:
         return
     if confine.landlock_abi() < 1:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-    if limits.max_threads > 1:  # they are counted by user, and all sessions have one user
-        raise ConfigError(
-            "python.limits.max_threads: without user namespaces the threads of a session cannot be "
-            "counted, so that only 1 is possible"
-        )
 
 
 def check_missing(missing: list[str], python: Interpreter) -> None:
@@ -242,7 +237,7 @@ def settings_of(
         "home": home,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
-        "live_forks": rung != "unsafe" and limits.max_threads == 1,
+        "live_forks": rung != "unsafe",
         "preload": setup.preload or (),
         "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],

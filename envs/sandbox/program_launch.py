@@ -19,8 +19,8 @@ MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "program_snapshot.py", "snapshot_hook.py", "fork_broker.py",
-              "confine.py")  # fmt: skip
+INIT_FILES = ("program_init.py", "program_watch.py", "program_snapshot.py", "snapshot_hook.py",
+              "fork_broker.py", "process_table.py", "confine.py")  # fmt: skip
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
 ETC = {

@@ -23,12 +23,12 @@ from yarl import URL
 
 from agentenv.deadline import admitted, pause_before_retry
 from agentenv.env import summed_stats
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import wanted
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.http import HttpSession, is_temporary
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode_text, printable
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 

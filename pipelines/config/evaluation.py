@@ -268,9 +268,6 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_tool_calls: Annotated[
         int, Meta(ge=1, description="trajectories with more tool calls are dropped")
     ] = 5
-    drop_failed_calls: Annotated[
-        bool, Meta(description="drop trajectories with a call that the tool answered with an error")
-    ] = False
     require_box: Annotated[
         bool,
         Meta(

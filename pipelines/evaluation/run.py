@@ -25,6 +25,8 @@ from agentenv.failures import NUM_NAMED, FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, poll_pause
 from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.evaluation.figures import Summary
+from agentenv.pipelines.evaluation.report import report_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
@@ -235,6 +237,19 @@ async def run_evaluation(
                 found = _too_many(name, store, one.config.limits, log.redactor)
                 problem = found or problem
         return Outcome(len(failed), problem)
+
+
+async def evaluate_and_report(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> tuple[Outcome, Summary]:
+    """`run_evaluation`, and then the report of all rows in `out`."""
+    outcome = await run_evaluation(config, subject, out, view)
+    if outcome.num_failed:
+        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    view.wait_for("scoring", "the report")
+    summary = await report_of(out, view)
+    view.end()
+    return outcome, summary
 
 
 def _too_many(

@@ -135,6 +135,15 @@ def find_subject(
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
+def check_directory(subject: Subject, text: str) -> None:
+    """Raises ConfigError if the subject that `text` names has weights, but no directory."""
+    if subject.model is not None and not subject.model.is_dir():
+        raise ConfigError(
+            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
+            "http(s)://HOST[:PORT]"
+        )
+
+
 def saved_config(run: Path) -> Tree:
     """The stored configuration of a run."""
     return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])

@@ -32,7 +32,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.learner import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import RayCluster
@@ -46,9 +46,7 @@ from agentenv.pipelines.rl.publishing import (
     make_publisher,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
-from agentenv.pipelines.run.rundir import (
-    RunDirectory,
-)
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
 from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.setup.assembly import (
@@ -66,7 +64,7 @@ from agentenv.pipelines.setup.assembly import (
 )
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.environments import try_env
-from agentenv.pipelines.setup.memory import Passage, find_passage, stored_bytes
+from agentenv.pipelines.setup.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
 from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan
@@ -395,6 +393,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         if config.resources.in_turn:
             engine.require("sleep")
             colocation = Colocation(engine, learner, probe, handover)
+            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
@@ -430,7 +429,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
 
     @once
-    async def passage(self) -> Passage:
+    async def passage(self) -> WeightPassage:
         """A folder that all machines with an engine or the learner see; on one machine, shared
         memory if it has enough space. Raises ConfigError without enough space."""
         config, model = self.config, await self.model()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import Reporter, to_plain
 from agentenv.journal import Journal
-from agentenv.learners.ranks import RemoteRanks
+from agentenv.learners.rank_group import RemoteRanks
 from agentenv.pipelines.config.cluster import (
     FOLDER,
     ExternalCluster,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender,
 from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
+from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
@@ -216,7 +217,7 @@ def is_exact(config: TrainConfig) -> bool:
     return config.engine.capabilities.is_exact and computes_in_float32(config)
 
 
-class Handover:
+class Handover(Stopwatch):
     """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
 
     sleep    engine or learner frees its GPU memory
@@ -226,30 +227,18 @@ class Handover:
              meanwhile
     """
 
+    prefix = "handover/"
     METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: Literal["sleep", "wake", "publish", "load"]) -> Iterator[None]:
-        clock, name_s = asyncio.get_running_loop().time, f"handover/{name}_s"
-        began_s = clock()
-        try:
-            yield
-        finally:
-            self._seconds[name_s] = self._seconds.get(name_s, 0.0) + clock() - began_s
-
     def take(self) -> Metrics:
-        """Seconds by part since the last call, and their sum, as metrics."""
-        found, self._seconds = self._seconds, {}
-        total = {"handover/total_s": sum(found.values())}
-        return dict.fromkeys(self.METRICS, 0.0) | found | total
+        """The seconds of all parts, and their sum, as metrics."""
+        found = super().take()
+        return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
 
 
 class Colocation:
-    """Ownership of GPUs that engine and learner share. Every command to the learner acquires the
-    GPUs; `learner.turn`, replaced by `turn` here, keeps them for several commands.
+    """Ownership of GPUs that engine and learner share. `turn` becomes that of the learner: every
+    command to it acquires the GPUs, and a turn keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
@@ -270,7 +259,6 @@ class Colocation:
         self._engine, self._learner, self._probe = engine, learner, probe
         self._depth = 0
         self._moving = asyncio.Lock()
-        learner.turn = self.turn
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -29,7 +29,8 @@ from agentenv.metrics import (
     trained_metrics,
 )
 from agentenv.offload import in_thread, poll_pause
-from agentenv.pipelines.rl.batching import Alarms, Batch
+from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.clocks import Stopwatch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
 from agentenv.pipelines.run.tables import Table
@@ -38,7 +39,7 @@ from agentenv.queue import ReplayQueue
 
 if TYPE_CHECKING:
     from agentenv.pipelines.rl.feeder import Feeder
-    from agentenv.pipelines.rl.recorder import Recorder, Stopwatch
+    from agentenv.pipelines.rl.recorder import Recorder
 
 WINDOW = 20  # tokens of the entropy line
 
@@ -287,6 +288,9 @@ def _cell(score: BriefFigures) -> str:
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{share}"
 
 
+MEANS = ("success", "reward", "failed_share", "success_if_failed_wrong")  # of BriefFigures
+
+
 def summarize(
     state: RunState,
     *,
@@ -323,17 +327,9 @@ def summarize(
         "seed": seed,
         "algorithm": algorithm,
         "evaluation_set": name,
-        "success": by_phase("success"),
         "success_interval": by_phase("interval"),
-        "success_by_kind": by_kind("success"),
-        "reward": by_phase("reward"),
-        "reward_by_kind": by_kind("reward"),
-        "num_trajectories": by_phase("num_trajectories"),
-        "num_failed": by_phase("num_failed"),
-        "failed_share": by_phase("failed_share"),
-        "failed_share_by_kind": by_kind("failed_share"),
-        "success_if_failed_wrong": by_phase("success_if_failed_wrong"),
-        "success_if_failed_wrong_by_kind": by_kind("success_if_failed_wrong"),
+        **{name: by_phase(name) for name in (*MEANS, "num_trajectories", "num_failed")},
+        **{f"{name}_by_kind": by_kind(name) for name in MEANS},
         "rollouts": {
             "trajectories": totals.num_trajectories,
             "failed": totals.num_failed,
@@ -386,18 +382,21 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
 class StepReport:
     """Measures and records the steps of a run."""
 
-    state: RunState
     feeder: Feeder
-    alarms: Alarms
     recorder: Recorder
     watch: Stopwatch
     lag: LoopLag
 
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
+        self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self.view = self.recorder.view
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         self._throughput = Throughput()
+        self._scored_s = self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Start to measure, right before the first step."""
         self._throughput.rate(self.parts.engine.stats())
         self._scored_s = self._began_s = asyncio.get_running_loop().time()
 

@@ -33,6 +33,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from agentenv.deadline import WaitKind
 from agentenv.offload import poll_pause
 
 if TYPE_CHECKING:
@@ -353,19 +354,16 @@ def holder(frame: FrameType | None) -> str:
 
 LOOK_S = 5.0
 EXPECTED_S = 60.0
-LONG_S = 300.0  # for a place in a busy engine, and for a whole turn
+LONG_S = 300.0  # for a slot on a busy server, and for a whole turn
 AGAIN = 4  # a wait is reported again at AGAIN times its last reported length
 _OLDEST = attrgetter("since", "tree", "branch")
 
 
 def expected_s(what: str) -> float:
     """Seconds after which a rollout's wait for `what` is reported."""
-    from agentenv.actor import PAUSED  # slow to load
-    from agentenv.recovery import TURN
-
-    if what == PAUSED:  # the user requested it
+    if what == WaitKind.PAUSED:  # the user requested it
         return math.inf
-    return LONG_S if what == TURN or what.startswith("a place") else EXPECTED_S
+    return LONG_S if what in (WaitKind.TURN, WaitKind.SLOT) else EXPECTED_S
 
 
 def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
@@ -393,7 +391,7 @@ def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
 def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]:
     """Inside, `view` warns of waits that are longer than expected, and an interruption shows the
     longest wait."""
-    waits = Waits(actors, view.warn)
+    waits = WaitWatch(actors, view.warn)
     watching = asyncio.create_task(waits.run())
     view.longest_wait = waits.longest
     try:
@@ -403,7 +401,7 @@ def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]
         view.longest_wait = str
 
 
-class Waits:
+class WaitWatch:
     """Polls the rollouts of `actors` and reports each wait that is longer than expected, and again
     whenever it has become AGAIN times as long."""
 

@@ -34,7 +34,7 @@ from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.watchdog import Waits, ended_when_held
+from agentenv.pipelines.run.watchdog import WaitWatch, ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
     TRAINING,
@@ -194,7 +194,6 @@ class RolloutWorker:
                 session=request.session,
                 record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
-                order=request.order,
             )
         except Exception as error:
             self._link.send(pack(messages.Raised(request.number, *named(error))))
@@ -285,7 +284,7 @@ async def build(
         actor_seed(config, sampling, TRAINING),
     )
     lag = LoopLag()
-    waits = Waits(lambda: [actor], lambda text: worker.notify(text))
+    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 
     def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()

@@ -41,7 +41,7 @@ class Web:
         return web.Response(status=404)
 
     def config(self, **keys: Any) -> SearchConfig:
-        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
+        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}}
         backend = {"name": "web", "provider": "searxng", "url": self.url}
         return search_config({"backend": backend, "pages": pages, **keys})
 

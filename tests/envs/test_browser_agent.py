@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from agentenv.env import close_shared
-from agentenv.envs.search.keys import SearchConfig
+from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import ConfigError, EnvError
@@ -46,7 +46,7 @@ class Web:
         )
 
     def config(self, **summarizer: Any) -> SearchConfig:
-        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
+        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}}
         backend = {"name": "web", "provider": "searxng", "url": self.url}
         keys = {"url": f"{self.url}/v1", "model": "small", "num_retries": 0, "timeout_s": 5.0}
         return search_config(
@@ -114,9 +114,9 @@ async def test_the_policy_reads_the_pages_when_the_reply_has_no_final_informatio
     site: Web, reply: Any
 ) -> None:
     site.reply = reply
-    (result,) = await search(site.config(max_chars=2500), "lima")
+    (result,) = await search(site.config(), "lima")
     assert result.text.startswith("Page 1: ")
-    assert len(result.text) == 2500
+    assert len(result.text) == SummarizerConfig.max_chars
     assert result.info["browser"] == {"found": False, "num_tokens": 930}
 
 

@@ -25,7 +25,7 @@ FOLDER = ROOT / ".venv-mcp"
 FROM_NPM, FROM_PYPI = FOLDER / "node_modules" / ".bin", FOLDER / "bin"
 EVERYTHING = FROM_NPM / "mcp-server-everything"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.mcp_servers,
     pytest.mark.skipif(
         not (FOLDER / ".complete").is_file(), reason="no published servers: sh .ci/mcp-servers"
     ),

@@ -103,16 +103,6 @@ async def test_timers_and_handlers_run_only_within_calls(
     assert await output_of(session, "time.sleep(0.05); len(ticks)") == num_ticks
 
 
-async def test_threads_are_stopped_between_calls() -> None:
-    sandbox = Sandbox(limits=SandboxLimits(max_threads=3), preload=(), rungs=["namespaces"])
-    session = sandbox.session(1)
-    code = "import threading\nn = 0\ndef count():\n  global n\n  while True: n += 1\n"
-    await session.run(code + "threading.Thread(target=count, daemon=True).start()", 10)
-    await check_stopped(process_of(sandbox))
-    session.close()
-    await sandbox.close()
-
-
 async def test_idle_sessions_beyond_the_maximum_are_replayed() -> None:
     sandbox = Sandbox(limits=SandboxLimits(max_sessions=2), preload=())
     sessions = [sandbox.session(number) for number in range(4)]
@@ -179,4 +169,4 @@ async def test_closing_a_sandbox_ends_the_wait_for_a_free_session() -> None:
     await asyncio.sleep(0)
     await sandbox.close()
     with pytest.raises(InfraError, match="the sandbox is closed"):
-        await asyncio.wait_for(waiting, 5)
+        await waiting

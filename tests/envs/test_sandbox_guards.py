@@ -130,7 +130,7 @@ async def test_the_check_of_open_files_stops_forks_that_share_a_pipe(
 ) -> None:
     assert not await crossed(sandbox)
     assert sandbox.counters.num_live_forks == 0
-    guard = "if open_files != STANDARD or not channel"
+    guard = "if files != STANDARD or not channel"
     remove("fork_broker.py", guard, "if not channel")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await crossed(open_)

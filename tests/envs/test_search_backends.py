@@ -54,7 +54,7 @@ async def test_building_leaves_the_event_loop_free(
 
     def read(path: Path) -> list[Passage]:
         # returns only once the event loop has run something else
-        asyncio.run_coroutine_threadsafe(_set(ticked), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(_set(ticked), loop).result(timeout=600)
         return read_corpus(path)
 
     monkeypatch.setattr("agentenv.envs.search.bm25.read_corpus", read)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
+from agentenv.envs.search.cache import CachedBackend, hits_of_arpo, read_arpo_cache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.providers import HttpBackend
 from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError, DataError, InfraError
+from agentenv.result_cache import ResultCache
 
 # cache
 
@@ -32,25 +33,6 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     assert other.get("nothing") is None
     assert other.stats() == {"cache/num_hits": 1, "cache/num_misses": 1}
     await other.close()
-
-
-async def test_an_expired_entry_is_fetched_again(tmp_path: Path) -> None:
-    path = tmp_path / "cache.db"
-    cache = ResultCache(path, max_age_s=0.4)
-    cache.put("a", b"1")
-    assert cache.get("a") == b"1"
-    await cache.close()
-    await asyncio.sleep(0.2)
-    other = ResultCache(path, max_age_s=0.4)
-    assert other.get("a") == b"1"  # in memory from here on, with its age
-    await asyncio.sleep(0.3)
-    assert other.get("a") is None
-    other.put("a", b"2")
-    assert other.get("a") == b"2"
-    await other.close()
-    forever = ResultCache(path)
-    assert forever.get("a") == b"2"
-    await forever.close()
 
 
 async def test_a_cache_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
@@ -193,7 +175,7 @@ async def test_empty_results_are_cached_for_a_limited_time(
     assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
     assert backend.num_calls == 1
     await cached.cache.close()
-    monkeypatch.setattr("agentenv.envs.search.cache.EMPTY_MAX_AGE_S", 0.3)
+    monkeypatch.setattr("agentenv.result_cache.EMPTY_MAX_AGE_S", 0.3)
     await asyncio.sleep(1)  # the file is written later
     again = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
     assert not again.knows(Query("x"))
@@ -268,8 +250,8 @@ def test_a_text_without_pages_in_a_cache_of_arpo_is_one_hit() -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}'])
-async def test_a_bad_cache_of_arpo_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_bad_cache_of_arpo_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "search_cache.json"
     path.write_text(text)
     with pytest.raises(DataError, match=r"search_cache\.json.*expected one JSON object"):
-        await ResultCache().import_arpo(path)
+        read_arpo_cache(path)

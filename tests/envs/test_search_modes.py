@@ -11,7 +11,8 @@ import pytest
 
 from agentenv.config import to_plain
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
+from agentenv.envs.search.service import REPEATED, Episode, SearchService
+from agentenv.envs.search.summarizer import truncated_reasoning
 from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError
 from tests.envs.search_site import SNIPPET, Web, search

@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 
 from agentenv.envs.search import pages
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ConfigError, ToolError
+from agentenv.result_cache import ResultCache
 from tests.envs.search_server import Names, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
@@ -85,7 +85,7 @@ async def test_a_page_is_fetched_once() -> None:
             return web.Response(status=404)
         return web.Response(text=PAGE, content_type="text/html")
 
-    config = PagesConfig(fetch=ONLY_127_0_0_1, extract_timeout_s=60)
+    config = PagesConfig(fetch=ONLY_127_0_0_1)
     async with serving(answer) as url:
         reader = PageReader(config, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))

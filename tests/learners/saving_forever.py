@@ -30,10 +30,10 @@ from agentenv.learners.backend import (
     prepare_deepspeed,
 )
 from agentenv.learners.checkpoint import changing_weights, fragments, local_weights, moments
-from agentenv.learners.export import Weights
-from agentenv.learners.learner import Saved
+from agentenv.learners.export import WeightFiles
+from agentenv.learners.learner import SavedLearner
 from agentenv.learners.policy import Policy
-from agentenv.learners.worker import PR_SET_PDEATHSIG
+from agentenv.learners.rank_process import PR_SET_PDEATHSIG
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
 from tests.learners.ranks import two_ranks
@@ -74,7 +74,7 @@ def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) 
         backend.gather(None)
         partial = checkpoints.path(step).with_suffix(".partial")
         export.write_model(backend, folder / "model", partial, durable=True)
-        meta = Saved(
+        meta = SavedLearner(
             num_ranks=backend.num_ranks,
             zero_stage=backend.stage,
             dtype="float32",
@@ -100,7 +100,7 @@ def check(path: Path) -> int:
     step = load_state(path, RunState).step
     saved = checkpoint.Checkpoint(path / "trainer")
     assert saved.meta.policy_version == step
-    weights = Weights(path)
+    weights = WeightFiles(path)
     for name in weights.names():
         shape = weights.shape(name)
         assert torch.equal(weights.tensor(name), torch.full(shape, float(step)))

@@ -100,7 +100,7 @@ def test_encoding_survives_serialization_and_invalid_data_is_refused() -> None:
 
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
-        "import sys, json; import agentenv.learners.ranks, agentenv.learners.deepspeed_learner;"
+        "import sys, json, agentenv.learners.rank_group, agentenv.learners.deepspeed_learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

@@ -12,9 +12,9 @@ from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError, LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint, restore, save
-from agentenv.learners.learner import SAVED_FILE, Saved
+from agentenv.learners.learner import SAVED_FILE, SavedLearner
+from agentenv.learners.rank import Rank
 from agentenv.learners.trainer import Trainer
-from agentenv.learners.worker import Rank
 from agentenv.pipelines.run.checkpoints import Checkpoints
 from tests.learners.ranks import (
     ALGORITHM,
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = two_ranks(num_ranks=1)
 
 
-def meta(**keys: object) -> Saved:
+def meta(**keys: object) -> SavedLearner:
     known = {
         "num_ranks": 1,
         "zero_stage": 0,
@@ -42,7 +42,7 @@ def meta(**keys: object) -> Saved:
         "moved": False,
         "base_model": "",
     }
-    return Saved(**{**known, **keys})  # type: ignore[arg-type]
+    return SavedLearner(**{**known, **keys})  # type: ignore[arg-type]
 
 
 def load(trainer: Trainer, directory: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
     published = wire.WriteModel(str(tmp_path / "copy"), publish=False, unmoved=True)
     rank.run(wire.Update([encoded(uneven_trees(4))], 1.0))
     for moved in (True, False):
-        rank.save(tmp_path / f"moved-{moved}")
-        resumed.load(tmp_path / f"moved-{moved}")
+        rank.run(wire.Save(str(tmp_path / f"moved-{moved}")))
+        resumed.run(wire.Load(str(tmp_path / f"moved-{moved}")))
         if moved:
             with pytest.raises(LearnerError, match="no longer the published ones"):
                 resumed.run(published)

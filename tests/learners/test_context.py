@@ -23,7 +23,7 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence
 from agentenv.learners.checkpoint import Checkpoint, restore
-from agentenv.learners.context import ContextGroup, Share, padded
+from agentenv.learners.context import ContextGroup, ContextShare, padded
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import prefer, with_reference
 from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
@@ -235,7 +235,7 @@ def test_a_rank_computes_its_part_of_the_tokens() -> None:
         whole = padded(batch, size)
         assert len(whole.end) % size == 0
         assert whole.end[: len(batch.end)].tolist() == batch.end.tolist()
-        shares = [Share(ContextGroup(rank, size, None), whole) for rank in range(size)]  # type: ignore[arg-type]
+        shares = [ContextShare(ContextGroup(rank, size, None), whole) for rank in range(size)]  # type: ignore[arg-type]
         parts = [share.of(whole) for share in shares]
         assert {len(part.token_ids) for part in parts} == {len(whole.end) // size}
         assert sorted(i for share in shares for i in share.own) == list(range(len(batch.targets)))
@@ -259,7 +259,7 @@ def test_every_rank_has_the_keys_of_its_queries(heads: int, keys: int, size: int
     def attend(rank: int) -> Tensor:
         team = meeting.team_of(rank, size)
         assert team is not None
-        share = Share(team, batch)
+        share = ContextShare(team, batch)
         own = [one[:, :, share.span].clone() for one in (query, key, value)]
         q, k, v = share.to_heads(*own)
         assert q.shape[1] == heads // size

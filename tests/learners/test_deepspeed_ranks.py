@@ -10,17 +10,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners import messages as wire
-from agentenv.learners import ranks
+from agentenv.learners import rank_group
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankLink
-from agentenv.learners.worker import Position, failure, find_position
+from agentenv.learners.rank_group import RankLink
+from agentenv.learners.rank_process import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link
 from agentenv.worker_group import Hello
 from tests.learners.ranks import (
@@ -63,8 +64,8 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(ranks, "LEAST_SILENT_S", 1.0)
-    monkeypatch.setattr(ranks, "FIRST_S", 0.1)
+    monkeypatch.setattr(rank_group, "LEAST_SILENT_S", 1.0)
+    monkeypatch.setattr(rank_group, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     pids = list(learner.ranks.pids)
@@ -141,9 +142,9 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "agentenv.learners.worker"),
+            *("-m", *options[launcher], "agentenv.learners.rank_process"),
             log=tmp_path / "launcher.log",
-            modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
+            modules=("agentenv.learners.rank_process", "deepspeed.launcher.launch"),
         ) as process:
             await update()
             output = await asyncio.to_thread(process.read_log)
@@ -164,7 +165,7 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     own.setenv("SLURM_NTASKS", "2")
                     own.setenv("SLURM_LOCALID", rank)
                     task = Command(
-                        "-m", "agentenv.learners.worker", log=tmp_path / f"task-{rank}.log"
+                        "-m", "agentenv.learners.rank_process", log=tmp_path / f"task-{rank}.log"
                     )
                     tasks.append(stack.enter_context(task))
             await update()
@@ -259,7 +260,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
     trees = [encode_sequence([n, *[7] * 160_000], [False] + [True] * 160_000) for n in range(40)]
     update = wire.Update([trees[:25], trees[25:]], 0.5, "close")
     buffered: list[int] = []
-    received: list[wire.Command] = []
+    received: list[wire.RankCommand[Any] | wire.RankNotice] = []
 
     async def rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not received or isinstance(received[-1], wire.Tree):
@@ -267,7 +268,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
             received.append(wire.unpack_command(await reader.readexactly(size)))
             buffered.append(stream._writer.transport.get_write_buffer_size())
             await asyncio.sleep(0.002)
-        writer.write(wire.pack_frame(wire.Done()))
+        writer.write(wire.pack_frame(wire.RankDone()))
         writer.close()
         await writer.wait_closed()
 
@@ -277,7 +278,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
         hello = Hello("", 0, os.getpid(), host="here")
         stream = Link(*streams)
         link = RankLink(hello, stream, None, is_here=False)
-        assert isinstance(await link.exchange(update), wire.Done)
+        assert isinstance(await link.exchange(update), wire.RankDone)
         await link.close(idle=False)
     one = len(wire.pack_frame(wire.Tree(trees[0])))
     assert max(buffered) < 2 * one, "and never all that is sent"

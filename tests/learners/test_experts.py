@@ -21,12 +21,12 @@ from agentenv.learners import messages as wire
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.export import Weights, buckets, entries
+from agentenv.learners.export import WeightFiles, buckets, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
     coarse = {n: w if n.endswith("bias") else w.bfloat16() for n, w in expected.items()}
     save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
     export_offline(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=20_000)
-    out = Weights(tmp_path / "out")
+    out = WeightFiles(tmp_path / "out")
     assert largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
     export_offline(checkpoint, tmp_path / "half", dtype="bfloat16")
     half = load_file(tmp_path / "half" / "model.safetensors")

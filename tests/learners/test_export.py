@@ -16,9 +16,9 @@ from agentenv.launchers import export as command
 from agentenv.learners import export
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.checkpoint import save
-from agentenv.learners.export import Weights
+from agentenv.learners.export import WeightFiles
 from agentenv.learners.export import export as export_offline
-from agentenv.learners.learner import Saved
+from agentenv.learners.learner import SavedLearner
 from agentenv.learners.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
@@ -41,7 +41,7 @@ def checkpoint(tmp_path: Path) -> Path:
     train(trainer, uneven_trees(4), 3)
     path = tmp_path / "checkpoints" / "step-000001"
     export.write_model(trainer.backend, source, path, durable=True)
-    meta = Saved(
+    meta = SavedLearner(
         num_ranks=1,
         zero_stage=0,
         dtype="float32",
@@ -79,7 +79,7 @@ def test_a_shard_does_not_exceed_its_limit(checkpoint: Path, tmp_path: Path) -> 
 
 
 def whole(directory: Path) -> dict[str, torch.Tensor]:
-    weights = Weights(directory)
+    weights = WeightFiles(directory)
     return {name: weights.tensor(name) for name in weights.names()}
 
 
@@ -114,7 +114,7 @@ def test_a_real_tokenizer_loads_from_the_export(tmp_path: Path) -> None:
 def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
     entries = [
-        export.Entry(name, torch.float32, (10,), lambda w=weight: w)
+        export.WeightEntry(name, torch.float32, (10,), lambda w=weight: w)
         for name, weight in weights.items()
     ]
     export.write_weights(entries, entries, tmp_path, max_shard_bytes=80)

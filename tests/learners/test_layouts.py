@@ -18,11 +18,11 @@ from agentenv.learners.backend import TorchBackend
 from agentenv.learners.batch import LAYOUTS, EncodedTree, encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
-from agentenv.learners.learner import LearnerConfig, Sample, Saved
+from agentenv.learners.learner import LayoutSample, LearnerConfig, SavedLearner
 from agentenv.learners.model_check import check_model
 from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank import Rank
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     ALGORITHM,
@@ -79,10 +79,11 @@ def layout_of(metrics: dict[str, float]) -> str:
 
 def test_costs_are_fitted_by_layout() -> None:
     samples = [
-        Sample("tree", tokens, pairs, 2.0 + 0.01 * tokens + 1e-4 * pairs)
+        LayoutSample("tree", tokens, pairs, 2.0 + 0.01 * tokens + 1e-4 * pairs)
         for tokens, pairs in ((100, 5000), (200, 9000), (400, 80000))
-    ] + [Sample("padded", tokens, tokens * 10, 0.5 + 0.01 * tokens) for tokens in (150, 300)]
-    costs = Costs([*samples, Sample("tree", 100, 5000, 300.0)])  # another process ran at that time
+    ] + [LayoutSample("padded", tokens, tokens * 10, 0.5 + 0.01 * tokens) for tokens in (150, 300)]
+    disturbed = LayoutSample("tree", 100, 5000, 300.0)  # by another process
+    costs = Costs([*samples, disturbed])
     batches = {
         layout: pack([encode_sequence([1] * 9, [False] + [True] * 8)], 99, layout)
         for layout in LAYOUTS
@@ -126,8 +127,8 @@ def test_a_resumed_run_keeps_its_layout(model_dir: Path, tmp_path: Path) -> None
     update = wire.Update([encoded(uneven_trees(3))], 1.0)
     for _ in range(NUM_TRIALS):
         rank.run(update)
-    rank.save(tmp_path / "checkpoint")
-    resumed.load(tmp_path / "checkpoint")
+    rank.run(wire.Save(str(tmp_path / "checkpoint")))
+    resumed.run(wire.Load(str(tmp_path / "checkpoint")))
     assert resumed.trainer.layouts.trials == rank.trainer.layouts.trials
     assert layout_of(resumed.run(update).metrics) == "padded"
 
@@ -135,7 +136,7 @@ def test_a_resumed_run_keeps_its_layout(model_dir: Path, tmp_path: Path) -> None
 def test_a_checkpoint_of_an_older_format_has_no_trials() -> None:
     keys = dict.fromkeys(("num_ranks", "zero_stage", "policy_version", "optimizer_step"), 1)
     old = {**keys, "dtype": "float32", "optimizer": "adamw", "moved": False, "base_model": ""}
-    assert msgspec.convert(old, Saved).trials == {}
+    assert msgspec.convert(old, SavedLearner).trials == {}
 
 
 def test_a_layout_that_exceeds_its_limits_is_not_tried(

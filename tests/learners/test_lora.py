@@ -22,7 +22,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.export import Entry, entries
+from agentenv.learners.export import WeightEntry, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.learner import LearnerConfig, frozen_model
 from agentenv.learners.lora import (
@@ -31,7 +31,7 @@ from agentenv.learners.lora import (
     check_adapters,
     is_adapter,
 )
-from agentenv.learners.worker import Rank
+from agentenv.learners.rank import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -95,7 +95,7 @@ def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Pa
     adapted = peft.PeftModel.from_pretrained(plain, out / "adapter")
     torch.testing.assert_close(adapted(ids).logits, merged)
 
-    rank.save(out / "trainer")
+    rank.run(wire.Save(str(out / "trainer")))
     export_offline(out, tmp_path / "offline", dtype="float32")
     assert largest_difference(weights_in(tmp_path / "offline"), weights_in(out)) < 1e-7
     ours, theirs = (
@@ -111,13 +111,13 @@ def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path
     whole = start(model_dir, config)
     train(whole)
     checkpoint = tmp_path / "step-000001"
-    whole.save(checkpoint / "trainer")
+    whole.run(wire.Save(str(checkpoint / "trainer")))
     saved = Checkpoint(checkpoint / "trainer")
     assert saved.shapes
     assert all(is_adapter(name) for name in saved.shapes)
     assert frozen_model(checkpoint) == model_dir
     resumed = start(model_dir, config)
-    resumed.load(checkpoint / "trainer")
+    resumed.run(wire.Load(str(checkpoint / "trainer")))
     torch.manual_seed(3)
     train(resumed)
     torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_accepted_layers_are_merged_like_peft_merges_them(family: str, targets: 
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5)
 
 
-def plain(model: torch.nn.Module) -> list[Entry]:
+def plain(model: torch.nn.Module) -> list[WeightEntry]:
     """Entries of the current weights, without those of the adapters."""
     for module in model.modules():
         if hasattr(module, "lora_A"):

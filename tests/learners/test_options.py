@@ -13,7 +13,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import compile_parts, use_liger
-from agentenv.learners.ranks import RankGroup
+from agentenv.learners.rank_group import RankGroup
 from agentenv.supervisor import LocalPlacement, ProcessSpec
 from tests.learners.trees import tiny_model
 

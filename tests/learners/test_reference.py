@@ -13,8 +13,8 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.checkpoint import REFERENCE, Checkpoint, restore
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.lora import LoRAConfig, is_adapter
+from agentenv.learners.rank import Rank
 from agentenv.learners.trainer import Trainer
-from agentenv.learners.worker import Rank
 from tests.learners.ranks import (
     OF_THE_RANKS,
     encoded,
@@ -98,14 +98,14 @@ def test_the_saved_reference_has_only_adapters(model_dir: Path, tmp_path: Path) 
     trees = encoded(uneven_trees(3))
     for rank in (one, other):
         rank.run(wire.Update([trees], 1.0))
-    one.save(tmp_path / "trainer")
+    one.run(wire.Save(str(tmp_path / "trainer")))
     saved = Checkpoint(tmp_path / "trainer")
     for name, shape in saved.shapes.items():
         assert is_adapter(name)
         kept = saved.read(name, REFERENCE, 0, torch.Size(shape).numel())
         assert bool(kept.any()) == ("lora_A" in name), "B begins at zero"
     resumed = Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=1))
-    resumed.load(tmp_path / "trainer")
+    resumed.run(wire.Load(str(tmp_path / "trainer")))
     expected = other.run(wire.Update([trees], 1.0)).metrics
     found = resumed.run(wire.Update([trees], 1.0)).metrics
     assert found["kl_to_reference"] == expected["kl_to_reference"] != 0

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentenv.learners.checkpoint import DTYPES, Load, Place, write_tensors
+from agentenv.learners.checkpoint import DTYPES, Load, TensorPlace, write_tensors
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.uint8),
@@ -25,8 +25,8 @@ TENSORS = {
 }
 
 
-def place(name: str, tensor: Tensor) -> Place:
-    return Place(name, tensor.dtype, tuple(tensor.shape))
+def place(name: str, tensor: Tensor) -> TensorPlace:
+    return TensorPlace(name, tensor.dtype, tuple(tensor.shape))
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -59,7 +59,7 @@ def test_a_tensor_is_released_before_the_next_one_is_read(tmp_path: Path) -> Non
         given.append(weakref.ref(tensor))
         return tensor
 
-    places = [Place(f"w{i}", torch.float32, (4, 4)) for i in range(5)]
+    places = [TensorPlace(f"w{i}", torch.float32, (4, 4)) for i in range(5)]
     write_tensors(tmp_path / "file", places, (load for _ in places), {})
     assert [float(w[0, 0]) for w in load_file(tmp_path / "file").values()] == [0, 1, 2, 3, 4]
 
@@ -68,6 +68,6 @@ def test_a_tensor_is_released_before_the_next_one_is_read(tmp_path: Path) -> Non
 def test_an_unannounced_tensor_is_refused(wrong: Tensor, tmp_path: Path) -> None:
     loads: list[Load] = [wrong.clone]
     with pytest.raises(ValueError, match=r"w: expected torch.float32 \(4,\), got torch"):
-        write_tensors(tmp_path / "file", [Place("w", torch.float32, (4,))], loads, {})
+        write_tensors(tmp_path / "file", [TensorPlace("w", torch.float32, (4,))], loads, {})
     with pytest.raises(ValueError, match="shorter"):
-        write_tensors(tmp_path / "file", [Place("w", torch.float32, (3,))], [], {})
+        write_tensors(tmp_path / "file", [TensorPlace("w", torch.float32, (3,))], [], {})

@@ -20,12 +20,14 @@ from agentenv.learners.baselines import DAPO, ReinforcePP
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Alarms, Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.alarms import Alarms
+from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.records import EvalRow
+from agentenv.pipelines.supervised.course import LossCourse
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Task
 from tests.learners.trees import credited, random_tree
@@ -212,8 +214,9 @@ def course(*means: float) -> list[float]:
 def test_an_unsuitable_rate_of_the_cold_start_shows_in_its_loss(
     losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = Alarms(load_config(TrainConfig, CONFIG))
-    ours.check_imitation(losses, {"sums": exact, "roots": 1.0}, is_last=True)
+    ours = LossCourse(0.01)
+    ours.losses = losses
+    ours.check({"sums": exact, "roots": 1.0}, is_last=True)
     assert len(caplog.messages) == bool(told)
     assert told in caplog.text
     if told:

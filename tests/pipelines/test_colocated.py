@@ -90,7 +90,6 @@ class Log:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.awake = {"engine": True, "learner": False}
-        self.turn: Any = None
 
     def part(self, name: str) -> Any:
         log = self
@@ -120,6 +119,7 @@ async def test_the_device_has_one_owner_at_a_time_and_switches_only_on_demand() 
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
     shared = Colocation(engine, learner, Idle(), Handover())  # type: ignore[arg-type]
+    learner.turn = shared.turn
     async with learner.turn(), learner.turn():
         assert log.awake == {"engine": False, "learner": True}
     handed = ["engine sleeps", "learner wakes", "learner sleeps", "engine wakes"]
@@ -182,6 +182,7 @@ async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     engine: Any = Engine()
     handover = Handover()
     colocation = Colocation(engine, learner, Idle(), handover)  # type: ignore[arg-type]
+    learner.turn = colocation.turn
     sender = Sender(learner, Path("none"))
     await MemoryPublisher(engine, sender, colocation, handover).publish()
     first = ["falls asleep", "reads", "sleeps"] if has_room else ["falls asleep", "sleeps", "reads"]

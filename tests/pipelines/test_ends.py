@@ -27,7 +27,7 @@ from agentenv.http import status_error
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.rl import evaluations, report
-from agentenv.pipelines.rl.batching import Alarms
+from agentenv.pipelines.rl.alarms import Alarms
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import RunSaver

@@ -102,8 +102,9 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     async def join_and_leave(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         start()
-        assert training.workers is not None
-        await until(lambda: training.workers.stats()["up"] == 2)
+        workers = training.loop.feeder.workers
+        assert workers is not None
+        await until(lambda: workers.stats()["up"] == 2)
         first.send_signal(signal.SIGTERM)
         await until(lambda: first.poll() is not None)
         await until(lambda: training.state.step >= 8)
@@ -223,7 +224,7 @@ def test_a_script_for_slurm(
     options = re.findall(r"(?m)^#SBATCH (.*)$", script)
     assert {"--nodes=3", "--ntasks-per-node=2", "--partition=long", "--requeue"} <= {*options}
     assert script.index("#SBATCH") < script.index("set -euo")
-    assert ("agentenv.learners.worker" in script) is bool(more)
+    assert ("agentenv.learners.rank_process" in script) is bool(more)
     assert "run.name=it" in script
 
 

@@ -127,7 +127,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
         own = {Path(path) for path in held if "agentenv-weights-" in path}
         process.kill()
         process.wait()
-        _, there = psutil.wait_procs(below, timeout=20)
+        _, there = psutil.wait_procs(below, timeout=600)
     assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
     assert len(own) == MEMORY.is_dir()
     steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])

@@ -20,7 +20,7 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
-    "agentenv.learners.worker",
+    "agentenv.learners.rank_process",
     "agentenv.launchers.train",
     "agentenv.launchers.evaluate",
     "agentenv.pipelines.rl.training",

@@ -46,8 +46,8 @@ from agentenv.engines.vllm import VLLMServer
 from agentenv.envs.sandbox.process import SessionProcess, ZygoteProcess
 from agentenv.frames import framed
 from agentenv.launchers import train
-from agentenv.learners import ranks as wire
-from agentenv.learners import worker
+from agentenv.learners import rank, rank_process
+from agentenv.learners import rank_group as wire
 from agentenv.pipelines.rl.publishing import DirectoryPublisher
 from agentenv.pipelines.rl.recorder import Recorder
 from tests.support.rank_here import rank_here
@@ -263,7 +263,7 @@ def pid_of_zygote(zygote: ZygoteProcess) -> int:
 
 def install_in_rank(killer: Killer) -> None:
     """Points of the rank's own commands; files have theirs."""
-    run = worker.Rank._run
+    run = rank.Rank.run
 
     def running(self: Any, command: Any) -> Any:
         point = f"command {command_name(command)}"
@@ -272,7 +272,7 @@ def install_in_rank(killer: Killer) -> None:
         killer.at(point, "after")
         return found
 
-    worker.Rank._run = running  # type: ignore[method-assign]
+    rank.Rank.run = running  # type: ignore[method-assign]
 
 
 def command_name(command: Any) -> str:
@@ -312,7 +312,7 @@ class SpareRank:
         os.environ.update(environment)
         install_in_rank(killer)
         with suppress(SystemExit):
-            worker.main()
+            rank_process.main()
         os._exit(0)
 
     def start(self, environment: dict[str, str], log: Path) -> None:
@@ -354,7 +354,7 @@ def main() -> int:
 
     async def start_process(*command: str, stdout: Any, env: dict[str, str], **options: Any) -> Any:
         """In place of that of supervisor.py: the rank is the spare one, without a guard."""
-        if command[-1] != "agentenv.learners.worker":
+        if command[-1] != "agentenv.learners.rank_process":
             return await offload.start_process(*command, stdout=stdout, env=env, **options)
         spare.start(env, Path(stdout.name))
         return spare

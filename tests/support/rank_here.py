@@ -25,8 +25,9 @@ from msgspec.structs import replace
 from agentenv.errors import LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankGroup, RemoteRanks
-from agentenv.learners.worker import Rank, failure
+from agentenv.learners.rank import Rank
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
+from agentenv.learners.rank_process import failure
 from agentenv.link import PREFIX_BYTES
 
 
@@ -43,7 +44,7 @@ class RankHere(RankGroup):
     def store(self) -> str:
         return ""
 
-    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[wire.Done]:
+    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[Any]:
         async with self._lock:
             if not self._is_open:
                 raise LearnerError(f"the learner is closed; log {self.log_path}")
@@ -52,18 +53,18 @@ class RankHere(RankGroup):
                 command = replace(command, config=replace(command.config, backend="torch"))
             messages = [wire.pack_frame(one) for one in wire.messages_of(command)]
             reply = await asyncio.to_thread(self._answer, messages)
-        if isinstance(reply, wire.Failed):
+        if isinstance(reply, wire.RankFailed):
             raise self._refusal(0, reply)
         return [reply]
 
-    def _answer(self, frames: Sequence[bytes]) -> wire.Done | wire.Failed:
+    def _answer(self, frames: Sequence[bytes]) -> wire.RankDone | wire.RankFailed:
         *ahead, last = [wire.unpack_command(frame[PREFIX_BYTES:]) for frame in frames]
         trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
         command: Any = wire.with_trees(trees, last)
         try:
             if isinstance(command, wire.Init):
                 self._rank = Rank(command)
-                return wire.Done()
+                return wire.RankDone()
             assert self._rank is not None
             return self._rank.run(command)
         except Exception as error:

@@ -21,8 +21,8 @@ import pytest
 from agentenv.errors import LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import shard_name, write_tensors
-from agentenv.learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
-from agentenv.learners.ranks import RankGroup, RemoteRanks
+from agentenv.learners.learner import SAVED_FILE, LearnerConfig, SavedLearner, Score
+from agentenv.learners.rank_group import RankGroup, RemoteRanks
 
 COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's state
 STEP_S = 0.02  # of any command
@@ -55,7 +55,7 @@ class ToyRank(RankGroup):
     def store(self) -> str:
         return ""
 
-    async def call(self, commands: Sequence[Any], timeout_s: float) -> list[wire.Done]:
+    async def call(self, commands: Sequence[Any], timeout_s: float) -> list[Any]:
         async with self._lock:
             (command,) = commands
             if self not in self.alive:
@@ -68,7 +68,7 @@ class ToyRank(RankGroup):
             reply.policy_version = self.version
             return [reply]
 
-    async def _obey(self, command: Any) -> wire.Done:
+    async def _obey(self, command: Any) -> wire.RankDone:
         name = type(command).__name__
         if isinstance(command, wire.WriteModel):
             name = "Publish" if command.publish else "Export"
@@ -80,20 +80,21 @@ class ToyRank(RankGroup):
             raise LearnerError("the learner was closed at work")
         return self._done(command)
 
-    def _done(self, command: Any) -> wire.Done:
-        done = wire.Done()
+    def _done(self, command: Any) -> wire.RankDone:
+        done = wire.RankDone()
         match command:
             case wire.Init():
                 self.source = Path(command.model_dir)
             case wire.Update():
                 self.count["updates"] += len(command.minibatches)
-                done.metrics = {"num_tokens": 1.0, "num_computed_tokens": 1.0, "loss": 0.0}
+                metrics = {"num_tokens": 1.0, "num_computed_tokens": 1.0, "loss": 0.0}
+                done = wire.RankUpdated(metrics)
             case wire.Imitate():
                 self.count["imitations"] += 1
-                done.metrics = {"loss": 0.0, "num_tokens": 1.0}
+                done = wire.RankMetrics({"loss": 0.0, "num_tokens": 1.0})
             case wire.ScoreSequences():
                 counts = [one.num_action_tokens for one in command.sequences]
-                done.scores = [Score([-0.5] * n, [0.5] * n, [False] * n) for n in counts]
+                done = wire.RankScores([Score([-0.5] * n, [0.5] * n, [False] * n) for n in counts])
             case wire.WriteModel():
                 folder = Path(command.directory)
                 folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ class ToyRank(RankGroup):
             case wire.Load():
                 folder = Path(command.directory)
                 self.count = json.loads((folder / COUNT).read_text())
-                meta = msgspec.json.decode((folder / SAVED_FILE).read_bytes(), type=Saved)
+                meta = msgspec.json.decode((folder / SAVED_FILE).read_bytes(), type=SavedLearner)
                 self.version = meta.policy_version
         return done
 
@@ -115,7 +116,7 @@ class ToyRank(RankGroup):
         folder.mkdir(parents=True)
         (folder / COUNT).write_text(json.dumps(self.count))
         write_tensors(folder / shard_name(0, 1), [], [], {"fragments": "{}"})
-        meta = Saved(
+        meta = SavedLearner(
             num_ranks=1,
             zero_stage=0,
             dtype="float32",

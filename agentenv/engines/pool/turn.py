@@ -22,7 +22,7 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import deferring, doing, end, uncancelled, waiting
+from agentenv.deadline import WaitKind, deferring, doing, end, uncancelled, waiting
 from agentenv.engine import Engine, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
@@ -362,7 +362,7 @@ class TurnEngine(Engine, Generic[S]):
         """Sample on one server. `failed` has servers to avoid, and is extended. Raises permanent
         errors of the server."""
         self.check_alive()
-        with waiting("a slot on a server"):
+        with waiting(WaitKind.SLOT):
             slot = await self.acquire(session, order, failed)
         outcome: Outcome = Aborted()
         try:
