@@ -36,7 +36,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,6 +182,18 @@ def _origin() -> str:
         return ""
     url, vcs = str(found.get("url", "")), found.get("vcs_info")
     return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+
+
+def needed(module: str, extra: str, what: str, *, package: str = "") -> Any:
+    """Import a module of an extra. Raises MissingError with the part that needs it (`what`), and
+    the install command."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingError(
+            f"{what} requires the package {package or module!r} ({error}); install it with: "
+            f"{install_hint(extra)}"
+        ) from error
 
 
 def require_train(*modules: str) -> None:

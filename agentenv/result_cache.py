@@ -107,11 +107,7 @@ class ResultCache:
         if path is not None:
             self._reader = _open(path, key)
 
-    def get(self, key: str) -> bytes | None:
-        """The value of `key`, or None."""
-        return self.get_as(bytes, key)
-
-    def get_as(self, read: Callable[[bytes], T], key: str) -> T | None:
+    def get(self, key: str, read: Callable[[bytes], T]) -> T | None:
         """The value of `key`, decoded by `read`, or None. A ForeignError of `read` marks a damaged
         entry."""
         found = self._find(key)
@@ -162,7 +158,7 @@ class ResultCache:
         *,
         lasts: bool = True,
     ) -> T:
-        """The value of `key` as in `get_as`, else the stored result of `fetch`. Equal concurrent
+        """The value of `key` as in `get`, else the stored result of `fetch`. Equal concurrent
         calls share one fetch; all of them get a failure, which is not stored."""
 
         async def fetched() -> bytes:
@@ -170,7 +166,7 @@ class ResultCache:
             self.put(key, value, lasts=lasts)
             return value
 
-        known = self.get_as(read, key)
+        known = self.get(key, read)
         return read(await self._fetches.run(key, fetched)) if known is None else known
 
     async def close(self) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -29,10 +28,12 @@ from agentenv.call_syntax import after_thoughts
 from agentenv.config import build_config
 from agentenv.env import Grader, StepResult, shared
 from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.result_cache import ResultCache
 from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv, call_in_time, printable_text
 from agentenv.tools import StatelessTool, Tool, ToolSource
 from agentenv.types import Info, Message, Task, ToolResult
+from agentenv.untrusted import decode_text
 
 ANSWER = "<answer>"
 GREETING = "Hello! How can I help you?"  # a model's first turn, which the question answers
@@ -110,7 +111,7 @@ class ModelUser:
         self.config = config
         self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
         self._started = False
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._cache = ResultCache(max_memory_entries=MAX_KNOWN)
 
     async def start(self) -> None:
         """Raises ConfigError if the server does not have the model."""
@@ -120,12 +121,8 @@ class ModelUser:
 
     async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
         body = self.body(task, dialogue)
-        key = hashlib.sha256(msgspec.json.encode(body)).digest()
-        if key not in self._known:
-            self._known[key] = await self._request(body)
-            while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        reply = self._known[key]
+        key = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
+        reply = await self._cache.through(key, partial(self._request, body), decode_text)
         return None if self.config.leaves in reply else reply
 
     def body(self, task: Task, dialogue: Sequence[Message]) -> dict[str, Any]:
@@ -138,12 +135,12 @@ class ModelUser:
         body["messages"] += [{"role": OTHER[one.role], "content": one.content} for one in dialogue]
         return body
 
-    async def _request(self, body: dict[str, Any]) -> str:
+    async def _request(self, body: dict[str, Any]) -> bytes:
         from agentenv.engines.remote.chat_model import read_reply
         from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 
         try:
-            return read_reply(await self._model.reply(body)).text
+            return read_reply(await self._model.reply(body)).text.encode("utf-8", "replace")
         except (RequestRefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
@@ -155,6 +152,7 @@ class ModelUser:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
+        await self._cache.close()
         await self._model.close()
 
 

@@ -173,8 +173,8 @@ def _run(
     suggest: Suggest | None,
 ) -> int:
     """Read the configuration, then do the work or the dry run; returns the exit code."""
-    from agentenv.pipelines.run.session import run_session
     from agentenv.pipelines.run.terminal import run_until_done
+    from agentenv.pipelines.setup.session import run_session
 
     left_out: list[str] = []
     config: Any = load_config(

@@ -44,7 +44,7 @@ from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import load_set, load_training
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.server_config import read_key
 from agentenv.types import Limits
 

@@ -1,6 +1,6 @@
 """Training and evaluation from Python: in a script, a notebook, or next to a running event loop.
 
-    from agentenv.pipelines import evaluate, train
+    from agentenv import evaluate, train
 
     result = train("train.toml", ["train.num_steps=20"], env=Warehouse, data=rows)
     print(result.success, result.checkpoint)
@@ -59,7 +59,6 @@ from agentenv.pipelines.run.arguments import LATEST, check_places
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.rundir import INPUTS
-from agentenv.pipelines.run.session import run_session
 from agentenv.pipelines.run.terminal import (
     View,
     leave_hanging,
@@ -69,6 +68,7 @@ from agentenv.pipelines.run.terminal import (
 )
 from agentenv.pipelines.run.watchdog import Watchdog
 from agentenv.pipelines.serving.gpus import gpus_for_others
+from agentenv.pipelines.setup.session import run_session
 from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool

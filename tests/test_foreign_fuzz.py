@@ -13,6 +13,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,16 +270,17 @@ SGLANG = (
 @given(damaged_stream(VLLM[:2], VLLM))
 def test_events_of_vllm(events: list[bytes]) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
+    written(ended("vllm", partial(turn_of, answer, events), EngineError))
 
-    def read() -> Any:
-        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
-        end = answer.finish()
-        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
-        for chunk in chunks:
-            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
-        return end
 
-    written(ended("vllm", read, EngineError))
+def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
+    """The end of a turn whose chunks add up."""
+    chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
+    end = answer.finish()
+    assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
+    for chunk in chunks:
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
+    return end
 
 
 @pytest.mark.slow
@@ -287,16 +289,7 @@ def test_events_of_vllm(events: list[bytes]) -> None:
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
     request = ServerRequest("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
     answer = SGLangAnswer("s", request, 20, name_span, 9)
-
-    def read() -> Any:
-        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
-        end = answer.finish()
-        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
-        for chunk in chunks:
-            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
-        return end
-
-    written(ended("sglang", read, EngineError))
+    written(ended("sglang", partial(turn_of, answer, events), EngineError))
 
 
 def framed(data: bytes) -> bytes:
@@ -525,10 +518,10 @@ async def test_files_of_a_cache(
     except ConfigError:
         outcomes["cache", "ConfigError"] += 1
     else:
-        found = [cache.get_as(lambda value: decode(value, list[Hit]), str(n)) for n in range(100)]
+        found = [cache.get(str(n), lambda value: decode(value, list[Hit])) for n in range(100)]
         outcomes["cache", "found" if None not in found else "misses"] += 1
         cache.put("new", b"[]")
-        assert cache.get("new") == b"[]"
+        assert cache.get("new", bytes) == b"[]"
         await cache.close()
     path.unlink()
 

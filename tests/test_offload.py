@@ -87,7 +87,7 @@ ALLOWED = {
     "agentenv/gym.py: new_event_loop": "the same",
     "pipelines/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "pipelines/run/watchdog.py: time.time": "when a wait began, for people",
+    "pipelines/run/waits.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",

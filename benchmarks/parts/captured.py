@@ -150,7 +150,7 @@ class CallsEnv:
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
     async def step(self, action: Message) -> StepResult:
-        self.session.answer(action)
+        self.session.reply(action)
         self.left -= 1
         if not self.left:
             return [], 0.0, True, False, {}

@@ -67,11 +67,11 @@ from agentenv.learners.learner import LearnerConfig, Score
 from agentenv.metrics import Metrics
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import StepBatch
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -698,7 +698,7 @@ class SimulatedReport(StepReport):
         self.rows: list[dict[str, float]] = []
         self._row_s = 0.0
 
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         trees, metrics = batch.delivered, batch.metrics
         await asyncio.sleep(self.tree_s * len(trees))
         now_s = asyncio.get_running_loop().time()

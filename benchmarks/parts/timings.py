@@ -37,9 +37,9 @@ from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.learners.learner import Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import StepBatch
 from agentenv.pipelines.rl.loop import Loop
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -302,7 +302,7 @@ class TimedReport(StepReport):
 
     timings: Timings
 
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         await super().record(batch, num_known)
         await in_thread(self.timings.write, self.timings.row(batch.delivered, self.live.row))
 

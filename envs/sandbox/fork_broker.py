@@ -61,6 +61,28 @@ class Call(NamedTuple):
     arguments: tuple[int, ...]
 
 
+def next_call(listener: int) -> Call | None:
+    """The next system call that waits; None if its caller has ended."""
+    data = bytearray(80)
+    try:
+        fcntl.ioctl(listener, RECEIVE, data)
+    except OSError:
+        return None
+    id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
+    return Call(id_, pid, number, tuple(arguments))
+
+
+def answer(listener: int, call: Call, refusal: int = 0) -> bool:
+    """Permit a call, or refuse it with an error number; False if the caller was interrupted or has
+    ended."""
+    data = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
+    try:
+        fcntl.ioctl(listener, SEND, data)
+    except OSError:
+        return False
+    return True
+
+
 class PendingFork:
     """A fork in progress; `child` is its process, once known."""
 
@@ -139,18 +161,14 @@ class ForkBroker:
 
     def answer_next(self) -> None:
         """Answer one system call."""
-        data = bytearray(80)
-        try:
-            fcntl.ioctl(self.listener, RECEIVE, data)
-        except OSError:  # the caller has ended
+        call = next_call(self.listener)
+        if call is None:
             return
-        id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
-        call = Call(id_, pid, number, tuple(arguments))
-        if number == self._clone:
+        if call.number == self._clone:
             self._answer_clone(call)
-        elif number == self._prctl:
+        elif call.number == self._prctl:
             self._answer_prctl(call)
-        elif _same_process(pid, arguments[0]):
+        elif _same_process(call.pid, call.arguments[0]):
             self._answer(call)
         else:
             self._answer(call, errno.EPERM)
@@ -238,13 +256,7 @@ class ForkBroker:
             self._may_fork.add(call.pid)
 
     def _answer(self, call: Call, refusal: int = 0) -> bool:
-        """Answer a call; False if the caller was interrupted or has ended."""
-        answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
-        try:
-            fcntl.ioctl(self.listener, SEND, answer)
-        except OSError:
-            return False
-        return True
+        return answer(self.listener, call, refusal)
 
 
 def _same_process(one: int, other: int) -> bool:

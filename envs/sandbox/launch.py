@@ -175,16 +175,22 @@ def namespaces(python: Interpreter) -> list[str]:
             command += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
-    made: set[Path] = set()
     for prefix in python.folders:
-        for parent in reversed(
-            Path(prefix).parents[:-1]
-        ):  # otherwise only root could traverse them
-            if parent not in made:
-                command += ["--dir", str(parent)]
-                made.add(parent)
-        command += ["--ro-bind", prefix, prefix]
+        command += [*parents(prefix), "--ro-bind", prefix, prefix]
     return command
+
+
+def parents(path: str) -> list[str]:
+    """The arguments that create the folders above a path; otherwise only root could traverse
+    them."""
+    above = reversed(Path(path).parents[:-1])
+    return [one for parent in above for one in ("--dir", str(parent))]
+
+
+def advised(reason: str) -> str:
+    """The reason of bubblewrap, with advice if namespaces are not permitted."""
+    forbidden = "namespace" in reason or "ermi" in reason
+    return f"{reason}. {NAMESPACES_ADVICE}" if forbidden else reason
 
 
 def bubblewrap(python: Interpreter) -> list[str]:

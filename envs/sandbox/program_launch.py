@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces
+from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 from agentenv.errors import ConfigError
 
@@ -89,9 +89,7 @@ def bubblewrap(
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: no such path: {path}")
-        for parent in reversed(Path(path).parents[:-1]):  # otherwise only root could traverse them
-            command += ["--dir", str(parent)]
-        command += ["--ro-bind-try", path, path]
+        command += [*parents(path), "--ro-bind-try", path, path]
     for name in ETC:
         command += ["--ro-bind", str(common / name), f"/etc/{name}"]
     command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]

@@ -18,6 +18,7 @@ is impossible, or that would share a resource with the program, is refused with 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -101,20 +102,15 @@ class Snapshots:
     def answer_next(self, granted: int = 0) -> bool:
         """Answer one system call of the program; returns whether it was the permitted clone of
         process `granted`."""
-        data = bytearray(80)
-        try:
-            fcntl.ioctl(self.listener, fork_broker.RECEIVE, data)
-        except OSError:  # it has ended meanwhile
+        call = fork_broker.next_call(self.listener)
+        if call is None:
             return False
-        id_, pid, _, number, _, _, target, *_ = struct.unpack("=QIIiIQ6Q", data)
-        if number == self._clone:
-            refusal = 0 if pid == granted else 11  # EAGAIN
+        if call.number == self._clone:
+            refusal = 0 if call.pid == granted else errno.EAGAIN
         else:
-            refusal = 0 if self._may_end(pid, target) else 1  # EPERM
-        answer = struct.pack("=QqiI", id_, 0, -refusal, 0 if refusal else fork_broker.GO_ON)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(self.listener, fork_broker.SEND, answer)
-        return number == self._clone and not refusal
+            refusal = 0 if self._may_end(call.pid, call.arguments[0]) else errno.EPERM
+        fork_broker.answer(self.listener, call, refusal)
+        return call.number == self._clone and not refusal
 
     def _may_end(self, pid: int, target: int) -> bool:
         """Whether a signal of process `pid` stays within its copy; a `target` of 0 is its own

@@ -111,7 +111,6 @@ def _filter(config: dict[str, Any], pid: int) -> bytes:
         platform.machine(),
         pid,
         files=config["rung"] == "namespaces",
-        threads=config["rlimits"]["NPROC"] > 1,
         fork_flags=config.get("fork_flags", 0),
     )
     return confine.assembled(code)

@@ -48,7 +48,7 @@ class CachedBackend:
         """Search in the cache, by an equal running call, or by the backend."""
         key, imported = self._key(query), ARPO_PREFIX + query.text
         if not self.cache.holds(key) and self.cache.holds(imported):
-            text = self.cache.get_as(decode_text, imported)
+            text = self.cache.get(imported, decode_text)
             if text is not None:
                 return hits_of_arpo(text)[: query.max_results]
         return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self.lasts)

@@ -72,7 +72,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ] = "direct"
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: ClassVar[int] = 6000  # of a page's text for the policy
-    extract_timeout_s: ClassVar[float] = 5.0  # CPU time for extracting the text of one page
 
 
 class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib.util
 import ipaddress
 import os
 import re
@@ -23,7 +24,6 @@ from yarl import URL
 
 from agentenv.deadline import admitted, pause_before_retry
 from agentenv.env import summed_stats
-from agentenv.envs.search.corpus import wanted
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
@@ -305,7 +305,7 @@ class PageReader:
         self.config = config
         self._cache = cache
         self._fetcher = PageFetcher(config.fetch, resolver)
-        self._extractor = TextExtractor(config.extract_timeout_s)
+        self._extractor = TextExtractor()
         self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
@@ -351,6 +351,7 @@ class PageReader:
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
+EXTRACT_S = 5.0  # CPU time for the text of one page
 
 _DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
 _DROPPED |= {"form", "iframe", "button", "select", "head"}
@@ -426,7 +427,8 @@ class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
-        self._trafilatura = wanted("trafilatura")
+        installed = importlib.util.find_spec("trafilatura") is not None
+        self._trafilatura = importlib.import_module("trafilatura") if installed else None
         page_text("<p>warm</p>", self._trafilatura)  # before the first fork
 
     def __call__(self, payload: dict[str, Any]) -> str:
@@ -442,7 +444,7 @@ class TextExtractor:
     """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
 
     def __init__(
-        self, limit_s: float = 5.0, handler: str = "agentenv.envs.search.pages:PageText"
+        self, limit_s: float = EXTRACT_S, handler: str = "agentenv.envs.search.pages:PageText"
     ) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(

@@ -32,7 +32,7 @@ from agentenv.pipelines.setup.assembly import TRAINED, Assembly, RolloutAssembly
 from agentenv.pipelines.setup.checks import START, Has, refuse_dry
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
-from agentenv.pipelines.supervised.data import count_rows
+from agentenv.pipelines.supervised.data import RowLoader
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
 
@@ -220,7 +220,7 @@ async def _read_dialogues(
     if _lacks(absent, "data") or assembly.makes(config.data):
         return
     if model is None:
-        number = await in_thread(count_rows, config, assembly.resolve, report, ENDS)
+        number = await in_thread(RowLoader(config, assembly.resolve, report, ENDS).count)
         report(f"data: read {number} rows")
         return
     await refuse_dry(assembly, (*START, *OF_MODEL), {"model", "machine"})

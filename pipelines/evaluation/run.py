@@ -32,7 +32,8 @@ from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, w
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View, first_reason
-from agentenv.pipelines.run.watchdog import rolling_out, watched
+from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.reference.helpers import count_calls

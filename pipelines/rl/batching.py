@@ -34,7 +34,7 @@ class Settled(NamedTuple):
 
 
 @dataclass
-class Batch:
+class StepBatch:
     """The trees of a step, with their fates, credit and metrics. `num_taken` trees fill the step;
     `delivered` includes the trees that they replaced."""
 
@@ -94,17 +94,17 @@ class BatchBuilder:
             self._check_signals(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
 
-    def begin(self, taken: list[TrajectoryTree]) -> Batch:
+    def begin(self, taken: list[TrajectoryTree]) -> StepBatch:
         """The batch of these trees and the trees that they replaced."""
         replaced, self._replaced = self._replaced, []
-        return Batch(len(taken), taken + replaced)
+        return StepBatch(len(taken), taken + replaced)
 
     @staticmethod
     def _why(tree: TrajectoryTree, credit: TreeCredit | None) -> str:
         """The reason why a tree has no signal."""
         return failure_kind(tree) if credit is None else EQUAL
 
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: StepBatch) -> None:
         """Decide the fate of each tree of the batch, and choose the trees to train.
 
         Raises RefusedStepError if every trajectory failed, or a tool has stopped working, and

@@ -32,7 +32,7 @@ KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as of
 logger = logging.getLogger(__name__)
 
 
-class Sampler:
+class DemonstrationSampler:
     """Draws demonstrations; within a kind, without replacement until all have been drawn."""
 
     def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
@@ -119,7 +119,7 @@ class ColdStart:
         self._time = asyncio.get_running_loop().time
         self._reported_s = self._time()
         samplers = {
-            stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
+            stage.rows: DemonstrationSampler(self.demonstrations[stage.rows], self.rng)
             for stage in config.stages
         }
         async with learner.turn():
@@ -141,7 +141,7 @@ class ColdStart:
             await self.parts.publish()
         self.parts.demonstrations = None  # free their memory
 
-    async def _stage(self, stage: SFTStage, sampler: Sampler) -> bool:
+    async def _stage(self, stage: SFTStage, sampler: DemonstrationSampler) -> bool:
         """Run a stage; returns whether its gate, if it has one, was passed."""
         first, last = stage.lr_scale
         self._course = LossCourse(self.config.optimizer.learning_rate)

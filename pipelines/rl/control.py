@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from agentenv.actor import Actor, Awaited, awaited_by
+from agentenv.branch import BranchNow
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
@@ -39,8 +40,7 @@ from agentenv.pipelines.run.control import (
     listening,
 )
 from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.watchdog import by_what, expected_s
-from agentenv.rollout import BranchNow
+from agentenv.pipelines.run.waits import by_what, expected_s
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
 CANCEL_REASON = "by agentenv ctl"
@@ -70,8 +70,10 @@ class Control:
         match request:
             case GetStatus():
                 return self._status()
-            case GetWhy(tree):
-                return await (self._waits() if tree is None else self._why(tree))
+            case GetWhy(tree=int(index)):
+                return await self._why(index)
+            case GetWhy():
+                return await self._waits()
             case CancelTrees():
                 return self._cancel_all(request.trees)
             case Pause():

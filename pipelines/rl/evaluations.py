@@ -230,7 +230,7 @@ class Evaluator:
         if not what.sets:
             return {}
         found = {}
-        async with self._evaluations.begin(what, what.phase) as sample:
+        async with self._evaluations.begin(what) as sample:
             for name in what.sets:
                 rows = await sample(actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
@@ -273,13 +273,13 @@ class Evaluations:
     view: View
 
     @asynccontextmanager
-    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Sample]:
-        """Inside, the yielded function evaluates a set. RUN/eval/WHEN is complete when the context
+    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
+        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
         exits without an error. An interrupted evaluation of the same weights is resumed; that of
         other weights is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
-        folder = self.run / EVALUATIONS / when
+        folder = self.run / EVALUATIONS / what.phase
         unfinished = folder.with_name(folder.name + PARTIAL)
         opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
 

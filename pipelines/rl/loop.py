@@ -27,16 +27,16 @@ from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.pipelines.rl.clocks import PhaseClock, Stopwatch
 from agentenv.pipelines.rl.evaluations import Evaluator
 from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 
@@ -127,7 +127,7 @@ class Loop:
         self.view.log(f"training ends: {metric} = {best:.3f} has reached train.stop_at = {value:g}")
         return True
 
-    async def step(self, batch: Batch) -> None:
+    async def step(self, batch: StepBatch) -> None:
         """One step; the learner keeps the GPUs from its first command to its last."""
         async with self.parts.learner.turn():
             await self.credit(batch)
@@ -137,7 +137,7 @@ class Loop:
         self.release(batch)
         await self.record(batch)
 
-    async def take(self) -> Batch:
+    async def take(self) -> StepBatch:
         """Wait for the trees of the next step, and for the end of a pause. If a round of the
         self-critic is due, its answers are part of the batch."""
         self.report.begin_step()
@@ -150,7 +150,7 @@ class Loop:
             batch.answers = await self.critic.sample(self.state.step)
         return batch
 
-    async def credit(self, batch: Batch) -> None:
+    async def credit(self, batch: StepBatch) -> None:
         """Check the parity of engine and learner, and choose the trees to train, with credit."""
         self.feeder.note(Leased(self.state.step, [tree.index for tree in batch.delivered]))
         with self.watch.part("parity"):
@@ -160,7 +160,7 @@ class Loop:
         if not self.config.engine.reports_entropies:
             forget_entropies(batch.delivered)
 
-    async def update(self, batch: Batch) -> None:
+    async def update(self, batch: StepBatch) -> None:
         """Train on the batch. A round of the self-critic changes the weights before the update and
         is published with it, so that it has no separate policy version."""
         state = self.state
@@ -176,7 +176,7 @@ class Loop:
         state.position += len(batch.delivered)
         state.step += 1
 
-    async def _train(self, batch: Batch) -> Metrics:
+    async def _train(self, batch: StepBatch) -> Metrics:
         config = self.config.learner
         scale = lr_factor(config, self.state.step, self.parts.num_steps)
         number = self.batches.num_minibatches(batch.num_taken)
@@ -190,7 +190,7 @@ class Loop:
             **{f"learner/{name}": value for name, value in update.items()},
         }
 
-    async def publish(self, batch: Batch) -> None:
+    async def publish(self, batch: StepBatch) -> None:
         """Publish new weights, if any, to the engine, and archive the trees."""
         header = StepHeader(
             step=self.state.step,
@@ -208,7 +208,7 @@ class Loop:
         finally:  # a checkpoint of these weights needs the trees that trained them
             await self.recorder.keep_trees(header, batch)
 
-    def release(self, batch: Batch) -> None:
+    def release(self, batch: StepBatch) -> None:
         """Release the slots of the batch. Raises the error of measuring it, if there was one."""
         if batch.problem is not None:
             raise batch.problem
@@ -218,7 +218,7 @@ class Loop:
         self.queue.release(batch.num_taken)
         self.state.counters.check(in_flight=self.queue.num_waiting)
 
-    async def record(self, batch: Batch) -> None:
+    async def record(self, batch: StepBatch) -> None:
         """Write the metrics and the trajectories of the step."""
         if batch.answers is not None:
             name = f"self-critic-{self.state.step - 1:06d}"

@@ -165,14 +165,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
                 sampling=config.sampling.eval,
                 num_samples=one.num_samples,
             )
-        super().__init__(
-            config,
-            folder,
-            stack,
-            report,
-            checkpoint,
-            sets=sets,
-        )
+        super().__init__(config, folder, stack, report, checkpoint, sets=sets)
         self.ray: RayPlacement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.remote_ranks: RemoteRanks | None = None

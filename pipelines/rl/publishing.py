@@ -314,34 +314,27 @@ class Publisher(Protocol):
 
 @dataclass(eq=False)
 class DirectoryPublisher:
-    """The learner writes the whole model to `folder`, and the engine loads it."""
+    """The learner writes the whole model to `folder`, or only its LoRA adapter (`is_adapter`: the
+    engine has the base model), and the engine loads it."""
 
     engine: Engine
     learner: DeepSpeedLearner
     folder: Path
     colocation: Colocation | None = None
     handover: Handover = field(default_factory=Handover)
+    is_adapter: bool = False
 
     async def publish(self) -> None:
         version = self.learner.policy_version + 1
         async with self.learner.turn():
             with self.handover.part("publish"):
-                path = await self._write(self.folder / f"v{version}")
+                write = self.learner.publish_adapter if self.is_adapter else self.learner.publish
+                path = await write(self.folder / f"v{version}")
             if self.colocation is not None:
                 await self.colocation.release()
         with self.handover.part("load"):
             await self.engine.load_weights(path, version)
         await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
-
-    async def _write(self, path: Path) -> Path:
-        return await self.learner.publish(path)
-
-
-class AdapterPublisher(DirectoryPublisher):
-    """The learner writes only its LoRA adapter; the engine has the base model."""
-
-    async def _write(self, path: Path) -> Path:
-        return await self.learner.publish_adapter(path)
 
 
 @dataclass(eq=False)
@@ -430,10 +423,10 @@ def make_publisher(
     handover: Handover,
 ) -> Publisher:
     """The publisher for the transport that the engine's configuration names."""
-    if config.engine.new_weights == "adapter":
-        return AdapterPublisher(engine, learner, folder, colocation, handover)
-    if config.engine.new_weights == "directory":
-        return DirectoryPublisher(engine, learner, folder, colocation, handover)
+    kind = config.engine.new_weights
+    if kind in ("adapter", "directory"):
+        is_adapter = kind == "adapter"
+        return DirectoryPublisher(engine, learner, folder, colocation, handover, is_adapter)
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
     if config.engine.new_weights == "ipc":

@@ -20,7 +20,7 @@ from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.rl import report
-from agentenv.pipelines.rl.batching import Batch, Settled
+from agentenv.pipelines.rl.batching import Settled, StepBatch
 from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.pictures import write_entropy, write_plots
@@ -99,17 +99,14 @@ class Recorder:
         `engine`: its statistics since this process started; `failures`: the causes of failed
         rollouts."""
         config, state = self.config, self.state
-        summary = report.summarize(
-            state,
-            name=self.report_set,
-            seed=config.run.seed,
-            algorithm=config.algorithm_name,
-            policy_version=policy_version,
-            in_flight=in_flight,
-            event_loop=event_loop,
-            engine=engine,
-            failures=failures,
-        )
+        summary = {
+            "seed": config.run.seed,
+            "algorithm": config.algorithm_name,
+            **report.summarize(state, self.report_set, in_flight, failures),
+            "policy_version": policy_version,
+            "event_loop": event_loop,
+            "engine": engine,
+        }
         self.run.write_json("summary.json", summary)
         if self.report_set:
             table = report.final_table(state, self.report_set, cold_start=config.sft is not None)
@@ -189,7 +186,7 @@ class Recorder:
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
-    async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
+    async def keep_trees(self, header: StepHeader, batch: StepBatch) -> None:
         """Archive the trees of a step, in the background."""
         trees = map(kept_tree, batch.settled)
         await self.archive.write_behind(header, trees)

@@ -9,7 +9,8 @@ from agentenv.pipelines.rl.batching import refuse_total_failure
 from agentenv.pipelines.rl.loop import Loop
 from agentenv.pipelines.rl.self_critic import SelfCritic, round_line
 from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.watchdog import rolling_out, watched
+from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.tree import TrajectoryTree
 
 

@@ -36,16 +36,17 @@ from agentenv.pipelines.rl.evaluations import Evaluator
 from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.loop import Loop, PendingActions
 from agentenv.pipelines.rl.parts import Build, build_parts
-from agentenv.pipelines.rl.placement import start_workers
 from agentenv.pipelines.rl.publishing import ParityCheck
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
+from agentenv.pipelines.rl.step_report import StepReport
+from agentenv.pipelines.rl.worker_start import start_workers
 from agentenv.pipelines.run.checkpoints import load_state
 from agentenv.pipelines.run.rundir import JOURNAL, RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.watchdog import rolling_out, watched
+from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.queue import ReplayQueue
 from agentenv.types import TIMES
 

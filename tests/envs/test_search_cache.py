@@ -25,12 +25,12 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     cache = ResultCache(path, max_memory_entries=2)
     for number in range(10):
         cache.put(str(number), b"%d" % number)
-    assert [cache.get(str(number)) for number in range(10)] == [b"%d" % n for n in range(10)]
+    assert [cache.get(str(number), bytes) for number in range(10)] == [b"%d" % n for n in range(10)]
     other = ResultCache(path)
     await cache.close()
     await cache.close()
-    assert other.get("7") == b"7"  # written by another, read by one that was open before
-    assert other.get("nothing") is None
+    assert other.get("7", bytes) == b"7"  # written by another, read by one that was open before
+    assert other.get("nothing", bytes) is None
     assert other.stats() == {"cache/num_hits": 1, "cache/num_misses": 1}
     await other.close()
 
@@ -59,14 +59,14 @@ async def test_damaged_pages_are_misses_and_one_warning(
         data[start : start + 4096] = b"\xa5" * 4096
     path.write_bytes(data)
     cache = ResultCache(path)
-    found = [cache.get(str(number)) for number in range(300)]
+    found = [cache.get(str(number), bytes) for number in range(300)]
     assert {value for value in found if value is not None} < {b"%d" % n * 200 for n in range(300)}
     assert 0 < found.count(None) < 300
     (warning,) = warnings(caplog)
     assert "search.cache" in warning
     assert "cache.db is damaged" in warning
     cache.put("0", b"new")
-    assert cache.get("0") == b"new"
+    assert cache.get("0", bytes) == b"new"
     await cache.close()
 
 
@@ -85,7 +85,7 @@ async def test_a_damaged_schema_is_a_warning(
     (warning,) = warnings(caplog)
     assert "cache.db is unusable: its schema is damaged; results are kept in memory" in warning
     cache.put("a", b"new")
-    assert cache.get("a") == b"new"
+    assert cache.get("a", bytes) == b"new"
     await cache.close()
     assert path.read_bytes() == data
 
@@ -128,9 +128,9 @@ async def test_a_file_of_another_version_is_not_changed(
         file.execute(statement)
     file.close()
     cache = ResultCache(path)
-    assert cache.get("a") is None
+    assert cache.get("a", bytes) is None
     cache.put("a", b"2")
-    assert cache.get("a") == b"2"
+    assert cache.get("a", bytes) == b"2"
     await cache.close()
     assert problem in warnings(caplog)[0]
     with sqlite3.connect(path) as file:
@@ -241,7 +241,7 @@ async def test_a_cache_of_arpo_is_imported(tmp_path: Path) -> None:
     assert await cached.search(Query("other")) == [Hit("fetched")]
     await cached.cache.close()
     again = ResultCache(tmp_path / "c.db")
-    assert again.get("arpo:nothing") == b"No search results found."
+    assert again.get("arpo:nothing", bytes) == b"No search results found."
     await again.close()
 
 

@@ -21,7 +21,7 @@ from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.alarms import Alarms
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
@@ -48,7 +48,7 @@ def builder(algorithm: Algorithm, **queue: Any) -> BatchBuilder:
     return BatchBuilder(config, RunState())
 
 
-def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
+def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> StepBatch:
     batch = ours.begin(delivered)
     ours.settle(batch)
     return batch
@@ -149,6 +149,13 @@ def test_a_tool_whose_every_call_fails_after_it_worked_trains_nothing(
         settled(ours, now)
     assert caught.value.trees == [0, 1]
     assert ours.state.counters.num_delivered == len(earlier)
+
+
+def test_a_step_without_any_trajectory_is_not_trained() -> None:
+    ours, (tree,) = builder(ARPO(group_size=4)), trees()[3:]
+    with pytest.raises(RefusedStepError, match="all 5 trajectories of a step failed") as caught:
+        settled(ours, [tree])
+    assert caught.value.trees == [3]
 
 
 def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:

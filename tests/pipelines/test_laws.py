@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
 from agentenv.offload import replaced
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder
+from agentenv.pipelines.rl.batching import BatchBuilder, StepBatch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -64,7 +64,7 @@ class Runs(RuleBasedStateMachine):
         patch.setattr(Recorder, "draw", lambda self: [])
         settle = BatchBuilder.settle
 
-        def settling(batches: BatchBuilder, batch: Batch) -> None:
+        def settling(batches: BatchBuilder, batch: StepBatch) -> None:
             self.delivered[batches.state.step] = batch.delivered
             settle(batches, batch)
 
@@ -239,6 +239,8 @@ class Runs(RuleBasedStateMachine):
             fate = "failed" if credit is None else "filtered" if is_filtered else "trained"
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
+        if self.config.refills:  # each step trains as many groups with a signal
+            assert len(learner.trained) == NUM_STEPS * self.config.queue.groups_per_step
         counters = state.counters
         found = (counters.trained, counters.filtered, counters.num_failed)
         assert found == tuple(map(len, fates.values()))
