@@ -7,22 +7,25 @@ Custom environments can import their names from here; the rest is in these files
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree
                errors     every failure by its name; bugs of users' code; hints in errors
-    rollout    actor      rolls out tasks, with hooks; evaluates with the same actor
-               rollout    grows a tree: turns, forks, ends
+    rollout    actor, actor_parts   rolls out tasks; evaluates with the same actor
+               rollout    grows a tree: starts, forks, ends
+               growth     the turns of a branch
+               branch     the state of a branch
+               conversation, message_conversation, program_conversation   of a branch with its
+                          environment or with an agent program
                recovery   retries after failures, and resuming a killed rollout
-               given      initial turns that a tree takes from an earlier trajectory
-               branch     one growing trajectory, and the open environments
-               copies     environments kept at tool results, for later siblings
+               hooks      changes of a rollout by an extension
+               open_envs  the open environments
                deadline   time limits of waits, and sections that cancellation cannot interrupt
                plan       the interface of the plans: roots and forks
-               forecast   expected success and calls after a tool result, for plans
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
                frames     its frames; trees restored from them
                archive    every tree of every training step
                metrics    figures of rollouts
                failures   of rollouts: logged once, without secrets; counted and limited
-    tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
+    tokens     prompt     the system prompt
+               renderer   messages to token ids and back: the tag protocol
                tags       its calls: parsed, written, described
                native     the same by the chat template of the model
                call_syntax   forms in which models write tool calls

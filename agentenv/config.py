@@ -352,17 +352,20 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
             raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
     for table, struct, path in tables:
         for field, info in zip(fields(struct.cls), struct.fields, strict=True):
-            name = _join(path, field.encode_name)
             if field.encode_name in table:
-                _check_value(table[field.encode_name], field.type, info.type, f"{source}: {name}")
-            elif field.required:
+                place = f"{source}: {_join(path, field.encode_name)}"
+                _check_value(table[field.encode_name], field.type, info.type, place)
+    for table, struct, path in tables:
+        for info in struct.fields:
+            if info.required and info.encode_name not in table:
+                name = _join(path, info.encode_name)
                 hint = f"--help-keys {name} explains it"
                 raise ConfigError(f"{source}: {name} is missing; {hint}")
 
 
 def _check_value(value: Any, annotation: Any, kind: mi.Type, place: str) -> None:
     """Reject a value of a wrong type, except tables, which are checked one by one."""
-    if isinstance(value, dict | list) and struct_types(element(kind)):
+    if isinstance(value, dict | list) and struct_types(element(kind), loads=False):
         return
     try:
         msgspec.convert(value, annotation, strict=True, dec_hook=decode_part)

@@ -21,7 +21,6 @@ from statistics import fmean
 import numpy as np
 from msgspec import Struct, field
 
-from agentenv.branch import Branch
 from agentenv.offload import poll_pause
 from agentenv.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Completion, Info
@@ -281,13 +280,14 @@ class PrefixHits:
     def __init__(self) -> None:
         self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
 
-    def add(self, branch: Branch, completion: Completion) -> None:
-        now, spans = completion.version_spans[0].version, branch.cursor.version_spans
-        if branch.num_turns and all(span.version == now for span in spans):
-            kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
+    def add(self, branch: str, cursor: Node, num_tokens: int, completion: Completion) -> None:
+        """Add a turn of the branch after `cursor`, with a prefix of `num_tokens`."""
+        now = completion.version_spans[0].version
+        if all(span.version == now for span in cursor.version_spans):
+            kind = "turn_hits" if cursor.branch == branch else "fork_hits"
             sums = self._sums.setdefault(kind, [0, 0])
             sums[0] += completion.num_cached_tokens
-            sums[1] += len(branch.prefix_ids)
+            sums[1] += num_tokens
 
     def take(self) -> dict[str, float]:
         """The cached shares by kind of turn, without kinds that had no turns."""

@@ -151,13 +151,10 @@ class Registry(Generic[T]):
         return {**self.own, **self._loaded, **self._installed()}
 
     def decode(self, raw: object) -> T:
-        """A part from its table. Raises ValueError in msgspec's form, and ConfigError."""
+        """A part from its table. Raises ValueError, msgspec's ValidationError, and ConfigError."""
         if not isinstance(raw, dict):
             raise ValueError(f"Expected `object`, got `{type(raw).__name__}`")
-        try:
-            return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+        return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
 
     def _load(self, name: str, path: str) -> type[T]:
         try:

@@ -16,7 +16,7 @@ from agentenv.envs.sandbox.keys import PythonConfig, python_config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.errors import ConfigError
-from agentenv.renderer import preset
+from agentenv.prompt import preset
 from agentenv.tool_env import Prompt
 from agentenv.tools import ToolLimits
 from agentenv.types import Task

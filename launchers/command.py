@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config
-from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
+from agentenv.pipelines.config.help import KeysParser, add_key_help, refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_MISSING, LATEST
 from agentenv.pipelines.serving.gpus import ASSUMED_GPU_GIB
 
@@ -34,11 +34,11 @@ def make_parser(
     *,
     resumes: bool = True,
     views: bool = False,
-) -> Parser:
+) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
     `example` is the path of a CONFIG. `resumes` adds --resume, `views` adds --view."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
-    parser = Parser(prog=prog, usage=usage, description=purpose)
+    parser = KeysParser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help=f"TOML file{example and ', e.g. '}{example}"
     )
@@ -104,7 +104,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             parser.error(f"--{name.replace('_', '-')} must not be negative")
 
 
-def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
+def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
     """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
     help text of --out."""
     parser.add_argument(

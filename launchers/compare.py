@@ -13,9 +13,8 @@ from pathlib import Path
 
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.evaluation.store import ROWS_FILE
-from agentenv.pipelines.run.tables import as_rich
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
 
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv compare",
         description="Compare the arms of a sweep, or runs: held-out success against tool calls; or "
         "two stored evaluations, paired by the questions that both contain.",
@@ -88,7 +87,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         baseline = baseline or next(iter(runs))
     found, curves = comparison.compare(runs, baseline, levels, options.set)
     for table in comparison.tables(found):
-        view.console.print(as_rich(table))
+        view.show(table)
     if unfinished:
         view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
     out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,8 @@ def _compare_evaluations(folders: Sequence[Path], out: Path | None, view: View) 
 
     if len(folders) != 2:
         raise ConfigError(f"expected two evaluations, got {len(folders)}")
-    asyncio.run(compare(*folders, out, view))
+    first, second = folders
+    asyncio.run(compare(first, second, out, view))
     both = shlex.join(map(str, folders))
     view.suggest({f"agentenv view {both}": "question by question, in the browser"})
     return 0

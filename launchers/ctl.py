@@ -21,7 +21,7 @@ from agentenv.errors import ConfigError, ForeignError
 from agentenv.pipelines.run import control
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
-from agentenv.pipelines.run.rundir import Holder
+from agentenv.pipelines.run.rundir import LockHolder
 from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.untrusted import decode, decode_loose
@@ -77,11 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("status", lambda _: control.GetStatus())
     why = add("why", lambda given: control.GetWhy(given.tree))
     why.add_argument("tree", type=int, nargs="?", metavar="TREE")
-    cancel = add("cancel", lambda given: control.Cancel(given.trees))
+    cancel = add("cancel", lambda given: control.CancelTrees(given.trees))
     cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
     add("pause", lambda _: control.Pause())
     add("resume", lambda _: control.Resume())
-    add("checkpoint", lambda _: control.Checkpoint())
+    add("checkpoint", lambda _: control.SaveCheckpoint())
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     return parser
 
@@ -147,7 +147,7 @@ def _why(run: Path, error: UnreachableError) -> str:
     """Why no process answers, as far as the folder shows, and a remedy. Raises ConfigError for a
     folder that does not contain a run."""
     try:
-        holder = decode((run / "lock").read_bytes() or b"null", Holder | None)
+        holder = decode((run / "lock").read_bytes() or b"null", LockHolder | None)
     except (OSError, ForeignError):
         holder = None
     then = (
@@ -179,14 +179,14 @@ def show(reply: Reply, view: View) -> None:
     match reply:
         case control.Status():
             _show_status(reply, view)
-        case control.Waits():
+        case control.WaitTable():
             _show_waits(reply, view)
         case control.Why():
             _show_why(reply, view)
-        case control.Done():
+        case control.RequestDone():
             for line in reply.lines:
                 view.log(line)
-        case control.Refused():
+        case control.RequestRefused():
             view.fail(reply.why)
 
 
@@ -198,12 +198,12 @@ def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
             if reply.is_paused:
                 return {f"agentenv ctl {run} resume": "end the pause"}
             return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
-        case control.Waits():
+        case control.WaitTable():
             trees = [one.tree for one in reply.waits]
             return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
-        case control.Done() if isinstance(request, control.Pause):
+        case control.RequestDone() if isinstance(request, control.Pause):
             return {f"agentenv ctl {run} resume": "end the pause"}
-        case control.Done() if isinstance(request, control.Checkpoint):
+        case control.RequestDone() if isinstance(request, control.SaveCheckpoint):
             return page
     return {}
 
@@ -236,7 +236,7 @@ def _figures(figures: dict[str, int] | dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in figures.items())
 
 
-def _show_waits(reply: control.Waits, view: View) -> None:
+def _show_waits(reply: control.WaitTable, view: View) -> None:
     rows = []
     for one in reply.waits:
         first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")

@@ -22,7 +22,7 @@ from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.evaluation.report import write_report
 from agentenv.pipelines.evaluation.run import (
     FOLDER,
@@ -114,7 +114,7 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate",
         usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
@@ -142,7 +142,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate report",
         description="Report a stored evaluation: on the terminal, in summary.json and in "
         "report.md.",
@@ -171,7 +171,7 @@ def _report(argv: Sequence[str]) -> int:
 
 
 def _regrade(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate regrade",
         description="Regrade the stored trajectories of an evaluation, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "

@@ -25,7 +25,7 @@ from agentenv.model_files import fetch_from_hub
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import ServeConfig
 from agentenv.pipelines.config.evaluation import PolicyConfig
-from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.help import KeysParser, add_key_help
 from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configured, find_subject
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -73,7 +73,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv serve",
         usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
         description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "

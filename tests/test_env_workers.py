@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.branch import OpenEnvs
 from agentenv.cluster.envs import EnvServer, EnvWorkers, WorkerEnv
 from agentenv.cluster.messages import pack
 from agentenv.config import to_plain
@@ -19,10 +18,11 @@ from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.link import Link
+from agentenv.open_envs import OpenEnvs
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.environments import EnvSettings, EnvSetup
 from agentenv.pipelines.workers import env_worker
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
 from agentenv.worker_group import BEAT_S, Left

@@ -19,7 +19,6 @@ from aiohttp import web
 
 from agentenv.config import build_config
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.monitors import Axis, Monitors, RolloutMonitorConfig
 from examples.monitors import otel
 from examples.monitors.otel import OtelConfig
@@ -291,10 +290,9 @@ def test_address_and_keys_may_come_from_the_environment(
     ],
 )
 def test_a_bad_address_is_refused_before_anything_starts(endpoint: str, expected: str) -> None:
+    own = [{"name": NAME, "endpoint": endpoint}]
     with pytest.raises(ConfigError, match=rf"otel\.endpoint: .*{expected}") as failure:
-        build_config(
-            TrainConfig, {"monitor": {"own": [{"name": NAME, "endpoint": endpoint}]}}, "run.toml"
-        )
+        build_config(RolloutMonitorConfig, {"own": own}, "run.toml")
     assert "me:secret" not in str(failure.value)
 
 

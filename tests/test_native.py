@@ -11,7 +11,8 @@ import pytest
 from agentenv.errors import ConfigError, EnvError
 from agentenv.model_files import read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer, Style
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.types import MALFORMED_CALL, Completion, Message, ToolCall
 from tests.support import chat_models
 

@@ -23,7 +23,8 @@ from agentenv.errors import DataError
 from agentenv.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end
 from agentenv.pipelines.supervised.dialogues import Conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, Message, SamplingParams
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 

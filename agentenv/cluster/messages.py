@@ -34,9 +34,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from agentenv.branch import BranchNow
 from agentenv.engines.pool.server import Outcome
 from agentenv.failures import Failure
-from agentenv.rollout import BranchNow
 from agentenv.types import Chunk, Completion, SamplingParams, Task
 from agentenv.untrusted import packed
 

@@ -23,6 +23,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from agentenv.actor import Actor
+from agentenv.branch import BranchNow
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import Figures, pack
@@ -33,7 +34,6 @@ from agentenv.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost,
 from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.rollout import BranchNow
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import (

@@ -48,7 +48,7 @@ from agentenv.endpoint.messages import (
 from agentenv.endpoint.server import ApiServer, Delta
 from agentenv.env import shared
 from agentenv.errors import AgentEnvError, EnvError, OutageError
-from agentenv.types import Kind, Message, NextTurn
+from agentenv.types import Kind, Message, NextTurn, PastTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
@@ -394,13 +394,13 @@ class Session:
                 return number
         return None
 
-    def _references(self, given: tuple[Given, ...]) -> Iterable[Message | int]:
+    def _references(self, given: tuple[Given, ...]) -> Iterable[Message | PastTurn]:
         """The messages; a turn that was returned as served becomes its number."""
         known = {turn.context[-1]: number for number, turn in enumerate(self._turns)}
         whole = {turn.context: number for number, turn in enumerate(self._turns)}
         for place, one in enumerate(given):
             if one.role == "assistant" and one in known:
-                yield whole.get(given[: place + 1], known[one])
+                yield PastTurn(whole.get(given[: place + 1], known[one]))
             else:
                 yield as_message(one, given[:place])
 

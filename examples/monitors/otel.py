@@ -32,7 +32,7 @@ from agentenv.data_files import Row
 from agentenv.errors import SHOWN, ConfigError, MissingError
 from agentenv.pipelines.run.monitors import Axis, MonitorPart
 from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.transcript import Turn, turns_of
+from agentenv.pipelines.run.transcript import TranscriptTurn, turns_of
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,9 @@ class _Rollout:
         }
         return {key: value for key, value in found.items() if value is not None}
 
-    def _turn(self, root: Any, turn: Turn, texts: Sequence[str], at: int, sampling_s: float) -> int:
+    def _turn(
+        self, root: Any, turn: TranscriptTurn, texts: Sequence[str], at: int, sampling_s: float
+    ) -> int:
         """Emit the spans of a turn that starts at `at` (ns); returns its end (ns)."""
         span = self._begin(turn.key, {"agentenv.calls": len(turn.calls)}, root, at)
         chat = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self._run}
@@ -302,7 +304,7 @@ class _Rollout:
         span.end(end_time=at)
         return at
 
-    def _tool(self, turn: Turn, place: int) -> dict[str, Any]:
+    def _tool(self, turn: TranscriptTurn, place: int) -> dict[str, Any]:
         call = turn.calls[place - 1]
         tool = {
             "gen_ai.operation.name": "execute_tool",

@@ -27,9 +27,10 @@ from agentenv.pipelines.config.rl import (
     Sampling,
     SearchTable,
 )
+from agentenv.prompt import PromptConfig
 from agentenv.reference.helpers import AssistConfig
 from agentenv.registry import Registry
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Limits

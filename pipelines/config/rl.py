@@ -32,8 +32,9 @@ from agentenv.pipelines.config.supervised import SelfCriticConfig, SFTConfig
 from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
 from agentenv.pipelines.run.checkpoints import CheckpointConfig
 from agentenv.pipelines.run.monitors import RolloutMonitorConfig
+from agentenv.prompt import PromptConfig
 from agentenv.registry import Registry
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.renderer import TagsConfig
 from agentenv.rows import CurriculumConfig, MixPart, RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.tools import ToolConfig

@@ -38,7 +38,7 @@ from agentenv.pipelines.setup.checks import (
     TRAIN,
     Check,
     CheckResult,
-    Runner,
+    CheckRunner,
     Skip,
     part,
     select,
@@ -63,7 +63,7 @@ async def examine(
     configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
-    runner, config = Runner(CHECK_S, catches=True), None
+    runner, config = CheckRunner(CHECK_S, catches=True), None
     result = CheckResult("configuration", "passed")
     if path is not None:
         try:

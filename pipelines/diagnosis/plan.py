@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -35,7 +34,7 @@ from agentenv.pipelines.setup.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
+from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # A plan: a machine, its processes, and problems.
@@ -174,20 +173,6 @@ SHARE_GPUS = (
     "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
     "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
 )
-
-# Fitted by hand to an H200 (tests/gpu/RESULTS.md): an alternating update through files took 1.8 s
-# at 0.44 billion weights (without 0.4 s that were fixed later) and 0.68 s at 0.135; by IPC 0.44 s.
-HANDOVER_S = 0.3  # for vLLM and a rank to sleep and wake up, without data transfers
-MOVED_PER_S = 4e10  # bytes per second between GPU and page-locked memory
-FILES_PER_S = 6.5e8  # bytes of weights written and loaded per second
-
-
-def handover_s(states: float, weights: float, *, by_files: bool) -> float:
-    """Estimated seconds of an alternating update in which neither engine nor learner works.
-    `states`: bytes that the learner moves to main memory and back; `weights`: bytes that the engine
-    loads."""
-    moved_s = 2 * states / MOVED_PER_S
-    return HANDOVER_S + moved_s + (weights / FILES_PER_S if by_files else 0.0)
 
 
 class _Planner:
@@ -415,44 +400,21 @@ class _Planner:
             if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
                 self.plan.advice.append(SHARE_GPUS)
             if self.resources.colocated and self.learner_bytes:
-                whole = replace(config, gpu_memory_share=MAX_SHARE / config.per_gpu)
-                most = server_memory(shape, whole, size)[1] * servers
                 fits = self.learner_bytes <= size - serving
-                self.plan.advice += self._colocation(weights, room, most, fits=fits)
+                self.plan.advice += self._colocation(fits=fits)
 
-    def _colocation(self, weights: float, room: int, most: int, *, fits: bool) -> list[str]:
-        """Advice on the faster way to share GPUs: at once if both fit, unless alternating gives the
-        rollouts a much larger cache. `room`, `most`: tokens in all caches, as configured and when
-        alternating."""
+    def _colocation(self, *, fits: bool) -> Iterator[str]:
+        """Advice on GPUs that engine and learner share; `fits`: both at once."""
         assert self.engine is not None
-        assert self.learner is not None
-        assert self.shape is not None
-        by_files = self.engine.new_weights != "ipc"
-        states = model_states(self.shape, self.learner).gpu_bytes
-        took = handover_s(states, weights, by_files=by_files)
-        wanted = self.num_paths * self.num_tokens
-        lines = []
         if self.colocated and fits:
-            lines.append(
+            yield (
                 "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
-                f"saves each step about {took:.1f} s of sleeping and waking"
+                "saves each step the time of sleeping and waking"
             )
-        elif self.colocated:
-            lines.append(f"alternating: each update waits about {took:.1f} s for the hand-over")
-        elif room < wanted / 2 and most >= 2 * room:
-            lines.append(
-                f"at once: the caches hold {room / wanted:.0%} of all in-flight tokens; "
-                "alternating (resources.colocated = true, gpu_memory_share up to "
-                f"{MAX_SHARE:g}) {min(1.0, most / wanted):.0%}, for about {took:.1f} s of "
-                f"hand-over an update: faster where rollouts wait longer than that for room "
-                "(queue/held_back_s)"
-            )
-        can_map = self.engine.capabilities.can_map
-        if by_files and can_map and self.engine.new_weights == "directory":
-            lines.append(
+        if self.engine.capabilities.can_map and self.engine.new_weights == "directory":
+            yield (
                 'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
             )
-        return lines
 
 
 SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system

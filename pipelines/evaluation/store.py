@@ -22,7 +22,7 @@ from agentenv.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.pipelines.config.cluster import WHERE
 from agentenv.pipelines.run.records import FAILED, EvalRow, Key, Wanted
-from agentenv.pipelines.run.rundir import Holder
+from agentenv.pipelines.run.rundir import LockHolder
 
 # The lock of the directory of an evaluation: one command at a time writes there.
 
@@ -49,14 +49,14 @@ def lock(folder: Path) -> BinaryIO:
         pass
     with suppress(OSError):  # of a full disk: the name is optional
         held.truncate(0)
-        held.write(msgspec.json.encode(Holder.me()))
+        held.write(msgspec.json.encode(LockHolder.me()))
     return held
 
 
 def _holder(file: BinaryIO) -> str:
     file.seek(0)
     try:
-        return str(msgspec.json.decode(file.read(), type=Holder))
+        return str(msgspec.json.decode(file.read(), type=LockHolder))
     except msgspec.DecodeError:  # the holder has not written its name yet
         return "another command"
 

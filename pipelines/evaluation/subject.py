@@ -55,8 +55,9 @@ from agentenv.pipelines.setup.assembly import (
     once,
     prefixed,
 )
+from agentenv.prompt import WITHOUT_TOOLS, PromptConfig
 from agentenv.reference.helpers import Assist, assist_actor
-from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
+from agentenv.renderer import Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
 

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from agentenv.actor import Actor, Awaited, awaited_by
+from agentenv.branch import BranchNow
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
@@ -22,25 +23,24 @@ from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.control import (
     BranchRow,
-    Cancel,
-    Checkpoint,
-    Done,
+    CancelTrees,
     GetStatus,
     GetWhy,
     Pause,
     Reply,
     Request,
+    RequestDone,
     Resume,
+    SaveCheckpoint,
     Status,
     TreeRow,
-    Wait,
-    Waits,
+    WaitRow,
+    WaitTable,
     Why,
     listening,
 )
 from agentenv.pipelines.run.records import FAILED
 from agentenv.pipelines.run.waits import by_what, expected_s
-from agentenv.rollout import BranchNow
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
 CANCEL_REASON = "by agentenv ctl"
@@ -70,17 +70,15 @@ class Control:
         match request:
             case GetStatus():
                 return self._status()
-            case GetWhy(tree=int(index)):
-                return await self._why(index)
-            case GetWhy():
-                return await self._waits()
-            case Cancel():
+            case GetWhy(tree):
+                return await (self._waits() if tree is None else self._why(tree))
+            case CancelTrees():
                 return self._cancel_all(request.trees)
             case Pause():
                 return self._pause()
             case Resume():
                 return self._resume()
-            case Checkpoint():
+            case SaveCheckpoint():
                 return await self._checkpoint()
 
     @property
@@ -139,11 +137,13 @@ class Control:
             found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
         return list(found.values())
 
-    async def _waits(self) -> Waits:
+    async def _waits(self) -> WaitTable:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
         if training.phase == "set-up":
-            return Waits([], [f"training has not started: {training.view.activity or 'set-up'}"])
+            return WaitTable(
+                [], [f"training has not started: {training.view.activity or 'set-up'}"]
+            )
         now = asyncio.get_running_loop().time()
         awaited: list[Awaited] = []
         for actor in self._actors():
@@ -156,7 +156,7 @@ class Control:
             first = min(group, key=lambda one: (one.since, one.tree, one.branch))
             for_s = now - first.since
             waits.append(
-                Wait(
+                WaitRow(
                     what,
                     len(group),
                     for_s,
@@ -168,7 +168,7 @@ class Control:
                 )
             )
         waits.sort(key=lambda one: -one.longest_s)
-        return Waits(waits, self._lines())
+        return WaitTable(waits, self._lines())
 
     def _lines(self) -> list[str]:
         """Other reasons why the run waits, or will wait."""
@@ -244,7 +244,7 @@ class Control:
             raise ConfigError(f"tree {index} is not in flight{span}")
         return inflight[index]
 
-    def _cancel_all(self, trees: list[int]) -> Done:
+    def _cancel_all(self, trees: list[int]) -> RequestDone:
         """Cancel all trees, or none if one of them cannot be cancelled."""
         if not trees:
             raise ConfigError("no tree given")
@@ -269,14 +269,14 @@ class Control:
             return f"tree {index}: all its branches are ending already"
         return f"tree {index} is cancelled, with {number} live branches"
 
-    def _pause(self) -> Done:
+    def _pause(self) -> RequestDone:
         phase = self.training.phase
         if phase != "RL":
             raise ConfigError(
                 f"only rollouts and updates of RL can be paused; the run is in phase {phase!r}"
             )
         if self._feeder.is_paused:
-            return Done(["the run is already paused"])
+            return RequestDone(["the run is already paused"])
         self._feeder.pause()
         line = (
             "paused: no new tree, turn or update starts; running turns and tools finish, the "
@@ -284,13 +284,13 @@ class Control:
         )
         return self._done("pause", [line])
 
-    def _resume(self) -> Done:
+    def _resume(self) -> RequestDone:
         if self.training.phase != "RL" or not self._feeder.is_paused:
-            return Done(["the run is not paused"])
+            return RequestDone(["the run is not paused"])
         self._feeder.resume()
         return self._done("resume", ["resumed"])
 
-    async def _checkpoint(self) -> Done:
+    async def _checkpoint(self) -> RequestDone:
         training = self.training
         if training.phase != "RL":
             raise ConfigError(
@@ -307,11 +307,13 @@ class Control:
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
 
-    def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
+    def _done(
+        self, command: str, lines: list[str], facts: dict[str, Any] | None = None
+    ) -> RequestDone:
         """The reply to a command; terminal and run.log show it too."""
         for line in lines:
             self.training.view.log(f"agentenv ctl {command}: {line}")
-        return Done(lines, facts or {})
+        return RequestDone(lines, facts or {})
 
 
 def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:

@@ -64,7 +64,7 @@ from agentenv.pipelines.setup.assembly import (
 )
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.environments import try_env
-from agentenv.pipelines.setup.memory import Passage, find_passage, stored_bytes
+from agentenv.pipelines.setup.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
 from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan
@@ -422,7 +422,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
 
     @once
-    async def passage(self) -> Passage:
+    async def passage(self) -> WeightPassage:
         """A folder that all machines with an engine or the learner see; on one machine, shared
         memory if it has enough space. Raises ConfigError without enough space."""
         config, model = self.config, await self.model()

@@ -55,7 +55,7 @@ class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
     tree: int | None = None
 
 
-class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
+class CancelTrees(Struct, tag="cancel", forbid_unknown_fields=True):
     """Cancel trees: they fail, with the kind `cancelled`."""
 
     trees: list[int]
@@ -69,17 +69,17 @@ class Resume(Struct, tag="resume", forbid_unknown_fields=True):
     """End a pause."""
 
 
-class Checkpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
+class SaveCheckpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
     """Write a checkpoint between two updates; the reply comes afterwards."""
 
 
-Request = GetStatus | GetWhy | Cancel | Pause | Resume | Checkpoint
+Request = GetStatus | GetWhy | CancelTrees | Pause | Resume | SaveCheckpoint
 
 
 # Replies.
 
 
-class Refused(Struct, tag="refused"):
+class RequestRefused(Struct, tag="refused"):
     """The request was rejected, with the reason."""
 
     why: str
@@ -119,7 +119,7 @@ class TreeRow(Struct):
     worker: str = ""
 
 
-class Wait(Struct):
+class WaitRow(Struct):
     """A wait that several branches share. `is_long`: longer than expected."""
 
     what: str
@@ -132,10 +132,10 @@ class Wait(Struct):
     is_long: bool
 
 
-class Waits(Struct, tag="waits"):
+class WaitTable(Struct, tag="waits"):
     """The waits of all rollouts, the longest first; `lines`: other delays of the run."""
 
-    waits: list[Wait]
+    waits: list[WaitRow]
     lines: list[str]
 
 
@@ -164,14 +164,14 @@ class Why(Struct, tag="why"):
     lines: list[str]
 
 
-class Done(Struct, tag="done"):
+class RequestDone(Struct, tag="done"):
     """The result: lines of text, and the same facts as data."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
 
 
-Reply = Refused | Status | Waits | Why | Done
+Reply = RequestRefused | Status | WaitTable | Why | RequestDone
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
@@ -256,26 +256,26 @@ class ControlServer:
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply:
         user = _user_of(writer.get_extra_info("socket"))
         if user != os.geteuid():
-            return Refused(f"this run belongs to user {os.geteuid()}, not to user {user}")
+            return RequestRefused(f"this run belongs to user {os.geteuid()}, not to user {user}")
         if self._num_clients > MAX_CLIENTS:
-            return Refused(f"{MAX_CLIENTS} other requests are in progress; retry later")
+            return RequestRefused(f"{MAX_CLIENTS} other requests are in progress; retry later")
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
             request = decode(line, Request)
         except TimeoutError:
-            return Refused(f"no request within {READ_S:g} s")
+            return RequestRefused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return Refused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
+            return RequestRefused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return Refused(f"{error}; does agentenv ctl have the same version as the run?")
+            return RequestRefused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
-            async with asyncio.timeout(LONG_S if isinstance(request, Checkpoint) else ANSWER_S):
+            async with asyncio.timeout(LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S):
                 return await self._answer(request)
         except TimeoutError:
-            return Refused("the run did not answer in time")
+            return RequestRefused("the run did not answer in time")
         except AgentEnvError as error:
-            return Refused(str(error))
+            return RequestRefused(str(error))
 
 
 # Client: in `agentenv ctl`.
@@ -289,7 +289,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:
-        timeout_s = LONG_S if isinstance(request, Checkpoint) else ANSWER_S + READ_S
+        timeout_s = LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S + READ_S
     path = run / FOLDER / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
@@ -320,7 +320,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
             f"the run's answer cannot be decoded ({error}); the run has ended, or has another "
             "version"
         ) from error
-    if isinstance(reply, Refused):
+    if isinstance(reply, RequestRefused):
         raise ConfigError(reply.why)
     return reply
 

@@ -132,14 +132,11 @@ class WandbMonitor:
             self._saved = {}
         self._saved = self._saved or {"id": os.urandom(6).hex(), "num_rows": 0}
 
-    def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        self._write(metrics, axis)
-
     def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
         import wandb
 
         table = wandb.Table(columns=list(COLUMNS), data=sample_cells(rows, axis))
-        self._write({f"trajectories/{name}": table}, axis)
+        self.log({f"trajectories/{name}": table}, axis)
 
     def finish(self, exit_code: int) -> None:
         if self._tracker is not None:
@@ -165,7 +162,7 @@ class WandbMonitor:
             ),
         )
 
-    def _write(self, row: Row, axis: Axis) -> None:
+    def log(self, row: Row, axis: Axis) -> None:
         """Log figures or a table at a step."""
         if self._tracker is None:
             self._tracker = self._begin()

@@ -49,8 +49,9 @@ from agentenv.pipelines.setup.environments import (
     Resolve,
     try_env,
 )
+from agentenv.prompt import PromptConfig
 from agentenv.registry import loaded
-from agentenv.renderer import PromptConfig, Renderer, TagRenderer, TagsConfig
+from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Info, Limits, Message, Task

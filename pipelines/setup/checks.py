@@ -80,7 +80,7 @@ class CheckResult(Struct):
 REQUIRES = "requires {!r}, which failed"
 
 
-class Runner:
+class CheckRunner:
     """Runs checks in sequence. If a check raises the same error as an earlier one, it is skipped
     with a reference to it. With `catches`, any exception is a failed check."""
 
@@ -157,7 +157,7 @@ async def refuse_dry(
 
 async def refuse_first(checks: Iterable[Check], assembly: Assembly[Any]) -> None:
     """Run checks, and raise the first error."""
-    runner = Runner()
+    runner = CheckRunner()
     async for _ in runner.run(checks, assembly):
         if runner.error is not None:
             raise runner.error

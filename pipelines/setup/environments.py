@@ -33,8 +33,8 @@ from agentenv.pipelines.config.rl import (
     SearchTable,
 )
 from agentenv.pipelines.serving.gpus import encodes_on_gpu
+from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.registry import decode_part, loaded
-from agentenv.renderer import PromptConfig, load_instruction
 from agentenv.supervisor import Supervisor
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import ChosenTool, load_tools

@@ -30,7 +30,7 @@ from agentenv.pipelines.config.supervised import (
     SupervisedRunConfig,
 )
 from agentenv.pipelines.supervised.dialogues import (
-    Conversation,
+    Dialogue,
     RowFormat,
     converted,
     find_sources,
@@ -38,7 +38,8 @@ from agentenv.pipelines.supervised.dialogues import (
     read_preference,
 )
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
-from agentenv.renderer import Instruction, Renderer
+from agentenv.prompt import Instruction
+from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 
 
@@ -251,7 +252,7 @@ def _answers(
     prompt, tools = found.prompt.messages, found.prompt.tools
     first = sum(message.role != "system" for message in prompt)
     chosen, rejected = (
-        encoder.encode(Conversation((*prompt, *answer), tools), first)
+        encoder.encode(Dialogue((*prompt, *answer), tools), first)
         for answer in (found.chosen, found.rejected)
     )
     yield chosen, rejected
@@ -323,7 +324,7 @@ def load_demonstrations(
     return demonstrations
 
 
-def _check_observations(conversation: Conversation) -> None:
+def _check_observations(conversation: Dialogue) -> None:
     """Raises DataError for messages that a policy never reads in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:

@@ -34,7 +34,8 @@ from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.supervised.data import Loaded, RowLoader
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.renderer import Renderer, load_instruction
+from agentenv.prompt import load_instruction
+from agentenv.renderer import Renderer
 
 SMOOTHING = 0.9  # of the plotted running mean
 

@@ -25,7 +25,7 @@ from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import Decode
 from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.transcript import Question, of_row, of_tree, redacted
+from agentenv.pipelines.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ EVALUATIONS = "eval"  # folder of a run
 TOKENIZER = "tokenizer.json"
 
 
-class Part(NamedTuple):
+class LogPart(NamedTuple):
     """The content of a log: a step, or a set of an evaluation."""
 
     name: str
-    questions: list[Question]
+    questions: list[TranscriptQuestion]
     at: datetime
     facts: dict[str, Any]
 
@@ -72,7 +72,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     view.log(f"{num_trajectories} trajectories of {questions} written to {out}, logs: {num_logs}")
 
 
-def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
+def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
     run = arguments.source
     settings = _settings(run)
     steps = steps_of(run / ARCHIVE)
@@ -90,7 +90,7 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     redactor = Redactor(settings)
     model = f"agentenv/{run.resolve().name}"
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[LogPart]:
         num_found = 0
         for path in chosen:
             try:
@@ -110,24 +110,24 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     return model, parts()
 
 
-def _step_part(run: Path, path: Path, step: Step, questions: list[Question]) -> Part:
+def _step_part(run: Path, path: Path, step: Step, questions: list[TranscriptQuestion]) -> LogPart:
     names = ("step", "policy_version", "incarnation")
     facts = {name: getattr(step.header, name) for name in names}
     at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     name = f"step-{step.header.step:06d}"
-    return Part(name, questions, at, {"run": run.resolve().name, **facts})
+    return LogPart(name, questions, at, {"run": run.resolve().name, **facts})
 
 
 def _questions(
     step: Step, arguments: argparse.Namespace, decode: Decode, redactor: Redactor
-) -> Iterator[Question]:
+) -> Iterator[TranscriptQuestion]:
     for entry in step.entries:
         if arguments.tree in (None, entry.tree):
             kept = step.tree(entry)
             yield redacted(of_tree(kept, decode, with_tokens=arguments.tokens), redactor)
 
 
-def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
+def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
     folder = arguments.source
     for name in ("step", "tree", "tokens"):
         if getattr(arguments, name):
@@ -139,12 +139,12 @@ def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     subject = str(saved.subject.get("name") or "policy")
     facts = {"run": subject, "evaluation": folder.resolve().name}
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[LogPart]:
         for name in dict.fromkeys(row.dataset for row in rows):
             of_set = [redacted(of_row(row), redactor) for row in rows if row.dataset == name]
             # repetitions of a question are epochs of the same sample
             questions = [msgspec.structs.replace(one, id=one.task) for one in of_set]
-            yield Part(name, questions, at, {**facts, "set": name})
+            yield LogPart(name, questions, at, {**facts, "set": name})
 
     return f"agentenv/{Path(subject).name}", parts()
 

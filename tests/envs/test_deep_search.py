@@ -9,7 +9,7 @@ import pytest
 import agentenv
 import envs
 from agentenv.env import close_shared
-from agentenv.renderer import preset
+from agentenv.prompt import preset
 from agentenv.types import Message, Task, ToolCall
 
 TASK = Task("t", "agentenv/DeepSearch-v0", "How many points are 24 and 10?", ("34",))

@@ -29,10 +29,11 @@ from agentenv.metrics import entropy_profile
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
 from agentenv.pipelines.run.transcript import turns_of
-from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_messages
+from agentenv.pipelines.supervised.dialogues import Dialogue, RowFormat, read_messages
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, ToolCall
@@ -184,7 +185,7 @@ def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout() -> N
     ]  # fmt: skip
     messages = tuple(Message(one["role"], one["content"]) for one in row["messages"])
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
-    example = ChatEncoder(tags()).encode(Conversation(messages, tools))
+    example = ChatEncoder(tags()).encode(Dialogue(messages, tools))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 
@@ -208,7 +209,7 @@ def test_the_native_cold_start_has_the_tokens_of_the_rollout() -> None:
     assert row["success"]
     form = RowFormat()
     messages = tuple(read_messages(row, "messages", form))
-    example = ChatEncoder(renderer).encode(Conversation(messages, row["tools"]))
+    example = ChatEncoder(renderer).encode(Dialogue(messages, row["tools"]))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 
@@ -218,7 +219,7 @@ def test_a_call_answered_by_a_user_is_learned_without_its_unsampled_end() -> Non
     roles: Any = ["user", "assistant", "user", "assistant"]
     texts = ["What?", CALL, "red", ANSWER]
     messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=True))
-    example = ChatEncoder(tags()).encode(Conversation(messages, tools))
+    example = ChatEncoder(tags()).encode(Dialogue(messages, tools))
     learned = [t for t, mine in zip(example.token_ids, example.mask, strict=True) if mine]
     assert tags().decode(learned) == CALL + ANSWER + "<|im_end|>"
     assert tags().decode(example.token_ids.tolist()).count("<|im_end|>") == 4

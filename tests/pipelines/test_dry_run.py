@@ -118,16 +118,6 @@ def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
         told = " ".join(capsys.readouterr().out.split())
         assert ("would fit on a GPU together" in told) == is_advised
         assert 'engine.weights = "ipc" keeps them on the GPU' in told
-    assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert "would fit on a GPU together" not in told
-    assert "alternating: each update waits about 0.9 s for the hand-over" in told
-    keys = ("engine.servers.gpu_memory_share=0.04", "resources.colocated=at_once")
-    assert train.main([*recipe, *keys, "engine.weights=ipc"]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert "at once: the caches hold" in told
-    assert "for about 0.5 s of hand-over an update" in told
-    assert "keeps them on the GPU" not in told
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ from agentenv.failures import REDACTED, Redactor
 from agentenv.frames import ArchiveConfig
 from agentenv.launchers import export
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows
-from agentenv.pipelines.run.transcript import Question, Turn, of_row, of_tree, redacted, turns_of
+from agentenv.pipelines.run.transcript import (
+    TranscriptQuestion,
+    TranscriptTurn,
+    of_row,
+    of_tree,
+    redacted,
+    turns_of,
+)
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import row, write_evaluation
 
@@ -30,12 +37,12 @@ def encode(tokenizer: Any) -> Any:
     return lambda text: tokenizer.encode(text, add_special_tokens=False) if text else []
 
 
-def told(tokenizer: Any, *, with_secret: bool = False) -> Question:
+def told(tokenizer: Any, *, with_secret: bool = False) -> TranscriptQuestion:
     kept = example_tree(encode(tokenizer), with_secret=with_secret)
     return of_tree(kept, tokenizer.decode, with_tokens=True)
 
 
-def turns_in(question: Question) -> list[Turn]:
+def turns_in(question: TranscriptQuestion) -> list[TranscriptTurn]:
     return [turn for branch in question.branches for turn in branch.turns]
 
 

@@ -26,7 +26,8 @@ from agentenv.pipelines.rl.state import Evaluating
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
 from agentenv.types import Task
 from tests.support.runs import rows_of
 from tests.support.warehouse import warehouse_turn
