@@ -54,7 +54,7 @@ def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
 def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]:
     """Inside, `view` warns of waits that are longer than expected, and an interruption shows the
     longest wait."""
-    waits = LongWaits(actors, view.warn)
+    waits = WaitWatch(actors, view.warn)
     watching = asyncio.create_task(waits.run())
     view.longest_wait = waits.longest
     try:
@@ -64,7 +64,7 @@ def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]
         view.longest_wait = str
 
 
-class LongWaits:
+class WaitWatch:
     """Polls the rollouts of `actors` and reports each wait that is longer than expected, and again
     whenever it has become AGAIN times as long."""
 

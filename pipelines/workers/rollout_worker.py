@@ -34,7 +34,7 @@ from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.waits import LongWaits
+from agentenv.pipelines.run.waits import WaitWatch
 from agentenv.pipelines.run.watchdog import ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
@@ -285,7 +285,7 @@ async def build(
         actor_seed(config, sampling, TRAINING),
     )
     lag = LoopLag()
-    waits = LongWaits(lambda: [actor], lambda text: worker.notify(text))
+    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 
     def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()

@@ -12,7 +12,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.deadline import WaitKind, doing
 from agentenv.env import StepResult
-from agentenv.pipelines.run.waits import LOOK_S, LongWaits, expected_s
+from agentenv.pipelines.run.waits import LOOK_S, WaitWatch, expected_s
 from agentenv.plan import Independent
 from agentenv.types import Message
 from tests.support.toy import CountingEnv
@@ -30,19 +30,19 @@ class Slow(CountingEnv):
         return await super().step(action)
 
 
-async def check_waits(waits: LongWaits) -> None:
-    """As LongWaits.run, by the clock of the test."""
+async def check_waits(waits: WaitWatch) -> None:
+    """As WaitWatch.run, by the clock of the test."""
     while True:
         await asyncio.sleep(LOOK_S)
         waits.poll()
 
 
-def watched(actor: Actor, rest: Callable[[LongWaits], Any]) -> list[str]:
+def watched(actor: Actor, rest: Callable[[WaitWatch], Any]) -> list[str]:
     """The reports while the actor rolls out a tree of three; `rest` runs in parallel."""
     told: list[str] = []
 
     async def main() -> None:
-        waits = LongWaits(lambda: [actor], told.append)
+        waits = WaitWatch(lambda: [actor], told.append)
         watching = asyncio.create_task(check_waits(waits))
         growing = asyncio.create_task(actor.rollout(TASK, Independent(3), index=5))
         await asyncio.sleep(1.0)
@@ -108,7 +108,7 @@ def test_a_finished_tree_waits_for_the_journal_only() -> None:
     actor, told = make_actor(), []
 
     async def main() -> None:
-        watching = asyncio.create_task(check_waits(LongWaits(lambda: [actor], told.append)))
+        watching = asyncio.create_task(check_waits(WaitWatch(lambda: [actor], told.append)))
         await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
         watching.cancel()
 
