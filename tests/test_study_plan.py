@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -131,90 +130,12 @@ def test_the_forecast_finds_mixed_places_better_than_entropy(
     assert auc(learned, differ) > auc(of_tree, differ)
 
 
-def scores_by_name(tree: TrajectoryTree) -> dict[str, float]:
-    """By the tokens of the path to a place."""
-    scores = Spread(8, 2).scores(tree)
-    names = {
-        at: str([list(node.action_ids) for node in tree.path(tree.nodes[at])]) for at in scores
-    }
-    return {names[at]: score for at, score in scores.items()}
-
-
-def relabelled(tree: TrajectoryTree, rng: Random) -> TrajectoryTree:
-    """The same with its children in another order, and branches under other names."""
-    other = TrajectoryTree(tree.task, index=tree.index)
-    new: dict[int | None, Node | None] = {None: None}
-    waiting: list[Node] = [tree.root]
-    while waiting:
-        node = waiting.pop(rng.randrange(len(waiting)))
-        fields = ("action_ids", "entropies", "observation_ids", "info", "end", "reward")
-        new[node.index] = other.add(
-            new[node.parent],
-            branch=f"x{len(other.nodes)}",
-            **{name: getattr(node, name) for name in fields},
-        )
-        waiting += [one for one in tree.nodes if one.parent == node.index]
-    return other
-
-
-def test_relabeling_of_children_changes_nothing(taught: Forecaster) -> None:
-    found = []
-    for number in range(4):
-        forecaster = Forecaster(msgspec.convert(msgspec.to_builtins(taught.known), Known))
-        trees = [with_forecast(synthetic(index, 4), taught) for index in range(16)]
-        if number:
-            trees = [relabelled(tree, Random(number)) for tree in trees]
-        scores = [scores_by_name(tree) for tree in trees]
-        forecaster.learn(trees)
-        found.append((scores, forecaster.known.weights))
-    for scores, weights in found[1:]:
-        assert scores == [pytest.approx(one) for one in found[0][0]]
-        assert weights == pytest.approx(found[0][1], abs=1e-9)
-
-
 def test_before_anything_is_learned_the_score_is_that_of_the_tree() -> None:
     untaught = Forecaster(Known())
     for index in range(20):
         tree = synthetic(index, 5)
         own = Spread(8, 2).scores(tree)
         assert Spread(8, 2).scores(with_forecast(tree, untaught)) == pytest.approx(own)
-
-
-def test_trees_without_a_mixed_or_finished_place_do_not_change_the_weights() -> None:
-    forecaster = Forecaster(Known())
-    alone = synthetic(0, 6, 1)
-    assert forecaster.learn([alone]) == {}
-    assert forecaster.known.weights == [0.0] * NUM_FEATURES
-    assert forecaster.known.rates == {"q0": float(alone.leaves()[0].reward)}
-    empty = TrajectoryTree(Task("q1", "toy", "?", ()))
-    empty.add(None)
-    assert forecaster.learn([empty]) == {}
-    assert "q1" not in forecaster.known.rates
-
-
-def test_the_weights_minimize_the_log_loss_and_the_ridge() -> None:
-    forecaster = Forecaster(Known())
-    trees = [synthetic(index, 8) for index in range(7)]  # one of each question
-    forecaster.learn(trees)
-    samples = [one for tree in trees for one in Places(tree).samples(None)]
-    x, estimate, y, share = (np.array(column, np.float64) for column in zip(*samples, strict=True))
-    w = np.array(forecaster.known.weights)
-    p = 1 / (1 + (1 / estimate - 1) * np.exp(-x @ w))
-    assert x.T @ (share * (p - y)) + w == pytest.approx(np.zeros(NUM_FEATURES), abs=1e-6)
-
-
-def test_earlier_observations_decay(taught: Forecaster) -> None:
-    """Nine tenths of the precision are kept at each update, and the ridge pulls back to the
-    estimate of the tree."""
-    forecaster = Forecaster(msgspec.convert(msgspec.to_builtins(taught.known), Known))
-    before = np.array(forecaster.known.precision)
-    forecaster.learn([])
-    assert np.array(forecaster.known.precision) == pytest.approx(0.9 * before)
-
-
-def test_expected_remaining_calls_are_averages_by_depth(taught: Forecaster) -> None:
-    calls = [taught.known.calls[str(depth)] for depth in range(TURNS + 1)]
-    assert calls == pytest.approx([TURNS - depth for depth in range(TURNS + 1)])
 
 
 def test_a_tree_is_grown_by_its_forecast_and_teaches_later_ones() -> None:
