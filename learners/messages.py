@@ -301,7 +301,8 @@ def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCom
         return command
     rest = iter(trees)
     whole = [[*islice(rest, size)] for size in command.sizes]
-    return replace(command, minibatches=whole, sizes=[])
+    found: Any = replace(command, minibatches=whole, sizes=[])
+    return found  # type: ignore[no-any-return]
 
 
 Reply = (
