@@ -49,8 +49,7 @@ HERE = "a queue or a lock in this process"
 ALLOWED = {
     "pipelines/run/terminal.py LogFile._write: self._lines.get": HERE,
     "agentenv/actor_parts.py ActorParts.until_resumed: self._unpaused.wait": PERSON,
-    "agentenv/growth.py Growth.take_turns: held.wait": SAME,
-    "agentenv/rollout.py Rollout._close: held.wait": SAME,
+    "agentenv/branch.py TurnState.held: event.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self.changed.wait": "until one is up or none will",
     "agentenv/link.py Link.receive: self._reader.readexactly": BEATS,
     "agentenv/deadline.py admitted: places.acquire": SAME,
