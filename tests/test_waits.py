@@ -8,8 +8,8 @@ locks of files, queues. It has a deadline if one of these holds:
     it has a time limit itself: timeout=.., timeout_s=.., or the equivalent of its library
     it is in ALLOWED, where the reason names its bound
 
-`in_thread`, `start_process` and `kill` of agentenv/offload.py bound the work that they start. Tasks
-and futures of the same loop do not count: their own waits do.
+`in_thread`, `start_process` and `kill` of agentenv/base/offload.py bound the work that they start.
+Tasks and futures of the same loop do not count: their own waits do.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 
 HERE = "a queue or a lock in this process"
 ALLOWED = {
-    "pipelines/run/terminal.py LogFile._write: self._lines.get": HERE,
-    "agentenv/actor_parts.py ActorParts.until_resumed: self._unpaused.wait": PERSON,
-    "agentenv/branch.py TurnState.held: event.wait": SAME,
+    "assembly/run/terminal.py LogFile._write: self._lines.get": HERE,
+    "agentenv/rollout/actor_parts.py ActorParts.until_resumed: self._unpaused.wait": PERSON,
+    "agentenv/rollout/branch.py TurnState.held: event.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self.changed.wait": "until one is up or none will",
-    "agentenv/link.py Link.receive: self._reader.readexactly": BEATS,
-    "agentenv/deadline.py admitted: places.acquire": SAME,
-    "agentenv/disk.py locked: fcntl.flock": "who else takes it only looks whether it can be had",
+    "agentenv/processes/link.py Link.receive: self._reader.readexactly": BEATS,
+    "agentenv/base/deadline.py admitted: places.acquire": SAME,
+    "agentenv/base/disk.py locked: fcntl.flock": "who else takes it only looks whether it can be had",
     "agentenv/engines/embedded/engine.py EmbeddedEngine._serve: self._commands.get": HERE,
     "agentenv/engines/pool/pool.py EnginePool._until_taken: self._returned.wait": SAME,
     "agentenv/engines/pool/weight_transfer.py _Readers.leave: self._released.wait": CALLER
     + "_replace",
     "agentenv/engines/remote/base.py RemoteServer._known: self._open.wait": SAME,
-    "agentenv/link.py _exactly: connection.recv": CHILD,
-    "agentenv/worker_pool.py _send: sock.sendall": CHILD,
-    "agentenv/link.py Link.drain: self._writer.drain": CALLER + "RankGroup._settle",
-    "agentenv/supervisor.py LocalProcess.ended: self._guard.wait": FOREVER,
-    "agentenv/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
-    "agentenv/guard.py main: server.wait": "it was killed",
-    "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
-    "agentenv/journal.py Journal.commit: self._written.wait": SAME,
-    "agentenv/queue.py ReplayQueue.get: self._arrived.wait": SAME,
-    "agentenv/queue.py ReplayQueue.reserve: self._freed.wait": SAME,
-    "envs/mcp_tools.py _all_tools: session.list_tools": CALLER + "START_TIMEOUT_S",
-    "envs/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
+    "agentenv/processes/link.py _exactly: connection.recv": CHILD,
+    "agentenv/processes/worker_pool.py _send: sock.sendall": CHILD,
+    "agentenv/processes/link.py Link.drain: self._writer.drain": CALLER + "RankGroup._settle",
+    "agentenv/processes/supervisor.py LocalProcess.ended: self._guard.wait": FOREVER,
+    "agentenv/processes/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
+    "agentenv/processes/guard.py main: server.wait": "it was killed",
+    "agentenv/adapters/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
+    "agentenv/rollout/journal.py Journal.commit: self._written.wait": SAME,
+    "agentenv/rollout/queue.py ReplayQueue.get: self._arrived.wait": SAME,
+    "agentenv/rollout/queue.py ReplayQueue.reserve: self._freed.wait": SAME,
+    "envs/bridges/mcp_tools.py _all_tools: session.list_tools": CALLER + "START_TIMEOUT_S",
+    "envs/bridges/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
     "envs/sandbox/process.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
     "envs/sandbox/process.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,
     "envs/sandbox/fork_broker.py ForkInitializer.initialize: self._socket.recv": ANSWER,
@@ -106,30 +106,31 @@ ALLOWED = {
     "envs/sandbox/zygote.py _serve: select.select": CHILD,
     "envs/search/corpus.py LocalBackend._in_thread: loop.run_in_executor": INDEX,
     "envs/search/corpus.py LocalBackend._index: loop.run_in_executor": INDEX,
-    "agentenv/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
-    "agentenv/worker_pool.py main: socket.recv_fds": CHILD,
-    "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
-    "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
+    "agentenv/processes/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
+    "agentenv/processes/worker_pool.py main: socket.recv_fds": CHILD,
+    "assembly/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
+    "assembly/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
-    "agentenv/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within, below",
-    "pipelines/sets/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
+    "agentenv/base/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within, below",
+    "evaluation/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
-    "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
-    "pipelines/rl/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
+    "envs/bridges/openenv.py Session.begin: self.server.freed.wait": SAME,
+    "training/loop/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,
     "agentenv/endpoint/capture.py Session.next: self._came.wait": "its env, and the program's end",
     "agentenv/endpoint/capture.py Session.reward: self._rewarded.wait": "the same",
-    "envs/verifiers_env.py Rollout.wait: self.process.wait": CALLER + "ProgramEnv._next, and stop",
-    "envs/verifiers_env.py _serve: asyncio.to_thread": CHILD,
+    "envs/bridges/verifiers_env.py Rollout.wait: self.process.wait": CALLER
+    + "ProgramEnv._next, and stop",
+    "envs/bridges/verifiers_env.py _serve: asyncio.to_thread": CHILD,
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
-    "pipelines/viewing/page.py serve: asyncio.Event().wait": FOREVER,
-    "pipelines/run/control.py _received: connection.recv": CALLER + "settimeout in send",
-    "pipelines/run/control.py send: connection.sendall": "settimeout, above",
-    "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
-    "learners/rank_group.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..)",
-    "learners/rank_process.py main: connection.sendall": CHILD,
-    "learners/rank_process.py serve: connection.sendall": CHILD,
+    "lab/viewing/page.py serve: asyncio.Event().wait": FOREVER,
+    "assembly/run/control.py _received: connection.recv": CALLER + "settimeout in send",
+    "assembly/run/control.py send: connection.sendall": "settimeout, above",
+    "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
+    "learners/ranks/rank_group.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..)",
+    "learners/ranks/rank_process.py main: connection.sendall": CHILD,
+    "learners/ranks/rank_process.py serve: connection.sendall": CHILD,
 }
 NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # their names alone
 
