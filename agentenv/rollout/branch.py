@@ -37,6 +37,11 @@ class TurnState:
         self.may_fork, self.was_planned, self.num_replayed = may_fork, False, 0
         self.holding: list[asyncio.Event] = []
 
+    async def held(self) -> None:
+        """Wait until each sibling that starts in the turn has its environment, or has failed."""
+        for event in self.holding:
+            await event.wait()
+
 
 class Retake(NamedTuple):
     """The pending turn is sampled again, as `name` and therefore with another seed; its node, with

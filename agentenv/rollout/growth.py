@@ -62,8 +62,7 @@ class Growth:
                 node.info[LED] = num_replayed
             if branch.turn.holding:
                 with waiting("the copies of its environment for its forks"):
-                    for held in branch.turn.holding:
-                        await held.wait()
+                    await branch.turn.held()
             if limit is not None:
                 return limit, action
             result = await self._recovery.step(branch, partial(self._hooks.step, branch, action))

@@ -367,8 +367,7 @@ class Rollout:
             try:
                 await self.hooks.end(branch)
             finally:
-                for held in branch.turn.holding:
-                    await held.wait()
+                await branch.turn.held()
         finally:
             if branch.env is not None:
                 await self.actor.envs.close(branch.env, self.tree.task.id)
