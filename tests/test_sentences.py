@@ -1,4 +1,4 @@
-"""Asserts name kinds, keys and numbers: sentences of commands stand in tests/golden/, and those in
+"""Asserts name kinds, keys and numbers: sentences of commands are in tests/golden/, and those in
 asserts become fewer."""
 
 from __future__ import annotations
