@@ -93,7 +93,7 @@ def _nothing_shared() -> Iterator[None]:
     """The order of modules changes nothing: none sees the shared resources of the one before, which
     count in the metrics of a run."""
     yield
-    if env := sys.modules.get("agentenv.env"):
+    if env := sys.modules.get("agentenv.contract.env"):
         env.forget_shared()
 
 
@@ -103,7 +103,7 @@ def forked_ranks() -> Iterator[None]:
     from tests.support import forks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.supervisor.start_process", forks.start_process)
+        patch.setattr("agentenv.processes.supervisor.start_process", forks.start_process)
         yield
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentenv.call_syntax import PARSERS
-from agentenv.native import Style
-from agentenv.types import MALFORMED_CALL, ToolCall
+from agentenv.base.types import MALFORMED_CALL, ToolCall
+from agentenv.text.call_syntax import PARSERS
+from agentenv.text.native import Style
 
 TOOLS: list[dict[str, Any]] = [
     {

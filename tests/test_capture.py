@@ -16,26 +16,26 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.base.errors import EnvError
+from agentenv.base.model_files import load_tokenizer
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
+from agentenv.contract.env import Env, StepResult, close_shared
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.env import Env, StepResult, close_shared
 from agentenv.envs.quickstart_setup import build_model, build_tokenizer
-from agentenv.errors import EnvError
-from agentenv.frames import JournalConfig
-from agentenv.journal import Journal
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import encode
-from agentenv.learners.credit import TreeCredit, tree_credit
-from agentenv.model_files import load_tokenizer
-from agentenv.native import NativeRenderer
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.program_conversation import ProgramConversation
-from agentenv.renderer import TagRenderer
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
+from agentenv.learners.trees.batch import encode
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import JournalConfig
+from agentenv.rollout.journal import Journal
+from agentenv.rollout.program_conversation import ProgramConversation
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv

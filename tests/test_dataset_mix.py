@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.dataset import TaskMix, TaskStream, load_mix
-from agentenv.errors import ConfigError
-from agentenv.rows import ColumnsConfig, MixPart, RowsConfig
-from agentenv.types import Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Task
+from agentenv.data.dataset import TaskMix, TaskStream, load_mix
+from agentenv.data.rows import ColumnsConfig, MixPart, RowsConfig
 
 
 def part(name: str, count: int) -> list[Task]:

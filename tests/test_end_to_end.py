@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.config import load_config
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.config import load_config
+from agentenv.training.loop.training import Training
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 

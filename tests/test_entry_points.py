@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv import env as registry
-from agentenv.env import EnvSpec
-from agentenv.errors import ConfigError
+from agentenv.base.errors import ConfigError
+from agentenv.contract import env as registry
+from agentenv.contract.env import EnvSpec
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> Non
         ("algorithm.name=acme_envs.parts:Mean", "algorithm.name: algorithm"),
         (
             "algorithm.name=acme_envs.parts:Shelf",
-            "is not derived from agentenv.learners.algorithm",
+            "is not derived from agentenv.learners.algorithms.algorithm",
         ),
         ("algorithm.name=acme-mean", "did you mean 'acme-median'?"),
         ("algorithm.scale=-1", "algorithm.scale: Expected `float` > 0"),
@@ -167,5 +167,5 @@ for override in {[override for override, _ in refused]}:
 
 
 def test_an_outside_benchmark(installed: Path) -> None:
-    code = "from agentenv.pipelines.config.benchmarks import benchmark\n"
+    code = "from agentenv.assembly.keys.benchmarks import benchmark\n"
     assert python(installed, code + "print(benchmark('acme-riddles').title)") == "Riddles of Acme"

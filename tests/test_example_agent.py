@@ -11,16 +11,16 @@ from random import Random
 import pytest
 
 from agentenv import Task, demonstrate, make
-from agentenv.actor import Actor
+from agentenv.base.types import Limits, SamplingParams
+from agentenv.contract.env import close_shared
+from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import close_shared
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.launchers import train
-from agentenv.plan import Independent
-from agentenv.renderer import TagRenderer
-from agentenv.types import Limits, SamplingParams
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 from examples.agent import world
-from tests.envs.test_program import left
+from tests.envs.sandbox.test_program import left
 from tests.support.warehouse import ROOT
 
 TOML = ROOT / "examples" / "agent" / "train.toml"

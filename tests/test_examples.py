@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from agentenv import Task, demonstrate
-from agentenv.env import close_shared
+from agentenv.adapters.testing import check_tool_env
+from agentenv.contract.env import close_shared
 from agentenv.launchers import train
-from agentenv.testing import check_tool_env
 from tests.support.warehouse import ROOT
 
 ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}
@@ -104,7 +104,7 @@ async def test_the_environment_keeps_its_contract(name: str) -> None:
 
 async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> None:
     from agentenv import Message
-    from agentenv.tags import tag_calls
+    from agentenv.text.tags import tag_calls
 
     env_class, _ = parts("shop")
     task = Task("t", "e", "?", ("1",), "some", {"items": {"Zorvex": [57, 10]}})

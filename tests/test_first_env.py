@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from agentenv import Task, ToolEnv
+from agentenv.adapters.testing import check_tool_env
 from agentenv.launchers import evaluate, new, train
 from agentenv.launchers.__main__ import COMMANDS
-from agentenv.testing import check_tool_env
 from tests.support.warehouse import ROOT
 
 TEXT = (ROOT / "docs" / "first-env.md").read_text(encoding="utf-8")

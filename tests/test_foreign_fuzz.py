@@ -24,17 +24,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentenv.call_syntax import PARSERS
+from agentenv.base.errors import (
+    ConfigError,
+    EngineError,
+    ForeignError,
+    GraderError,
+    InfraError,
+    ToolError,
+)
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
+from agentenv.base.untrusted import decode, packed
+from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ForeignWeightsError, ServerRequest
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import tool
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote.client import ServerClient
-from agentenv.engines.remote.request import ForeignWeightsError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from agentenv.env import Grade, close_shared
+from agentenv.envs.bridges.mcp_tools import MCPTools
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
-from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.corpus import Hit, Query
@@ -51,22 +63,10 @@ from agentenv.envs.search.providers import (
 )
 from agentenv.envs.search.summarizer import Summarizer
 from agentenv.envs.search.upstream import Reply
-from agentenv.errors import (
-    ConfigError,
-    EngineError,
-    ForeignError,
-    GraderError,
-    InfraError,
-    ToolError,
-)
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
-from agentenv.link import Link, frame_of
-from agentenv.result_cache import ResultCache
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
-from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
-from agentenv.untrusted import decode, packed
-from agentenv.worker_pool import _Worker
+from agentenv.processes.link import Link, frame_of
+from agentenv.processes.worker_pool import _Worker
+from agentenv.text.call_syntax import PARSERS
 from tests.support.hostile import (
     PAGE,
     RawServer,
@@ -111,7 +111,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(name, 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
-    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.0)
 
 
 def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:

@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, SamplingParams, Task
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import ConfigError, EngineError
-from agentenv.frames import (
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.late_forks import Uniform
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import (
     Began,
     Counts,
     Finished,
@@ -30,13 +35,8 @@ from agentenv.frames import (
     framed,
     frames_of,
 )
-from agentenv.journal import COMMIT_S, GATHER_S, Journal
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.late_forks import Uniform
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.renderer import TagRenderer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams, Task
+from agentenv.rollout.journal import COMMIT_S, GATHER_S, Journal
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork

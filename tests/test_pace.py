@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from agentenv.queue import Grown, Pace, ReplayQueue
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.rollout.queue import Grown, Pace, ReplayQueue
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))

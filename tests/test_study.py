@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.config import build_config
-from agentenv.errors import DataError
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import build_config
+from agentenv.base.errors import DataError
 from benchmarks.experiments import study as command
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.study import Cell, Study

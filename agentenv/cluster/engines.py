@@ -30,6 +30,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from agentenv.base.deadline import ReportingClock, Wait, work_clock, working
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.tree import Prefix, packed_ids
+from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.cluster.messages import (
     Acquire,
     FirstToken,
@@ -46,18 +50,14 @@ from agentenv.cluster.messages import (
     TurnPause,
     pack,
 )
-from agentenv.deadline import ReportingClock, Wait, work_clock, working
-from agentenv.engine import Engine
+from agentenv.contract.engine import Engine
+from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.link import Link
-from agentenv.tree import Prefix, packed_ids
-from agentenv.types import Chunk, Completion, SamplingParams
-from agentenv.worker_group import named, raised
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import named, raised
 
 
 class _Pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from agentenv.base.untrusted import decode
 from agentenv.endpoint.chat import common, read_tools
 from agentenv.endpoint.messages import (
     ERRORS,
@@ -25,7 +26,6 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.untrusted import decode
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 

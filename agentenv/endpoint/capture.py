@@ -36,7 +36,11 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.disk import own_folder
+from agentenv.base.disk import own_folder
+from agentenv.base.errors import AgentEnvError, EnvError, OutageError
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Kind, Message, NextTurn, PastTurn
+from agentenv.contract.env import shared
 from agentenv.endpoint.messages import (
     Answer,
     ApiError,
@@ -50,10 +54,6 @@ from agentenv.endpoint.messages import (
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
-from agentenv.env import shared
-from agentenv.errors import AgentEnvError, EnvError, OutageError
-from agentenv.offload import in_thread
-from agentenv.types import Kind, Message, NextTurn, PastTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24

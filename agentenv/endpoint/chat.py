@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from agentenv.base.types import Role
 from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
@@ -28,7 +29,6 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.types import Role
 
 ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",

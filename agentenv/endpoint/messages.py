@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
-from agentenv.errors import ForeignError
-from agentenv.types import MALFORMED_CALL, Message, ToolCall
-from agentenv.untrusted import decode, printable
+from agentenv.base.errors import ForeignError
+from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.base.untrusted import decode, printable
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
 Json = dict[str, Any]
 T = TypeVar("T")

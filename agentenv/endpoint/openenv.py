@@ -29,14 +29,14 @@ from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct, field
 
-from agentenv.deadline import uncancelled
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.types import Limit, Message, Task, ToolCall
+from agentenv.base.untrusted import convert, decode
+from agentenv.contract.env import Env
+from agentenv.contract.tools import argument_schema
 from agentenv.endpoint.server import Listener, encode, json_response, key_of
 from agentenv.endpoint.sessions import Refused, Session, Sessions
-from agentenv.env import Env
-from agentenv.errors import ConfigError, ForeignError
-from agentenv.tools import argument_schema
-from agentenv.types import Limit, Message, Task, ToolCall
-from agentenv.untrusted import convert, decode
 
 VERSION = "1.0.0"  # of the protocol
 MAX_BYTES = 64 << 20  # of a request

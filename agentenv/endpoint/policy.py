@@ -17,8 +17,17 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, split_thoughts
-from agentenv.encoder import fast_tokenizer, token_texts
+from agentenv.base.errors import (
+    ConfigError,
+    CrashError,
+    DataError,
+    EngineDeadError,
+    EngineError,
+    EnvError,
+)
+from agentenv.base.types import Chunk, Completion, Message, SamplingParams
+from agentenv.contract.engine import MIN_TEMPERATURE, Engine
+from agentenv.contract.stop_strings import PARTIAL
 from agentenv.endpoint.messages import (
     Answer,
     ApiError,
@@ -30,18 +39,9 @@ from agentenv.endpoint.messages import (
     served,
 )
 from agentenv.endpoint.server import Delta
-from agentenv.engine import MIN_TEMPERATURE, Engine
-from agentenv.errors import (
-    ConfigError,
-    CrashError,
-    DataError,
-    EngineDeadError,
-    EngineError,
-    EnvError,
-)
-from agentenv.renderer import ContextRenderer, context_ids
-from agentenv.stop_strings import PARTIAL
-from agentenv.types import Chunk, Completion, Message, SamplingParams
+from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.encoder import fast_tokenizer, token_texts
+from agentenv.text.renderer import ContextRenderer, context_ids
 
 STREAM_INTERVAL = 4  # tokens
 MAX_HELD = 4096  # cached conversations and turns

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from aiohttp import web
 
+from agentenv.base.errors import ConfigError
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
 from agentenv.endpoint.messages import (
@@ -39,7 +40,6 @@ from agentenv.endpoint.messages import (
     read_body,
 )
 from agentenv.endpoint.responses import Responses
-from agentenv.errors import ConfigError
 
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 from uuid import uuid4
 
-from agentenv.deadline import uncancelled
-from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
-from agentenv.errors import AgentEnvError, guarded
-from agentenv.types import Info, Limit, Message, Task
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import AgentEnvError, guarded
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.contract.env import Env, StepResult, check_finish, check_reset, check_step
 
 # invalid: the request is invalid; unknown: not supported; full: no session is left; ended: no
 # episode is running; made: an environment cannot be made; lost: an environment failed, which ends

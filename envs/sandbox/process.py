@@ -23,7 +23,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.disk import own_folder
+from agentenv.base.disk import own_folder
+from agentenv.base.errors import ConfigError, ForeignError, InfraError
+from agentenv.base.offload import check_outside, in_thread
+from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox.launch import (
     HERE,
     Rung,
@@ -36,9 +39,6 @@ from agentenv.envs.sandbox.launch import (
     find_interpreter,
     settings_of,
 )
-from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.offload import check_outside, in_thread
-from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from agentenv.config import PATH
+from agentenv.base.config import PATH
+from agentenv.base.errors import ConfigError, DataError, InfraError, needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
@@ -24,7 +25,6 @@ from agentenv.envs.search.corpus import (
     corpus_rows,
     read_passage,
 )
-from agentenv.errors import ConfigError, DataError, InfraError, needed
 
 MAX_BATCH = 64  # queries per batch
 MAX_TOKENS = 256  # of a query

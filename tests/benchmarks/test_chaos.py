@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from agentenv.errors import PACKAGES
-from agentenv.frames import Began, Finished, Frame, Leased, Trained
+from agentenv.base.errors import PACKAGES
+from agentenv.rollout.frames import Began, Finished, Frame, Leased, Trained
 from benchmarks import bench
 from benchmarks.parts import chaos
 from benchmarks.parts.chaos import Witness

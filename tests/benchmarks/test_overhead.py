@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.errors import AgentEnvError
+from agentenv.base.errors import AgentEnvError
 from benchmarks.parts import overhead
 
 STUCK = """

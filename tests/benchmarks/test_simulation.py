@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from agentenv.errors import DataError
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.errors import DataError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
 from benchmarks.parts.simulation import (
     Durations,
     Grown,
@@ -56,7 +56,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
     training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.pipelines.rl.recorder.Recorder.draw", lambda self: [])
+        patch.setattr("agentenv.training.loop.recorder.Recorder.draw", lambda self: [])
         run_virtual(training.run_all())
     run.close()
     return config, read_trace(run.path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.remote.client import ServerClient
+from agentenv.contract.http_client import ServerClient
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.learner import LearnerConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.types import Chunk, SamplingParams
+from agentenv.base.types import Chunk, SamplingParams
 from tests.engines.small_models import MODELS, VOCAB, check, make, prompt, serving
 
 

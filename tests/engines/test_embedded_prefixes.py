@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.types import Chunk, SamplingParams
+from agentenv.base.types import Chunk, SamplingParams
 from tests.engines.small_models import Steps, check, prompt, serving
 
 

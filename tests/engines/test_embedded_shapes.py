@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.model import avoid_cudnn, rounded_length, rounded_rows
-from agentenv.types import SamplingParams
 from tests.engines.small_models import SIZES, VOCAB, check, make, prompt, serving
 from tests.engines.traffic import ragged_load
 

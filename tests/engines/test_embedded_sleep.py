@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentenv.base.errors import EngineDeadError
+from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
-from agentenv.errors import EngineDeadError
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import check_sampled
 from tests.engines.small_models import Steps
 from tests.engines.world import World, prompt

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from agentenv.errors import EngineError
-from agentenv.types import SamplingParams, VersionSpan
+from agentenv.base.errors import EngineError
+from agentenv.base.types import SamplingParams, VersionSpan
 from tests.engines.small_models import Steps, check, make, prompt, serving
 
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from agentenv.contract.request import ServerLoad
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote.request import ServerLoad
 
 
 class Growing:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, VersionSpan
 from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

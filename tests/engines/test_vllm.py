@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
-from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import EOS, VOCAB, check_sampled, distribution
 from tests.engines.traffic import LONG, start_many

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.base.errors import ConfigError
 from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import ConfigError
 from tests.engines.proxy import Change, Proxy, changed, proxy, without
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World

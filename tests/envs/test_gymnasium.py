@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-import agentenv.gym
-from agentenv.types import Task
+import agentenv.adapters.gym
+from agentenv.base.types import Task
 
 OWN = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
 NAMES = sorted([*OWN, "OpenEnv", "Program", "Verifiers"])  # of a command, a server, a package
@@ -94,7 +94,7 @@ import sys, agentenv
 ids = agentenv.env_ids()
 heavy = "agentenv.envs", "aiohttp", "gymnasium", "torch"
 loaded = [name for name in heavy if name in sys.modules]
-import gymnasium, agentenv.gym
+import gymnasium, agentenv.adapters.gym
 task = agentenv.Task("t", "", "How much is 24 and 10?", ("34",))
 env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[task])
 env.reset(seed=1)
@@ -125,4 +125,4 @@ def test_entry_points_and_registrations_are_the_same() -> None:
     declared = project["project"]["entry-points"]["agentenv.envs"]
     assert sorted(declared) == [f"agentenv/{name}-v0" for name in NAMES]
     for env_id, entry_point in declared.items():
-        assert agentenv.env.spec(env_id).entry_point == entry_point
+        assert agentenv.contract.env.spec(env_id).entry_point == entry_point

@@ -14,12 +14,12 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from transformers.models.qwen3 import modeling_qwen3
 
-from agentenv.errors import ConfigError
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors, use_liger
+from agentenv.base.errors import ConfigError
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.trees.batch import EncodedTree, encode
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.ranks import (
     ALGORITHM,

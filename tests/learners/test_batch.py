@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.errors import DataError
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.partition import pack
-from agentenv.types import VersionSpan
+from agentenv.base.errors import DataError
+from agentenv.base.types import VersionSpan
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.partition import pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -100,7 +100,7 @@ def test_encoding_survives_serialization_and_invalid_data_is_refused() -> None:
 
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
-        "import sys, json, agentenv.learners.rank_group, agentenv.learners.deepspeed_learner;"
+        "import sys, json, agentenv.learners.ranks.rank_group, agentenv.learners.ranks.deepspeed_learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentenv.engines.remote.weights import Group, TransferError
-from agentenv.errors import EngineError
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.base.errors import EngineError
+from agentenv.contract.weights import Group, TransferError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.trees.batch import encode_sequence
 from tests.learners.ranks import ALGORITHM
 
 TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.disk import finished_folder
-from agentenv.errors import ConfigError, DataError, LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners.checkpoint import Checkpoint, restore, save
+from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.base.disk import finished_folder
+from agentenv.base.errors import ConfigError, DataError, LearnerError
 from agentenv.learners.learner import SAVED_FILE, SavedLearner
-from agentenv.learners.rank import Rank
-from agentenv.learners.trainer import Trainer
-from agentenv.pipelines.run.checkpoints import Checkpoints
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import Checkpoint, restore, save
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.trainer import Trainer
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -172,7 +172,7 @@ def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentenv.pipelines.run.checkpoints import Checkpoints
+from agentenv.assembly.run.checkpoints import Checkpoints
 
 rename = Path.rename
 def killing(path, target):

@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Lfm2Config
 
-from agentenv.errors import ConfigError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.checkpoint import Checkpoint, restore
-from agentenv.learners.context import ContextGroup, ContextShare, padded
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.dpo import prefer, with_reference
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task, VersionSpan
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.model_check import check_model
-from agentenv.learners.partition import assign, pack, partition
-from agentenv.learners.trainer import Trainer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task, VersionSpan
+from agentenv.learners.ranks.checkpoint import Checkpoint, restore
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.dpo import prefer, with_reference
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
+from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.trees.partition import assign, pack, partition
 from tests.learners.flat import grown
 from tests.learners.ranks import ALGORITHM as RANKS_ALGORITHM
 from tests.learners.ranks import (

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners import rank_group
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.rank_group import RankLink
-from agentenv.learners.rank_process import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link
-from agentenv.worker_group import Hello
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks import rank_group
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.rank_group import RankLink
+from agentenv.learners.ranks.rank_process import Position, failure, find_position
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.processes.link import PREFIX_BYTES, Link
+from agentenv.processes.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
     assert_ended,
@@ -142,9 +142,9 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "agentenv.learners.rank_process"),
+            *("-m", *options[launcher], "agentenv.learners.ranks.rank_process"),
             log=tmp_path / "launcher.log",
-            modules=("agentenv.learners.rank_process", "deepspeed.launcher.launch"),
+            modules=("agentenv.learners.ranks.rank_process", "deepspeed.launcher.launch"),
         ) as process:
             await update()
             output = await asyncio.to_thread(process.read_log)
@@ -165,7 +165,9 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     own.setenv("SLURM_NTASKS", "2")
                     own.setenv("SLURM_LOCALID", rank)
                     task = Command(
-                        "-m", "agentenv.learners.rank_process", log=tmp_path / f"task-{rank}.log"
+                        "-m",
+                        "agentenv.learners.ranks.rank_process",
+                        log=tmp_path / f"task-{rank}.log",
                     )
                     tasks.append(stack.enter_context(task))
             await update()

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from agentenv.errors import ConfigError
-from agentenv.learners import messages as wire
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.export import WeightFiles, buckets, entries
-from agentenv.learners.export import export as export_offline
+from agentenv.base.errors import ConfigError
+from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.export import WeightFiles, buckets, entries
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentenv.errors import DataError
+from agentenv.base.errors import DataError
 from agentenv.launchers import export as command
-from agentenv.learners import export
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.checkpoint import save
-from agentenv.learners.export import WeightFiles
-from agentenv.learners.export import export as export_offline
 from agentenv.learners.learner import SavedLearner
-from agentenv.learners.policy import Policy
+from agentenv.learners.ranks import export
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.checkpoint import save
+from agentenv.learners.ranks.export import WeightFiles
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
 

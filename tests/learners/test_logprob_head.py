@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentenv.learners import policy as logprob_head
-from agentenv.learners.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
+from agentenv.learners.trees import policy as logprob_head
+from agentenv.learners.trees.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
 from tests.learners.trees import tiny_model
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 19
@@ -117,7 +117,7 @@ MEASURE = """
 import torch
 from pathlib import Path
 from torch import nn
-from agentenv.learners.policy import LogprobHead
+from agentenv.learners.trees.policy import LogprobHead
 torch.set_num_threads(1)
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

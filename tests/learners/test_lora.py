@@ -18,11 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentenv.errors import ConfigError
-from agentenv.learners import messages as wire
-from agentenv.learners.checkpoint import Checkpoint
-from agentenv.learners.export import WeightEntry, entries
-from agentenv.learners.export import export as export_offline
+from agentenv.base.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig, frozen_model
 from agentenv.learners.lora import (
     LoRAConfig,
@@ -30,7 +26,11 @@ from agentenv.learners.lora import (
     check_adapters,
     is_adapter,
 )
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import Checkpoint
+from agentenv.learners.ranks.export import WeightEntry, entries
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.rank import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

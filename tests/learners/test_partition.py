@@ -12,13 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.learners.algorithm import Algorithm, Band
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import VersionSpan
+from agentenv.learners.algorithms.algorithm import Algorithm, Band
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO, GSPO, DrGRPO
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.minibatch import LeafMap, prepare
-from agentenv.learners.partition import (
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode, from_arrays
+from agentenv.learners.trees.minibatch import LeafMap, prepare
+from agentenv.learners.trees.partition import (
     Paths,
     assign,
     assign_paths,
@@ -29,9 +32,6 @@ from agentenv.learners.partition import (
     part,
     partition,
 )
-from agentenv.learners.trainer import Trainer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import VersionSpan
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.ranks import (
     OF_THE_RANKS,

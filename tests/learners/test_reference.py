@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.learners import messages as wire
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.lora import LoRAConfig, is_adapter
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.ranks.rank import Rank
 from tests.learners.ranks import (
     encoded,
     largest_difference,

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import aiohttp
 
+from agentenv.base.errors import EnvError
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.contract.env import ForkMode, StepResult
 from agentenv.endpoint.capture import ProgramCall, Session, Thoughts, shared_endpoint
-from agentenv.env import ForkMode, StepResult
-from agentenv.errors import EnvError
-from agentenv.types import Info, Limit, Message, Task
 from tests.support.toy import TOOL
 
 Json = dict[str, Any]

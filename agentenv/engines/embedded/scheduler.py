@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.stop_strings import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
     DecodeGroup,
     DecoderModel,
@@ -28,9 +31,6 @@ from agentenv.engines.embedded.model import (
 )
 from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
-from agentenv.errors import EngineError
-from agentenv.stop_strings import StopMatcher, StopStrings
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
 MIN_WAIT_GAIN = 16  # a prompt waits a step for another one with a common prefix of this length

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from agentenv.base.errors import ConfigError
 from agentenv.engines.sglang import SGLangServer
-from agentenv.errors import ConfigError
 from tests.engines.proxy import Change, changed, proxy, without
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.sglang.replies import PROMPT, Reply

@@ -11,10 +11,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from agentenv.engines.remote.request import ForeignWeightsError, ServerLostError
+from agentenv.base.errors import EngineError
+from agentenv.base.types import VersionSpan
+from agentenv.contract.request import ForeignWeightsError, ServerLostError
 from agentenv.engines.sglang import SGLangServer
-from agentenv.errors import EngineError
-from agentenv.types import VersionSpan
 from tests.engines import contract
 from tests.engines.reference import check_sampled, greedy
 from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
