@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many times as often as usual tests with a random moment try it",
     )
     parser.addoption(
+        "--golden",
+        action="store_true",
+        help="write what commands print into tests/golden/ instead of comparing it",
+    )
+    parser.addoption(
         "--cpu-times",
         action="store_true",
         help="write what the tests took into tests/cpu_times.txt",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support import pictures
-from tests.support.warehouse import make_workspace
+from tests.support.golden import Golden
+from tests.support.warehouse import ROOT, make_workspace
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,6 +56,22 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield make_workspace(folder)
     sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def golden(
+    request: pytest.FixtureRequest,
+    warehouse: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Golden]:
+    """What a test's commands print is compared with tests/golden/NAME.txt, by its `golden` mark."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    found = Golden(capsys, {"WAREHOUSE": warehouse.parent, "FOLDER": tmp_path, "REPOSITORY": ROOT})
+    yield found
+    (name,) = request.node.get_closest_marker("golden").args
+    found.compare(name, is_written=request.config.option.golden)
 
 
 SETS = [

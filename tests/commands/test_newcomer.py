@@ -19,6 +19,7 @@ from agentenv.evaluation.figures import agreement_of
 from agentenv.evaluation.report import MAX_UNREADABLE_SHARE, write_report
 from agentenv.evaluation.subject import of_env
 from agentenv.launchers import evaluate, train
+from tests.support.golden import Golden
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
 
@@ -42,23 +43,6 @@ def test_an_invalid_choice_is_refused_with_the_choices(override: str, told: str)
     assert told in str(refused.value)
 
 
-def test_a_missing_model_is_reported_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main([str(tmp_path / "nothing")]) == 2
-    assert "nothing: no such directory; expected a run" in capsys.readouterr().err
-
-
-def test_a_training_run_is_not_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text('{"run": {"name": "a"}}')
-    for command in ("report", "regrade"):
-        assert evaluate.main([command, str(tmp_path)]) == 2
-        assert "contains no evaluation: it is a training run" in capsys.readouterr().err
-
-
 def test_the_configuration_of_the_readme_is_enough(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,30 +57,23 @@ def test_the_configuration_of_the_readme_is_enough(
     assert "data: read 24 rows" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_run_without_a_checkpoint_names_the_alternatives(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.golden("evaluate")
+def test_mistakes_in_an_evaluation(finished: Path, tmp_path: Path, golden: Golden) -> None:
+    """Of a folder or model that is none, of a run without a checkpoint, of a number."""
+    golden.run(evaluate, tmp_path / "nothing", status=2)
+    a_model = ["--env", "agentenv/QAGrader-v0", "data=q.jsonl"]
+    golden.run(evaluate, tmp_path, *a_model, status=2)
+    assert "--n -1" in golden.run(evaluate, tmp_path, *a_model, "--n", -1, status=2)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    assert evaluate.main([str(run)]) == 2
-    assert "this run has no checkpoint yet" in capsys.readouterr().err
+    golden.run(evaluate, run, status=2)
     (run / "config.json").write_bytes((finished / "config.json").read_bytes())
     for named in (run, run / "checkpoints"):
-        assert evaluate.main([str(named)]) == 2
-        told = capsys.readouterr().err
-        assert f"{run} contains no finished checkpoint yet; continue the run (--resume)" in told
-        assert "evaluate its initial model: --checkpoint start" in told
+        assert "--checkpoint start" in golden.run(evaluate, named, status=2)
+    for command in ("report", "regrade"):
+        golden.run(evaluate, command, run, status=2)
     out = str(tmp_path / "out")
     assert evaluate.main([str(run), "--checkpoint", "start", "--n", "2", "--out", out]) == 0
-
-
-def test_a_negative_number_of_questions_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [str(tmp_path), "--env", "agentenv/QAGrader-v0", "data=q.jsonl", "--n", "-1"]
-    assert evaluate.main(arguments) == 2
-    assert "--n -1: expected a number of questions, or 0 for all" in capsys.readouterr().err
 
 
 def test_environment_keys_of_a_run_are_ignored_for_another_environment() -> None:
