@@ -105,7 +105,6 @@ async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks
     assert len(server.requests) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

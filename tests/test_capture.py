@@ -156,7 +156,6 @@ async def three_times(client: Client) -> float:
     return 4.0
 
 
-@pytest.mark.slow
 def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     """One request at a time: batches change the last bits of results."""
     build_model(tmp_path, seed=0)
@@ -644,7 +643,6 @@ def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) 
     assert (leaf.error or "").startswith("EnvError: cannot render a call of the program: ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["tags", "native"])
 def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
     """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""

@@ -65,7 +65,6 @@ def test_a_stream_resumes_at_any_position(
     assert drawn(TaskStream(mix, 5, position), 20) == whole[position:]
 
 
-@pytest.mark.slow
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_no_part_deviates_far_from_its_share(weights: list[float]) -> None:
     pattern = TaskMix([part("a", 1) for _ in weights], weights).pattern

@@ -173,7 +173,6 @@ with own_folder(Path(sys.argv[1]), "own-") as folder:
 """
 
 
-@pytest.mark.slow
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:

@@ -107,7 +107,6 @@ def test_a_block_of_toml_is_part_of_a_configuration(
 # Python
 
 
-@pytest.mark.slow
 @named(list(blocks("python")))
 def test_a_block_of_python_runs(
     block: Block, tmp_path: Path, request: pytest.FixtureRequest
@@ -196,8 +195,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_command_lines_are_accepted_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
@@ -266,8 +263,6 @@ def test_keys_that_pages_name_exist() -> None:
 # the site
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

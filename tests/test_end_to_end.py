@@ -18,7 +18,6 @@ CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 
 
 @pytest.mark.promise
-@pytest.mark.timeout(300)
 async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     config = load_config(TrainConfig, CONFIG)
     training = Training(config, RunDirectory(tmp_path / "run", resume=False), View(), resume=False)

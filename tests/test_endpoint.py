@@ -380,7 +380,6 @@ def name_of(api: str, path: str, status: int, data: bytes) -> str:
 NUM_DAMAGED = 3000
 
 
-@pytest.mark.slow
 def test_a_damaged_request_is_answered_with_the_right_error() -> None:
     async def work(client: Client) -> None:
         rng, seen = Random(3), Counter[str]()

@@ -14,8 +14,6 @@ from agentenv.base.errors import ConfigError
 from agentenv.contract import env as registry
 from agentenv.contract.env import EnvSpec
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "tests" / "example_package"
 
@@ -106,7 +104,6 @@ def command(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.timeout(300)
 def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: Path) -> None:
     config = EXAMPLE / "office.toml"
     train = [str(ROOT / "launchers" / "train.py"), str(config), f"run.dir={tmp_path}"]

@@ -76,8 +76,6 @@ async def test_the_program_has_the_tokens_of_its_twin() -> None:
     assert left() == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # on a busy machine; about 400 CPU seconds
 def test_an_agent_with_the_stock_client_learns_with_forks(
     tmp_path: Path, forked_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,6 @@ def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> No
     assert num_tokens / speed < limits["max_seconds"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENVS)
 async def test_the_environment_keeps_its_contract(name: str) -> None:
     env, world = parts(name)
@@ -127,8 +126,6 @@ async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> No
     await env.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENVS)
 def test_an_example_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
     from tests.support.rank_here import rank_here  # loads torch

@@ -67,8 +67,6 @@ async def test_the_stateful_tools_keep_the_contract(folder: Path) -> None:
     await check_tool_env(BasketEnv, task, [put, "<count></count>", quotient, put, "2"])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_model_is_trained_and_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,7 +148,6 @@ class Point(msgspec.Struct):
     rest: Any = None
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json({"x": 1.5, "rest": [{"a": "b"}, 2]}), st.booleans())
 def test_decoding(data: bytes, packed: bool) -> None:
@@ -166,7 +165,6 @@ FLAT = {"result": [DOCUMENT, {"document": DOCUMENT}]}
 BATCH = [[[{"id": "1", "contents": "x"}]], [[0.5]]]
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(PROVIDERS)))
 def test_replies_of_providers(body: bytes, name: ProviderName) -> None:
@@ -207,7 +205,6 @@ async def one_turn(engine: ChatEngine, renderer: ChatRenderer) -> None:
         written(engine._body(engine.pieces.read(ids), SAMPLING))
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(CHAT))
 async def test_chat_replies(body: bytes) -> None:
@@ -265,7 +262,6 @@ SGLANG = (
 )
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(VLLM[:2], VLLM))
 def test_events_of_vllm(events: list[bytes]) -> None:
@@ -283,7 +279,6 @@ def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
     return end
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
@@ -302,7 +297,6 @@ ANSWER = {"ready": False, "error": "", "output": "42", "problem": "", "lost": Fa
 FRAME = framed(json.dumps(ANSWER).encode())
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(ANSWER), st.none() | damaged(FRAME, FRAME * 2) | st.binary(max_size=9))
 async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
@@ -358,7 +352,6 @@ FORMS = (
 )
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(
     damaged_json(ARGUMENTS, {"name": "look_up", "arguments": ARGUMENTS}),
@@ -411,7 +404,6 @@ async def _closed() -> AsyncIterator[None]:
     await close_shared()
 
 
-@pytest.mark.slow
 @fuzzed(0.6)
 @given(reply=http_replies(SERVED))
 async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
@@ -420,7 +412,6 @@ async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> Non
     written(await ended_async("pages", reader.text(url), ToolError, InfraError))
 
 
-@pytest.mark.slow
 @fuzzed(0.7)
 @given(reply=http_replies(SERVED))
 async def test_services(reply: bytes, server: RawServer) -> None:
@@ -443,7 +434,6 @@ async def events_of(http: ServerClient) -> None:
             answer.add(event)
 
 
-@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged_json({"queries": ["a"], "topk": 3, "return_scores": True}, {"query": "a"},
                     {"query": ["a"], "top_n": 3, "return_score": True}))  # fmt: skip
@@ -529,7 +519,6 @@ async def test_files_of_a_cache(
 PACKED = frame_of(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
 
 
-@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged(PACKED) | damaged(PACKED[8:]).map(frame_of) | st.binary(max_size=20).map(frame_of))
 async def test_frames_of_a_worker(data: bytes) -> None:

@@ -139,7 +139,6 @@ def test_an_id_that_gymnasium_rejects_is_registered_only_with_us() -> None:
     del registry._registry["toy/many/parts"]
 
 
-@pytest.mark.slow
 def test_gymnasium_is_imported_only_where_it_is_used() -> None:
     code = "import agentenv.envs, agentenv.assembly.keys.rl, sys; print('gymnasium' in sys.modules)"
     result = subprocess.run(

@@ -159,7 +159,6 @@ def test_the_help_of_training_loads_neither_parts_nor_terminal() -> None:
     }
 
 
-@pytest.mark.slow
 def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""
     outside_the_loop = (  # threads and processes

@@ -29,8 +29,6 @@ from agentenv.processes.link import hold_port, port_of
 from agentenv.processes.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "vllm", "sglang", "matplotlib", "pandas")
 PACKAGES = (

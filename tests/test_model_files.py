@@ -67,7 +67,6 @@ def test_unknown_tokenizers_are_loaded_by_auto_tokenizer(
     assert tokenizer_class(model_directory(tmp_path / "model", model_type, **settings)) is None
 
 
-@pytest.mark.slow
 def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
     code = (

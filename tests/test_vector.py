@@ -80,7 +80,6 @@ def test_results_equal_those_of_the_vector_envs_of_gymnasium(mode: str) -> None:
     ours.close()
 
 
-@pytest.mark.slow
 def test_two_thousand_environments_in_one_process() -> None:
     vector = make(2000)
     observations, _ = vector.reset(seed=1)

@@ -18,8 +18,6 @@ from tests.support.forks import project
 from tests.support.forkserver import Forked
 from tests.support.killing import Plan
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def start_training(arguments: Sequence[str], output: int) -> Forked:
     """As a fork, which imports nothing."""

@@ -39,8 +39,6 @@ from benchmarks.parts.timings import (
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
-pytestmark = pytest.mark.slow
-
 MODEL = ServiceModel(
     decode_s=0.02, running_s=0.001, prefill_s=1e-4, beside=1.5,
     update_s=2.0, token_s=1e-3, shared=1.5, publish_s=0.5, score_s=0.1, turn_s=0.0,

@@ -13,8 +13,6 @@ from agentenv.launchers import train
 from agentenv.rollout.archive import read_step, steps_of
 from tests.support.runs import rows_of, trees_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
-
 
 def test_every_tree_of_each_step_is_kept(finished: Path) -> None:
     steps = [read_step(path) for path in steps_of(finished / "trees").values()]

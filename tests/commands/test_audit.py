@@ -31,8 +31,6 @@ from agentenv.launchers import doctor, train
 from agentenv.rollout.archive import Entry, Step, StepHeader
 from tests.support.rank_here import rank_here
 
-pytestmark = [pytest.mark.timeout(400)]
-
 
 def step(number: int, *rewards: Sequence[float]) -> Step:
     """A step whose trees have these rewards."""
@@ -130,7 +128,6 @@ class Other:
         return changed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "failed", "remedy"),
     [
@@ -189,7 +186,6 @@ def own_grader(folder: Path, name: str) -> list[str]:
     return [f"grader.path={folder}/own_grader.py", f"grader.name={name}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_paid", "remedy"),
     [
@@ -277,7 +273,6 @@ async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
     assert "it reads only the first" in remedy(guesses)
 
 
-@pytest.mark.slow
 def test_a_jump_is_reported_with_its_trajectories(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

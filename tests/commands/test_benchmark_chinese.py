@@ -31,7 +31,6 @@ async def _shared() -> AsyncIterator[None]:
     await close_shared()
 
 
-@pytest.mark.slow
 async def test_an_xbench_set_is_evaluated_in_chinese_and_scored(
     tmp_path: Path,
 ) -> None:
@@ -48,7 +47,6 @@ async def test_an_xbench_set_is_evaluated_in_chinese_and_scored(
     assert tasks[0].question in first
 
 
-@pytest.mark.slow
 async def test_the_same_policy_fails_with_the_english_prompt(tmp_path: Path) -> None:
     """Therefore the score above shows that the prompt reached the policy."""
     corpus, questions = write_world(tmp_path)

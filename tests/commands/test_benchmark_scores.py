@@ -9,15 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agentenv.envs.quickstart_setup import build_model
 from tests.support.exams import GAIA, HLE, judged, write_exams
 from tests.support.judge_server import JudgeServer, judge_server
 from tests.support.tea_house import HOUSES, write_world
 from tests.support.warehouse import ROOT
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def write_setup(folder: Path, judge: JudgeServer) -> Path:
@@ -66,7 +62,6 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
     return rows, json.loads((out / "summary.json").read_text()), shown.decode()
 
 
-@pytest.mark.slow
 async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(
     tmp_path: Path,
 ) -> None:

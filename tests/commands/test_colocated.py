@@ -60,8 +60,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("here")
 def test_two_updates_in_turns(config: Path) -> None:
     """The engine sleeps once for each update and for each checkpoint. No tree is lost by that, and

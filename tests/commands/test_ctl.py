@@ -17,8 +17,6 @@ from agentenv.launchers import ctl
 from tests.support.forks import Command
 from tests.support.runs import rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 SLOW = """    if item == "rivets":
         await asyncio.sleep(8)
 """

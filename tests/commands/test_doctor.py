@@ -36,8 +36,6 @@ from agentenv.text.renderer import TagRenderer, TextCodec
 from tests.commands.test_checks import found
 from tests.support.toy import CharTokenizer
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def failed(results: Sequence[CheckResult]) -> list[str]:
     return [one.name for one in results if one.state == "failed"]
@@ -108,7 +106,6 @@ def test_a_fault_of_the_machine_fails_exactly_its_check(
     assert remedy in found.remedy
 
 
-@pytest.mark.slow
 def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +119,6 @@ def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
     assert "bubblewrap" in found.message + found.remedy
 
 
-@pytest.mark.slow
 def test_a_lower_level_of_the_sandbox_is_named_with_its_reason_and_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +159,6 @@ EXTRA = (
 )
 
 
-@pytest.mark.slow
 def test_for_a_good_configuration_each_check_passes_or_is_skipped_with_a_reason(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +285,6 @@ def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
         )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_with_learner_and_engine_the_logprob_gap_is_measured_and_checked(
     embedded: dict[str, CheckResult],

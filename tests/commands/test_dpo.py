@@ -22,7 +22,7 @@ from agentenv.training.supervised.data import pairs_of, read_pair_row
 from tests.commands.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 TABLES = """\
 [data]
 train = "pairs"
@@ -45,7 +45,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_supervised(tmp_path_factory.mktemp("dpo"), TABLES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     """Also by the policy itself: the chosen answer's log-prob rises over the rejected one's."""
@@ -136,7 +135,6 @@ CRITIC = ["self_critic={every=2, num_questions=4, num_samples=6, batch_size=4, n
           'optimizer={optimizer="adamw", learning_rate=2e-3}}']  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
     warehouse: Path, workspace: Path
 ) -> None:
@@ -159,7 +157,6 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.slow
 def test_rounds_between_updates_do_not_increase_the_policy_version(warehouse: Path) -> None:
     assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC]) == 0
     found = warehouse.parent / "runs" / "critical"

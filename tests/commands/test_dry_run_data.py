@@ -77,7 +77,6 @@ def dry(main: Any, *arguments: str) -> int:
     return code
 
 
-@pytest.mark.slow
 def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(train.main, "train.toml", "engine.name=embedded") == 0
     told = capsys.readouterr().out
@@ -98,7 +97,6 @@ def test_adapters_that_cannot_be_merged_are_refused(
     assert "model.embed_tokens of Qwen3ForCausalLM is of class Embedding" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -121,7 +119,6 @@ def test_a_dry_run_refuses_the_rows_that_a_run_refuses(
     assert "1 invalid rows are skipped, 6 are used" in told or "1 of 7 prompts are longer" in told
 
 
-@pytest.mark.slow
 def test_a_gold_that_its_grader_rejects_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +128,6 @@ def test_a_gold_that_its_grader_rejects_is_refused(
     assert "its own gold answer '}{' is graded as wrong" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_demonstrations_without_their_questions_are_not_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +142,6 @@ def test_demonstrations_without_their_questions_are_not_read(
     assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]
 
 
-@pytest.mark.slow
 def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "test.jsonl").unlink()
     code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
@@ -160,7 +155,6 @@ def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFix
     assert "model.path = models/Qwen2.5-3B" in missing
 
 
-@pytest.mark.slow
 def test_a_package_that_is_not_installed_is_listed_as_missing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +183,6 @@ train = "{run}/train.jsonl"
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "absent", "missing"),
     [
@@ -213,7 +206,6 @@ def test_missing_packages_are_listed_for_rows_that_the_run_generates(
     assert missing in " ".join(capsys.readouterr().out.partition("missing:")[2].split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])
 def test_a_folder_of_runs_that_cannot_be_written_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], place: str
@@ -225,7 +217,6 @@ def test_a_folder_of_runs_that_cannot_be_written_is_refused(
     assert dry(train.main, *words) == 0
 
 
-@pytest.mark.slow
 def test_a_program_without_namespaces_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,7 +233,6 @@ def test_a_program_without_namespaces_is_refused(
     assert "env.kwargs.program.allow_unsafe = true" in told
 
 
-@pytest.mark.slow
 def test_missing_weights_are_listed_as_missing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,7 +280,6 @@ def test_dialogues_are_measured_in_tokens(
     assert "1 invalid rows are skipped" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

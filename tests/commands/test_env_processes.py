@@ -22,8 +22,6 @@ from tests.commands.test_rollout_workers import workers as processes
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
 # The README's environment, whose tool also computes, where it must not be.
 MODULE = """
 import os

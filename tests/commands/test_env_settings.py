@@ -33,7 +33,6 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.slow
 def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Path) -> None:
     rows = evaluated(
         warehouse,
@@ -49,7 +48,6 @@ def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Pat
         assert "terminated" in text
 
 
-@pytest.mark.slow
 def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
     (plain,) = {
         "im_start" in json.dumps(row)

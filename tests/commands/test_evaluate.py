@@ -58,7 +58,6 @@ def test_a_missing_checkpoint_is_refused_with_the_existing_ones(
     assert "step-000099: no such checkpoint; the run has step-000003, step-000004" in said
 
 
-@pytest.mark.slow
 def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3", report=True) == 0
     rows = read_rows(tmp_path / "out")
@@ -218,7 +217,6 @@ def test_repeated_task_ids_are_made_unique(
     assert "2 questions have the id of an earlier one" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_without_out_each_configuration_has_its_own_directory(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
 ) -> None:

@@ -85,7 +85,6 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return state
 
 
-@pytest.mark.slow
 def test_failures_do_not_count_as_wrong_and_are_retried(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

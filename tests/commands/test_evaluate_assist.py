@@ -80,7 +80,6 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
 def test_rows_and_report_record_the_actions_of_the_helpers(
     run: Run, tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +104,6 @@ def test_rows_and_report_record_the_actions_of_the_helpers(
     assert summary["overall"]["assist"]["refiner_uses"] * 2 == len(helper.requests) == 24
 
 
-@pytest.mark.slow
 def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3") == 0
     for row in read_rows(tmp_path / "out"):
@@ -118,7 +116,6 @@ def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> No
         assert row.tool_tokens < 300, "a prompt is no tool result"
 
 
-@pytest.mark.slow
 def test_regrading_keeps_the_results(run: Run, tmp_path: Path) -> None:
     assert run("out") == 0
     before = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}
@@ -216,7 +213,6 @@ def test_training_has_no_assist_key(warehouse: Path, capsys: pytest.CaptureFixtu
     assert "assist" in refused(capsys)
 
 
-@pytest.mark.slow
 def test_the_shipped_configuration_is_planned_and_runs_small(
     tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,8 +58,6 @@ class Evaluation:
         return {row.question for row in read_rows(self.out)}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
     warehouse: Path, tmp_path: Path
 ) -> None:
@@ -91,8 +89,6 @@ def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
     assert len(command.begun_questions()) <= len(questions) + NUM_KILLS * CONCURRENCY
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_evaluation_can_be_continued(
     warehouse: Path, tmp_path: Path, number: signal.Signals

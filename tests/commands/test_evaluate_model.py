@@ -19,7 +19,7 @@ from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 NUM = 12
 CHAT = ("limits.max_prompt_tokens=64", "limits.max_response_tokens=192",

@@ -90,7 +90,6 @@ def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
     assert links == {"data:,"}  # all is inside
 
 
-@pytest.mark.slow
 def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
     rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
@@ -119,7 +118,6 @@ def test_a_report_needs_rows(tmp_path, capsys):
         evaluate.main(["report", str(tmp_path), "--k", "0"])
 
 
-@pytest.mark.slow
 def test_failures_are_reported_with_their_bound(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
@@ -130,7 +128,6 @@ def test_failures_are_reported_with_their_bound(tmp_path, capsys):
     assert "success would be 0.333" in said
 
 
-@pytest.mark.slow
 def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     for one in rows:
@@ -144,7 +141,6 @@ def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, ca
     assert text in (folder / "report.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
     config = json.loads((folder / "config.json").read_text())
@@ -156,7 +152,6 @@ def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys
     assert list(overall["pass_at"]) == ["1", "2", "3", "4", "5"]
 
 
-@pytest.mark.slow
 def test_a_report_does_not_change_the_rows(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()
@@ -165,7 +160,6 @@ def test_a_report_does_not_change_the_rows(tmp_path):
     assert json.loads((folder / "summary.json").read_text())["compat"] == "reference"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("subject", "told"),
     [

@@ -24,8 +24,6 @@ from agentenv.launchers import evaluate
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)  # math-verify starts twice, which takes long on a busy machine
 def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
     assert evaluate.main(["regrade", str(folder)]) == 0  # the labels of the rows become real grades
@@ -39,7 +37,6 @@ def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
     assert all("em" in row.scores for row in rows)
 
 
-@pytest.mark.slow
 def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
     answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
@@ -57,7 +54,6 @@ def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
     assert "qa/2/0" in (folder / "regrade.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_published_reward_is_graded_with_its_tools(tmp_path):
     rows = rows_of({"1": ["Paris"], "2": ["Paris"], "3": ["Rome"], "4": ["Paris"]})
     rows[1].tool_calls[1]["ok"] = False
@@ -67,7 +63,6 @@ def test_the_published_reward_is_graded_with_its_tools(tmp_path):
     assert [row.reward for row in read_rows(folder)] == [1.1, 1.0, 0.0, -1.0]
 
 
-@pytest.mark.slow
 def test_one_set_may_have_its_own_grader(tmp_path):
     rows = rows_of({"1": ["WWII"]}, "World War II", dataset="a")
     rows += rows_of({"1": ["WWII"]}, "World War II", dataset="b")
@@ -76,7 +71,6 @@ def test_one_set_may_have_its_own_grader(tmp_path):
     assert [row.success for row in read_rows(folder)] == [True, False]
 
 
-@pytest.mark.slow
 def test_only_trajectories_that_failed_in_the_grader_are_regraded(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Paris"]})
     error = "GraderError: the judge is down"
@@ -97,7 +91,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.slow
 def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
@@ -173,7 +166,6 @@ class JudgeServer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow
 def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_path, capsys):
     JudgeServer.asked.clear()
     answers = {"1": ["Paris"], "2": ["Lutetia"], "3": ["Rome"], "4": ["paris!"], "5": ["Oslo"]}
@@ -241,7 +233,6 @@ def saved_with(folder: Path, grader: str) -> Saved:
     return Saved(subject=before.subject, run=before.run, config=config)
 
 
-@pytest.mark.slow
 def test_a_command_with_the_new_grader_continues_the_evaluation(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 1), {"kind": "layered"})
     Store(folder, saved_with(folder, "layered")).close()

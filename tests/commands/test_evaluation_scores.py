@@ -104,7 +104,6 @@ async def test_math_questions_are_recognized_by_benchmark_or_else_by_golds():
     assert not is_math(row(answers=["1994"], metadata={"benchmark": "hotpotqa"}))
 
 
-@pytest.mark.slow
 async def test_equivalent_expressions_are_right_by_the_rules():
     scorer = Scorer()
     same = await scorer.score(row(answer=r"2\sqrt{2}+1", answers=[r"1+\sqrt{8}"]))

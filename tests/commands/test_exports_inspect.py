@@ -17,7 +17,7 @@ from agentenv.rollout.frames import ArchiveConfig
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import failed, row, write_evaluation
 
-pytestmark = [pytest.mark.inspect, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.inspect
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv-inspect" / "bin"

@@ -92,8 +92,6 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, start: Any) -> None:
     """The run begins with one worker; a second one joins, then the first one is terminated."""
     calm = run(warehouse, "calm-beside-external", "eval.sets={}", "queue.max_staleness=1", *SLOW)
@@ -123,8 +121,6 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     assert first.wait(RUN_S) != 0, "its place may be wanted again, elsewhere"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "interrupted"])
 def test_a_worker_exits_successfully_when_the_run_ends(
     warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
@@ -148,8 +144,6 @@ def test_a_worker_exits_successfully_when_the_run_ends(
     assert "without reporting the end of its run" in (tmp_path / "0.log").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_worker_with_another_secret_is_refused(
     warehouse: Path,
     light: None,
@@ -170,7 +164,6 @@ def test_a_worker_with_another_secret_is_refused(
     assert "does it have the same AGENTENV_WORKER_TOKEN?" in (tmp_path / "0.log").read_text()
 
 
-@pytest.mark.slow
 def test_a_run_needs_a_secret(
     warehouse: Path, light: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,8 +260,6 @@ class Job:
                 os.killpg(job.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_script_of_slurm_runs(tmp_path: Path, warehouse: Path) -> None:
     """Whole: the controller ends with 0, and the workers with it."""
     job = Job(tmp_path, warehouse, "slurm")
@@ -279,8 +270,6 @@ def test_the_script_of_slurm_runs(tmp_path: Path, warehouse: Path) -> None:
     assert "step   4/4" in job.log.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_requeued_job_resumes_on_another_host(tmp_path: Path, warehouse: Path) -> None:
     """The controller is killed before there is a checkpoint, and the job starts on another host;
     another job is refused, since the first one may still be there."""

@@ -117,7 +117,6 @@ def test_a_dry_run_and_a_run_accept_hub_ids(
     )
 
 
-@pytest.mark.slow
 def test_a_model_trained_from_the_cache_is_saved_in_full(
     home: Path, warehouse: Path, tmp_path: Path, here: None
 ) -> None:
@@ -138,7 +137,6 @@ def test_a_model_trained_from_the_cache_is_saved_in_full(
     assert sft.main([str(config), "run.name=more", f"model.path={checkpoint}"]) == 0
 
 
-@pytest.mark.slow
 def test_the_environment_variables_of_the_hub_are_read(warehouse: Path, tmp_path: Path) -> None:
     hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
     code = (

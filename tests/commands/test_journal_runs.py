@@ -16,7 +16,7 @@ from tests.commands.test_train_ends import started
 from tests.support.forks import Command
 from tests.support.runs import rows_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("here")
 
 Kind = TypeVar("Kind")
 

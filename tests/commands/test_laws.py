@@ -43,8 +43,6 @@ from agentenv.training.loop.training import Training
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import DeadlockError, Inline, VirtualClockLoop, waiting_tasks
 
-pytestmark = pytest.mark.slow
-
 NUM_STEPS = 4
 LONG_S = 1e5  # more than any run takes without faults
 CALLS = ("generate", "reset", "step", "grade", "fork", "finish", "close")

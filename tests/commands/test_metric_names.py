@@ -43,14 +43,12 @@ def logged(finished: Path) -> set[str]:
     return {key for row in rows_of(finished) for key in row}
 
 
-@pytest.mark.slow
 def test_every_key_of_a_run_is_documented(logged: set[str]) -> None:
     known = [pattern(name) for name in documented()]
     unknown = {key for key in logged - NOT_FIGURES if not any(one.match(key) for one in known)}
     assert not unknown
 
 
-@pytest.mark.slow
 def test_the_figures_of_a_step_are_logged(logged: set[str]) -> None:
     for name in (
         *("reward/mean", "reward/success", "rollout/response_tokens", "rollout/forks"),

@@ -155,7 +155,6 @@ def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_step
     assert [point.step for point in cold.Scalars("sft/loss")][-1] == 100
 
 
-@pytest.mark.slow
 def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
     tmp_path: Path,
 ) -> None:
@@ -271,7 +270,6 @@ def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
         build_config(SFTRunConfig, raw, "sft.toml")
 
 
-@pytest.mark.slow
 def test_the_dashboard_shows_metrics_that_a_run_sends(finished: Path) -> None:
     sent: set[str] = set()
     for line in (finished / "metrics.jsonl").read_text().splitlines():

@@ -66,7 +66,6 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "NAME" not in text
 
 
-@pytest.mark.slow
 def test_the_generated_test_passes(tmp_path: Path) -> None:
     new.make_folder("dice_tested", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "dice_tested"]
@@ -75,8 +74,6 @@ def test_the_generated_test_passes(tmp_path: Path) -> None:
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) -> None:
     new.make_folder("dice_examined", tmp_path)
     command = [
@@ -99,8 +96,6 @@ def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) ->
     assert "reformatted ones correct" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_generated_environment_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
 ) -> None:

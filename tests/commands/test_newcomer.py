@@ -107,7 +107,6 @@ async def test_the_quick_start_can_be_graded_by_another_grader(
     assert given == reward
 
 
-@pytest.mark.slow
 def test_replies_of_a_judge_without_a_verdict_are_reported(tmp_path: Path) -> None:
     parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
     rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]

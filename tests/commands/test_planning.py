@@ -122,7 +122,6 @@ def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
     assert shape.adapter_params(8) < shape.num_params / 100
 
 
-@pytest.mark.slow
 def test_the_shape_of_a_local_model(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     shape = find_shape(tmp_path)
@@ -189,7 +188,6 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "experts"])
 def test_activations_match_those_saved_by_autograd(name: str, dtype: torch.dtype) -> None:

@@ -26,8 +26,6 @@ from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 STORE_BYTES = 80 << 20
 RAY = ["cluster.kind=ray", "eval.sets={}", "queue.max_staleness=1"]
 ALONE = "eval.sets={}", "queue.max_staleness=1"

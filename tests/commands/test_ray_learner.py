@@ -13,7 +13,7 @@ from tests.commands.test_ray import Nodes
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 
 CONFIG = ROOT / "tests" / "support" / "small_quickstart.toml"
 KEYS = [

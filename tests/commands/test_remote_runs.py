@@ -20,7 +20,7 @@ from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 SMALL = [
     "queue.groups_per_step=4",

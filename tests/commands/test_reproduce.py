@@ -101,7 +101,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", commands(), ids=lambda line: " ".join(line[2:])[:60])
 def test_each_command_line_is_valid_and_reads_every_file(
     line: list[str],

@@ -115,7 +115,6 @@ def test_every_configuration_with_a_grader_has_a_test() -> None:
     assert {path.stem for path in CONFIGS.glob("*.toml")} == UNGRADED | {p.stem for p in GRADED}
 
 
-@pytest.mark.slow
 async def test_the_reward_of_each_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from agentenv.launchers import export, train
 from tests.support.runs import first_turns, rows_of, trees_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 LORA = [
     "learner.optimizer=adamw",
     "learner.lora={r=4,alpha=8}",
@@ -30,7 +30,6 @@ def copied(finished: Path, name: str) -> Path:
     return shutil.copytree(finished, finished.with_name(name))
 
 
-@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_next_tree(warehouse: Path, finished: Path) -> None:
     run = copied(finished, "resumed")
     assert train.main([str(warehouse), "run.name=resumed", "train.num_steps=6", "--resume"]) == 0
@@ -43,7 +42,6 @@ def test_a_resumed_run_continues_with_the_next_tree(warehouse: Path, finished: P
     assert summary["trees"]["offered"] == 12
 
 
-@pytest.mark.slow
 def test_a_run_resumes_from_its_best_checkpoint(
     warehouse: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,7 +55,6 @@ def test_a_run_resumes_from_its_best_checkpoint(
     assert "not a complete checkpoint" in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.slow
 def test_adapters_are_trained_resumed_and_exported(
     warehouse: Path, finished: Path, tmp_path: Path
 ) -> None:

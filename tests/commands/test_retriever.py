@@ -207,7 +207,6 @@ async def test_a_reply_without_a_batch_is_an_infrastructure_error(reply: str) ->
         await backend.close()
 
 
-@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(corpus: Path) -> None:
     with retriever(f"backend.corpus={corpus}") as address:
         found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))

@@ -51,8 +51,6 @@ from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
 from tests.test_cluster import grown
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
 PROCESSES = ["cluster.kind=processes", "cluster.workers=2", "eval.sets={}", "queue.max_staleness=1"]
 START_S = 90.0
 SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]

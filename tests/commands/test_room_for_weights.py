@@ -60,7 +60,6 @@ def start(warehouse: Path, tmp_path: Path) -> Start:
     return started
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"), [("size=64k", "has 64 KiB free;"), ("ro", "is not writable")]
 )
@@ -76,7 +75,6 @@ def test_without_room_in_memory_weights_pass_through_the_folder_of_the_run(
     assert not list((tmp_path / "runs" / "one").glob("agentenv-weights-*"))
 
 
-@pytest.mark.slow
 def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
     start: Start, tmp_path: Path
 ) -> None:
@@ -95,7 +93,6 @@ def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 def test_weights_pass_through_a_chosen_folder(start: Start, tmp_path: Path) -> None:
     done = start("size=64k", f"resources.weights_dir={tmp_path}/weights")
     assert done.returncode == 0, done.stderr

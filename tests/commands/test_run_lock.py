@@ -47,7 +47,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(

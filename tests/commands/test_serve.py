@@ -27,8 +27,6 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     program = tmp_path / "python"

@@ -35,7 +35,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_evaluation_of_the_url_has_the_rows_of_the_model(
     engine: str, warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

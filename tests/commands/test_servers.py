@@ -88,7 +88,6 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
     assert_ended(processes(process.log))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> None:
     port = str(free_port())

@@ -289,8 +289,6 @@ def importable(warehouse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{warehouse.parent}")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("importable")
 def test_a_killed_sweep_resumes_and_is_compared(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -325,8 +323,6 @@ def test_a_killed_sweep_resumes_and_is_compared(
     assert "group_size=4" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("importable")
 def test_a_failed_run_is_listed_and_the_others_are_trained(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from agentenv.training.supervised.run import Rows, smoothed
 from tests.commands.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 PNG = b"\x89PNG"
 
 
@@ -47,7 +47,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_supervised(tmp_path_factory.mktemp("sft"), TABLES)
 
 
-@pytest.mark.slow
 def test_the_loss_on_held_out_dialogues_falls(workspace: Path) -> None:
     found = run_small(sft, workspace, "falls", "sft.eval_every=10", "checkpoint.every=10")
     rows = rows_of(found)
@@ -79,7 +78,6 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) -> None:
     keys = ["sft.num_steps=4", "checkpoint.every=2", "sft.packing=true", "data.max_length=256"]
@@ -104,7 +102,6 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_logs_each_step_once(
     workspace: Path,
 ) -> None:

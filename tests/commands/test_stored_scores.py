@@ -45,7 +45,6 @@ def summary(folder: Path) -> object:
     return json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.slow
 def test_a_repeated_report_scores_nothing_and_has_the_same_summary(
     folder: Path, scored_answers: list[str]
 ) -> None:
@@ -58,7 +57,6 @@ def test_a_repeated_report_scores_nothing_and_has_the_same_summary(
     assert summary(folder) == first
 
 
-@pytest.mark.slow
 def test_a_comparison_uses_stored_scores_and_stores_new_ones(
     folder: Path, tmp_path: Path, scored_answers: list[str]
 ) -> None:
@@ -72,7 +70,6 @@ def test_a_comparison_uses_stored_scores_and_stores_new_ones(
     assert scored_answers == []
 
 
-@pytest.mark.slow
 def test_only_an_added_sample_is_scored_and_votes_include_it(
     folder: Path, scored_answers: list[str]
 ) -> None:
@@ -90,7 +87,6 @@ def test_only_an_added_sample_is_scored_and_votes_include_it(
     assert summary(part)["overall"] == summary(whole)["overall"]  # type: ignore[index]
 
 
-@pytest.mark.slow
 def test_regrading_recomputes_scores(folder: Path, scored_answers: list[str]) -> None:
     assert evaluate.main(["report", str(folder)]) == 0
     scored_answers.clear()
@@ -98,13 +94,11 @@ def test_regrading_recomputes_scores(folder: Path, scored_answers: list[str]) ->
     assert len(scored_answers) >= 48
 
 
-@pytest.mark.slow
 def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
     assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
     assert not any(row.scores for row in read_rows(folder))
 
 
-@pytest.mark.slow
 def test_scores_are_not_stored_while_another_command_writes(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):

@@ -75,7 +75,6 @@ def test_more_samples_reuse_stored_trajectories(
     assert num_asked[0] == count + 4 + 2 * 2, "chains, and hints into two of them"
 
 
-@pytest.mark.slow
 def test_failures_are_reported_and_retried(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from agentenv.launchers import sft, synthesize, train
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 
 NUM = 8
 DIRECT_PROMPT = "What is of user"  # words of the small tokenizer

@@ -55,7 +55,6 @@ def spoil(folder: Path) -> int:
     return num
 
 
-@pytest.mark.slow
 def test_regraded_trajectories_are_sorted_again_without_requests(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ from agentenv.training.loop.state import RunState
 from tests.support.runs import first_turns, rows_of
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_each_evaluation_set_has_its_own_cadence_and_name(finished: Path) -> None:
@@ -185,7 +185,6 @@ def test_a_finished_run_is_not_overwritten(
     assert "already contains a run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_evaluating_a_run_and_a_checkpoint(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

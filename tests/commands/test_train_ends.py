@@ -24,7 +24,7 @@ from tests.support.forks import Command, project
 from tests.support.forkserver import Forked
 from tests.support.runs import trees_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @contextmanager
@@ -40,7 +40,6 @@ def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Comma
         yield process, run
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "interrupted", *endless) as (process, run):
@@ -59,7 +58,6 @@ def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> Non
     assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_told", [True, False], ids=["hangup", "unnoticed"])
 def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -> None:
     """The run ends with a checkpoint if the system reports the hangup, else at its regular end."""
@@ -99,7 +97,6 @@ def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
 def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "killed-learner", *endless) as (process, _):
@@ -113,7 +110,6 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
     assert "Traceback (most recent call last)" not in log
 
 
-@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
     warehouse: Path,
 ) -> None:

@@ -32,8 +32,6 @@ from agentenv.training.loop.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import warehouse_turn
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:

@@ -24,8 +24,6 @@ from agentenv.training.loop.training import Training
 from tests.support.toy_run import WEIGHTS, ToyEngine, ToyEnv, ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
-pytestmark = pytest.mark.slow
-
 KEYS = ("checkpoint.every=2", "eval.concurrency=1", "train.num_steps=4")
 Moment = Callable[[Training], Awaitable[None]]
 

@@ -53,7 +53,6 @@ def test_every_command_refuses_undecodable_paths(
     assert SHOWN in capsys.readouterr().err + caplog.text
 
 
-@pytest.mark.slow
 def test_undecodable_arguments_of_a_shell_are_refused(tmp_path: Path) -> None:
     config = os.path.join(os.fsencode(tmp_path), b"\xff.toml")
     Path(os.fsdecode(config)).write_text("")

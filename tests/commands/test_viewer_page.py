@@ -36,7 +36,6 @@ FLAGS = [
 ]
 pytestmark = [
     pytest.mark.viewer,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
 ]
 WAIT_MS = 30_000

@@ -27,8 +27,6 @@ from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
 from tests.support.virtual_clock import run_virtual
 
-pytestmark = pytest.mark.slow
-
 Kind = TypeVar("Kind")
 
 KEYS = [

@@ -32,8 +32,6 @@ from tests.support.links import linked
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
-pytestmark = pytest.mark.slow
-
 SILENCE_S = 30.0
 Storm = list[tuple[float, bool]]  # when a worker is lost, and whether it hangs
 

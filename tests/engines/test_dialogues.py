@@ -32,7 +32,6 @@ def rounded(value: Any) -> Any:
     return round(value, 9) if isinstance(value, float) else value
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_a_client_repeats_the_dialogue_recorded_with_the_real_server(
     name: str, models: list[Path]

@@ -54,7 +54,6 @@ async def count_shapes(folder: Path, shapes: Shapes, finite: bool) -> tuple[int,
             return first, await run_to(NUM_STEPS) - first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("finite", [True, False])
 async def test_a_ragged_load_meets_few_shapes_of_attention(
     finite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

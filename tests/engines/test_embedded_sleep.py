@@ -69,7 +69,6 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
     await falling
 
 
-@pytest.mark.slow
 async def test_turns_continue_unchanged_after_a_sleep(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +98,6 @@ async def test_turns_continue_unchanged_after_a_sleep(
     assert got == done[0].token_ids
 
 
-@pytest.mark.slow
 async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ from agentenv.base.types import SamplingParams, VersionSpan
 from tests.engines.small_models import Steps, check, make, prompt, serving
 
 
-@pytest.mark.slow
 async def test_weights_change_while_requests_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ HTTP = ("aiohttp", "agentenv.contract.http_client")
     [
         ("agentenv.contract.engine", (*HTTP, "agentenv.engines")),
         ("agentenv.engines.scripted", (*HTTP, "agentenv.engines.pool")),
-        pytest.param("agentenv.engines.embedded.engine", HTTP, marks=pytest.mark.slow),
+        pytest.param("agentenv.engines.embedded.engine", HTTP),
         (
             "agentenv.engines.pool.pooled_engine",
             ("agentenv.engines.vllm", "agentenv.engines.sglang"),

@@ -398,7 +398,6 @@ class Storm:
             await self.leave(0)
 
 
-@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

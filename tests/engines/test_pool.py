@@ -210,7 +210,6 @@ async def test_closing_ends_running_and_waiting_turns(b: Bench) -> None:
 # concurrency
 
 
-@pytest.mark.slow
 @virtual(1)
 async def test_the_pool_finds_the_capacity_of_a_server(b: Bench) -> None:
     (server,) = b.servers

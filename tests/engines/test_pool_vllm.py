@@ -24,7 +24,7 @@ from tests.engines.traffic import LONG
 from tests.engines.vllm_server import forking_python, require_vllm
 from tests.engines.world import EngineSubject, World, prompt
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine_vllm
 
 NUM_OTHERS = 16  # turns that run with the long one
 

@@ -31,7 +31,6 @@ from tests.engines.world import World, prompt
 
 pytestmark = [
     pytest.mark.engine_vllm,
-    pytest.mark.timeout(600),
     pytest.mark.usefixtures("forked_ranks"),
 ]
 

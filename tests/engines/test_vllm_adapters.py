@@ -22,7 +22,7 @@ from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World, prompt
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine_vllm
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
 LANES = 8  # turns of a test at a time
 

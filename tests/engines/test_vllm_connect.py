@@ -14,7 +14,7 @@ from tests.engines.proxy import Change, Proxy, changed, proxy, without
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engine_vllm
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.engines.proxy import changed, proxy
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, write_model
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_vllm
 BROADCAST = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
 
 

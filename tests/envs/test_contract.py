@@ -92,7 +92,6 @@ def ours() -> list[str]:
     return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ours())
 async def test_an_env_keeps_the_contract(env_id: str, tmp_path: Path) -> None:
     case = CASES[env_id]

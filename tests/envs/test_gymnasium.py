@@ -52,7 +52,6 @@ def test_gymnasium_runs_an_episode_with_tools() -> None:
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
 @pytest.mark.parametrize("name", OWN)
 def test_every_registered_environment_runs_in_each_vector_mode(
@@ -106,7 +105,6 @@ print(agentenv.env_ids() == ids)
 """
 
 
-@pytest.mark.slow
 def test_gymnasium_finds_the_environments_of_an_installed_agentenv_without_an_import(
     tmp_path: Path,
 ) -> None:

@@ -128,7 +128,6 @@ async def test_a_cancelled_job_frees_its_worker(make_pool: Callable[..., WorkerP
     assert await pool.run({}, 9.0) == "done"
 
 
-@pytest.mark.slow
 async def test_a_pool_survives_the_death_of_its_processes(
     make_pool: Callable[..., WorkerPool],
 ) -> None:
@@ -218,7 +217,6 @@ def test_workers_die_with_their_host() -> None:
     assert not alive
 
 
-@pytest.mark.slow
 async def test_slow_expressions_do_not_stop_the_verdicts_of_other_answers() -> None:
     """64 right answers that only math-verify can decide, after 64 that it never finishes."""
     pytest.importorskip("math_verify")

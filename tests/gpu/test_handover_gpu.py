@@ -58,9 +58,7 @@ VLLM_LINES = ("memory opened", "weights in place", "to fall asleep", "to wake up
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.engine_vllm,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),
 ]
 

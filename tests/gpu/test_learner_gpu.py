@@ -29,8 +29,6 @@ from tests.gpu.test_tree_gpu import random_policy
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),
 ]
 T = TypeVar("T")

@@ -34,7 +34,6 @@ from tests.learners.trees import credited, random_tree, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(600),
 ]
 HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
 # One compiler at a time, and only the trials and kernels that small models need.
@@ -77,7 +76,6 @@ def check_equal(policy: Policy, plain: Policy, max_tokens: int) -> None:
         assert (one - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_parts_change_nothing_but_rounding() -> None:
     """Layers and micro-batches of other lengths share compiled code; names stay."""

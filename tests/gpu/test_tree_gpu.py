@@ -41,7 +41,6 @@ from tests.learners.trees import MODELS, random_tree, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(900),
 ]
 NUM_STEPS = 3 if HAS_GPU else 1
 # FlexAttention compiles for minutes on a CPU, and has no backward pass there.

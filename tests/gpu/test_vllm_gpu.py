@@ -50,10 +50,8 @@ PROMPT = 200  # tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.engine_vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
 ]
 
 

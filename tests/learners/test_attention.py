@@ -106,7 +106,6 @@ def test_blocked_attention_equals_a_dense_mask(
             assert (one - other).norm() <= tolerance * other.norm()
 
 
-@pytest.mark.slow
 def test_blocked_attention_passes_gradcheck() -> None:
     end = np.array([9, 9, 5, 4, 5, 9, 8, 8, 9, 11, 11])
     shapes = [(1, 4, 11, 4), (1, 2, 11, 4), (1, 2, 11, 4)]
@@ -144,7 +143,6 @@ def test_the_block_mask_needs_no_tensor_of_all_pairs() -> None:
     assert int(mask.full_kv_num_blocks.sum()) == 780 * 781 // 2
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_flex_attention_uses_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, not compiled: the only part of FlexAttention that runs on a CPU in a test."""

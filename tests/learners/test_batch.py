@@ -34,7 +34,6 @@ def some_trees(seed: int, count: int = 3):
     return trees, encoded
 
 
-@pytest.mark.slow
 @given(st.integers(0, 10**6))
 @settings(max_examples=settings.default.max_examples // 5)
 def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:

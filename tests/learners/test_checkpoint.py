@@ -51,7 +51,6 @@ def load(trainer: Trainer, directory: Path) -> None:
     trainer.moved = saved.meta.moved
 
 
-@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -87,7 +86,6 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
         rank.count_version()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)  # a machine that is busy with other things kills as well
 @pytest.mark.parametrize(
     ("kills", "stage"),

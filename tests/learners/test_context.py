@@ -207,7 +207,7 @@ def test_whole_and_cut_pairs_of_dpo_train_as_on_one_rank() -> None:
         assert_same(found, run(1, 1, ARPO(), step))
 
 
-@pytest.mark.parametrize("kind", ["window", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["window", pytest.param("lora")])
 def test_attention_windows_and_adapters_train_as_on_one_rank(kind: str) -> None:
     """Layers with a window of 8 tokens; and low-rank adapters."""
     if kind == "window":
@@ -290,7 +290,6 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
         check_model(tmp_path, 2)
 
 
-@pytest.mark.slow
 async def test_teams_of_processes_equal_one_process(model_dir: Path, tmp_path: Path) -> None:
     """Two teams at stage 3; updates, imitation, preferences, scores, and a checkpoint that a single
     rank resumes."""

@@ -38,7 +38,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
 CONFIG = LearnerConfig(

@@ -36,7 +36,6 @@ from tests.support.forks import Command
 from tests.support.ports import held_ports
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 async def test_a_killed_rank_ends_all_ranks_and_is_named(
     stage: int, model_dir: Path, tmp_path: Path
@@ -57,7 +56,6 @@ async def test_a_killed_rank_ends_all_ranks_and_is_named(
     await learner.close()
 
 
-@pytest.mark.slow
 async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     model_dir: Path,
     tmp_path: Path,
@@ -124,7 +122,6 @@ def master_port() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_ranks_of_a_launcher_connect_to_the_controller(
     launcher: str,
@@ -151,7 +148,6 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
             assert process.returncode == 0, output
 
 
-@pytest.mark.slow
 async def test_tasks_of_slurm_connect_to_the_controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,10 +68,7 @@ def some_equal(seed: int) -> list[list[TrajectoryTree]]:
 
 @pytest.mark.parametrize(
     ("number", "kind", "settings"),
-    [
-        pytest.param(i, *case, marks=() if i in QUICK else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-    ],
+    [pytest.param(i, *case) for i, case in enumerate(CASES)],
     ids=name_of,
 )
 def test_every_step_has_the_gradient_of_all_groups_delivered(

@@ -77,7 +77,6 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
     assert all(param.grad is not None and param.grad.norm() > 0 for param in routed)
 
 
-@pytest.mark.slow
 def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
     rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
@@ -124,7 +123,6 @@ def test_the_experts_of_a_layer_are_gathered_once() -> None:
     assert sum(map(len, owners)) == len(set().union(*owners)) > 10
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Path) -> None:
     """Adapters are for linear layers, unlike experts. The published weights are complete."""

@@ -136,7 +136,6 @@ measure(torch.bfloat16)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_vocabulary_needs_little_memory() -> None:
     """512 tokens are five chunks already (measured: 0.30 GB in float32). Their whole logits, with

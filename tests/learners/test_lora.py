@@ -79,7 +79,6 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
     assert not (tmp_path / "v1" / "adapter").exists(), "engines need the merged model only"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Path) -> None:
     rank = start(model_dir)
@@ -103,7 +102,6 @@ def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Pa
     assert largest_difference(ours, theirs) == 0
 
 
-@pytest.mark.slow
 def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.2))
     whole = start(model_dir, config)
@@ -124,7 +122,6 @@ def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path
         assert torch.equal(params(resumed)[name], weight)
 
 
-@pytest.mark.slow
 def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.5))
     rank = start(model_dir, config)

@@ -31,8 +31,6 @@ from tests.learners.trees import credited
 TREES = uneven_trees(4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -18,7 +18,6 @@ from agentenv.processes.supervisor import LocalPlacement, ProcessSpec
 from tests.learners.trees import tiny_model
 
 
-@pytest.mark.slow
 def test_compilation_without_a_compiler_is_refused_before_weights_load(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

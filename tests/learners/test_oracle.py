@@ -74,7 +74,7 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "settings", "family", "max_tokens"),
     [
-        pytest.param(*case, *family, marks=() if number in FEW and is_cut else pytest.mark.slow)
+        pytest.param(*case, *family)
         for number, case in enumerate(CASES)
         for is_cut, family in enumerate(FAMILIES)
         if number in FEW or is_cut == number % 2

@@ -104,7 +104,6 @@ def test_costs_by_hand() -> None:
     assert small.cost(small.leaves) == pytest.approx(paths.cost([0, 1]) + work(0, 1, 2, 3, 4))
 
 
-@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from([20, 60, 10**6]))
 def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_tokens: int) -> None:
     grown_trees = [random_tree(Random(seed * 10 + i), index=i) for i in range(3)]
@@ -217,7 +216,7 @@ QUICK = ("arpo", "aepo", "kl in gspo")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WHOLE_UPDATES],
+    [pytest.param(n) for n in WHOLE_UPDATES],
 )
 def test_updates_of_two_and_four_ranks_equal_those_of_one(name: str) -> None:
     """Weights and metrics after two updates, the second on trees partly of the first's version,

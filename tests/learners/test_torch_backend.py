@@ -28,7 +28,6 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited, tiny_model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -61,7 +61,6 @@ def test_the_reference_is_renewed_after_the_configured_number_of_updates() -> No
     assert [abs(gap) < 1e-12 for gap in gaps] == [True, False, True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

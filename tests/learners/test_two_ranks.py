@@ -58,7 +58,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, credits_of, level
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KL = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05)
 # Matrices are cut and norms stay whole on every rank, as in a large model.

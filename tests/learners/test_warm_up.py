@@ -18,7 +18,6 @@ TREES = uneven_trees(4)
 LORA = LoRAConfig(r=4, dropout=0.1)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "keys",

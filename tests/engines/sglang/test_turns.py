@@ -17,7 +17,7 @@ from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distributi
 from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.world import ServerSubject, World, prompt
 
-pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_sglang
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])

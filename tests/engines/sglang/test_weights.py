@@ -21,7 +21,7 @@ from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generat
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.world import ServerSubject, World
 
-pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_sglang
 
 
 async def test_weights_labeled_by_another_client_are_detected_as_foreign(

@@ -79,7 +79,6 @@ def serving(mode: str) -> AbstractAsyncContextManager[str]:
     return listening(sys.executable, str(SERVER), mode, str(port), port=port)
 
 
-@pytest.mark.slow
 async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
     source = MCPTools(COMMAND, env={"GREETING": "hello"})
     env = ToolEnv(TASK, [source], Anything())
@@ -105,7 +104,6 @@ async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
     await env.close()
 
 
-@pytest.mark.slow
 async def test_a_dead_server_is_restarted() -> None:
     env = ToolEnv(TASK, [MCPTools(COMMAND)], Anything(), num_retries=0)
     await env.reset()
@@ -115,7 +113,6 @@ async def test_a_dead_server_is_restarted() -> None:
     await env.close()
 
 
-@pytest.mark.slow
 async def test_chosen_tools_are_called_over_streamable_http() -> None:
     async with serving("http") as address:
         entry = ToolConfig(
@@ -160,7 +157,6 @@ asyncio.run(MCPTools([sys.executable, "-c", sys.argv[1], sys.argv[2]]).load())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_ends_with_its_killed_controller(tmp_path: Path, how: signal.Signals) -> None:
     """Also one that ignores the end of its input and SIGTERM, and the processes it started."""
@@ -174,7 +170,6 @@ def test_a_server_ends_with_its_killed_controller(tmp_path: Path, how: signal.Si
         until(lambda: not server.is_running() and not child.is_running())
 
 
-@pytest.mark.slow
 async def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="either command = "):
         MCPTools()
@@ -312,7 +307,6 @@ async def test_a_result_that_violates_its_schema_is_read(tmp_path: Path) -> None
         await close_shared()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["http", "sse"])
 async def test_headers_are_sent_with_every_request_over_both_http_transports(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -21,7 +21,7 @@ from agentenv.envs.bridges.openenv import OpenEnv
 from tests.envs.bridges.test_openenv import TASKS, CounterEnv, add, served, task
 from tests.support.sources import ROOT
 
-pytestmark = [pytest.mark.openenv, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.openenv
 PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
 
 

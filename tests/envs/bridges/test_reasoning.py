@@ -101,7 +101,6 @@ async def test_the_scorer_of_reasoning_gym_decides() -> None:
         await graded(foreign, "a")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # some leave files open
 def test_each_task_scores_its_own_answer() -> None:
     """All tasks except `composite`, which is made of others, and one that takes seconds a

@@ -31,7 +31,6 @@ DESK = {"python": str(CLASSIC), "folder": str(ROOT / "tests/fixtures/verifiers")
 PARCELS = {"python": str(TASKSETS), "folder": str(ROOT / "examples/verifiers")}
 SIZE = 30
 
-pytestmark = pytest.mark.timeout(600)
 real = pytest.mark.verifiers
 
 
@@ -118,7 +117,6 @@ async def test_a_cut_episode_is_scored_by_the_package(name: str) -> None:
 
 
 @real
-@pytest.mark.slow
 async def test_forks_are_enabled_after_exact_replays() -> None:
     task, actions = episode("desk")
     try:
@@ -143,7 +141,6 @@ async def test_forks_are_enabled_after_exact_replays() -> None:
 
 
 @real
-@pytest.mark.slow
 async def test_forks_stay_disabled_without_exact_replays() -> None:
     task, actions = episode("dice")
     try:
@@ -161,7 +158,6 @@ async def test_forks_stay_disabled_without_exact_replays() -> None:
 
 
 @real
-@pytest.mark.slow
 async def test_a_package_keeps_the_contract() -> None:
     task, actions = episode("desk")
     await check_tool_env(VerifiersEnv, task, actions)

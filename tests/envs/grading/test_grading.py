@@ -241,7 +241,6 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 async def test_hostile_answers_are_wrong_and_block_no_other_answer() -> None:
     pytest.importorskip("math_verify")
     matcher = Layered(limit_s=1.0)
@@ -255,7 +254,6 @@ async def test_hostile_answers_are_wrong_and_block_no_other_answer() -> None:
     assert any("not evaluated" in reason for reason in reasons)
 
 
-@pytest.mark.slow
 async def test_the_grader_agrees_with_the_labeled_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("math_verify")
     rows = pairs.read_pairs(FIXTURES / "answer_pairs.json")

@@ -77,7 +77,6 @@ def grader_of(path: str, name: str, **keys: Any) -> Grader:
     return make_grader({"kind": "custom", "path": path, "name": name, **keys})
 
 
-@pytest.mark.slow
 async def test_functions_of_verl_and_agentenv_grade_sync_and_async(path: str) -> None:
     verl = await grader_of(path, "verl").grade(TASK, [ANSWER], {})
     assert (verl.reward, verl.success) == (0.5, True)

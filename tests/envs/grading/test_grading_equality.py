@@ -89,7 +89,6 @@ def sized_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
     return form.format(gold), form.format(equal), form.format(other)
 
 
-@pytest.mark.slow
 @given(sized_pairs())
 @example((r"\{ \frac{1}{1!}, -1 \}", r"\{ (1!)^{-1}, -1 \}", r"\{ \frac{1}{2!}, -1 \}"))
 def test_different_values_of_any_size_are_unequal(found: tuple[str, str, str]) -> None:

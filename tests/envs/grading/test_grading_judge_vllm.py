@@ -25,7 +25,7 @@ from agentenv.envs.quickstart_setup import build_model
 from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import forking_python, require_vllm
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_vllm
 
 TASK = Task("t", "e", "Which city is the capital of France?", ("Paris",))
 CHOICE = {"structured_outputs": {"choice": ["CORRECT", "INCORRECT"]}}

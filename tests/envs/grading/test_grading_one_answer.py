@@ -240,7 +240,6 @@ def templates(name: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
 def test_two_candidates_are_wrong_when_joined_by_joints_of_many_registers(kind: str) -> None:
     """About 10,000 comparisons over all kinds: each joint, both orders, both golds."""
@@ -263,7 +262,6 @@ MAX_REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
 def test_few_single_answers_in_frames_of_many_registers_are_refused(kind: str) -> None:
     """As many single answers. The rules alone refuse frames in other languages, with other names or

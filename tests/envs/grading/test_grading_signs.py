@@ -97,7 +97,6 @@ def signed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
     return gold, same, form.format(draw(st.sampled_from(signs[other])))
 
 
-@pytest.mark.slow
 @given(signed_pairs())
 def test_an_answer_with_another_sign_is_wrong(found: tuple[str, str, str]) -> None:
     gold, same, other = found
@@ -152,7 +151,6 @@ def right_pairs() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.slow
 def test_a_flipped_sign_in_the_fixtures_is_wrong() -> None:
     wrong = []
     num_flips = 0

@@ -239,7 +239,6 @@ def test_a_function_receives_the_ground_truth_and_the_row_unchanged(
         assert {key: task.metadata[key] for key in left} == left
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 async def test_published_functions_grade_their_own_rows(
     tmp_path: Path, path: str, name: str
@@ -257,7 +256,6 @@ async def test_published_functions_grade_their_own_rows(
         assert not bad.success
 
 
-@pytest.mark.slow
 async def test_a_row_of_pandas_reaches_the_function_with_its_types(path: str) -> None:
     row, right, _ = ROWS["countdown"]
     arrays = with_arrays(row["reward_model"])

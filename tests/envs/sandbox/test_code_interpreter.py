@@ -25,7 +25,6 @@ def run(code: str) -> Message:
     return Message("assistant", "<think>.</think>", (ToolCall("python", {"code": code}),))
 
 
-@pytest.mark.slow
 async def test_an_episode_uses_numpy_and_sympy() -> None:
     env = agentenv.contract.env.make(ENV_ID, TASK, grader={"reward": "tools"})
     prompt, info = await env.reset(seed=1)
@@ -81,7 +80,6 @@ async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
     assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
 
 
-@pytest.mark.slow
 async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
     env = agentenv.contract.env.make(ENV_ID, TASK)
     await env.reset(seed=1)

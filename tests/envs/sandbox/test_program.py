@@ -22,7 +22,6 @@ from agentenv.contract.env import close_shared
 from agentenv.envs.sandbox.program import Ended, Program
 from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 
-pytestmark = pytest.mark.timeout(120)
 SOCKETS: dict[int, Path] = {}  # by the port of a server
 MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of the processes of a program
 
@@ -173,7 +172,6 @@ LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 async def test_a_named_limit_holds_for_all_processes_of_a_program_together(name: str) -> None:
     code, limits = LIMITS[name]
@@ -274,7 +272,6 @@ async def test_a_killed_sandbox_is_an_infra_error() -> None:
     assert left() == []
 
 
-@pytest.mark.slow
 @UNSAFE
 def test_programs_end_with_their_killed_host(unsafe: bool, tmp_path: Path) -> None:
     code = f"""
@@ -340,7 +337,6 @@ ESCAPES = {
 }
 
 
-@pytest.mark.slow
 async def test_no_escape_succeeds(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

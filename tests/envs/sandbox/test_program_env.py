@@ -30,7 +30,6 @@ from tests.envs.sandbox.test_program import MARK, left
 from tests.support.toy import TOOL, CharTokenizer, CountingEnv
 from tests.test_capture import ForkOnce, places, said, searches
 
-pytestmark = pytest.mark.timeout(180)
 TASK = Task("t", "toy", "how many?", ("2",), metadata={"name": "value"})
 
 CLIENT = f"""
@@ -167,7 +166,6 @@ ENDS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_a_limit_ends_the_episode_and_is_named(name: str) -> None:
     code, limits, limit = ENDS[name]
@@ -252,7 +250,6 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_an_unusual_program_has_the_expected_end_and_limit(name: str) -> None:
     """No process of it remains."""

@@ -27,8 +27,6 @@ from tests.envs.sandbox.test_program_env import ASK, CLIENT, LOOP, TASK, grown, 
 from tests.support.toy import TOOL
 from tests.test_capture import ForkOnce, places, searches
 
-pytestmark = pytest.mark.timeout(180)
-
 # The stock client; MORE arguments of its call, and how its message is READ.
 OPENAI = f"""
 import json, sys
@@ -102,7 +100,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     [
         pytest.param(LOOP, id="urllib"),
         pytest.param(PLAIN, id="openai"),
-        pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="streamed"),
     ],
 )
 @pytest.mark.parametrize("plan", [ForkOnce(8), ForkAll(8)], ids=["roots", "forks of forks"])

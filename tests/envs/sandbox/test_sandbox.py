@@ -151,7 +151,6 @@ async def test_a_cell_beyond_the_memory_limit_raises_memory_error(
     assert (await output_of(session, "x = None; 1")).endswith("1")
 
 
-@pytest.mark.slow
 async def test_variables_that_fill_the_memory_are_lost(session: SandboxSession) -> None:
     """Otherwise no later call could run."""
     await session.run("y = 1", 10)
@@ -182,7 +181,6 @@ async def test_the_python_tool_runs_code_in_a_session(sandbox: Sandbox) -> None:
         await tool.close(one)
 
 
-@pytest.mark.slow
 async def test_fifty_sessions_run_at_once(sandbox: Sandbox) -> None:
     sessions = [sandbox.session(number) for number in range(50)]
     await asyncio.gather(*(one.run(f"x = {i}", 30) for i, one in enumerate(sessions)))

@@ -23,7 +23,6 @@ GROUPS = read_attacks(FILES[1])
 RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 async def test_no_attack_succeeds_on_any_rung(rung: Rung) -> None:
     assert len(ATTACKS) >= 40
@@ -35,7 +34,6 @@ async def test_no_attack_succeeds_on_any_rung(rung: Rung) -> None:
     assert children() == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel itself refuses much to ordinary users")
 def test_each_group_of_attacks_succeeds_without_a_sandbox() -> None:
     """Otherwise its failure in a sandbox would show nothing."""
@@ -51,7 +49,6 @@ def test_each_group_of_attacks_succeeds_without_a_sandbox() -> None:
     assert children() == []
 
 
-@pytest.mark.slow
 def test_the_command_reports_attacks_that_succeed(tmp_path: Path) -> None:
     snippets = {"holds": "open('{SECRET_FILE}'); print('PWNED')", "leaks": "print('PWNED')"}
     path = tmp_path / "attacks.json"

@@ -73,7 +73,6 @@ async def two(sandbox: Sandbox, code: str) -> tuple[SandboxSession, SandboxSessi
 SAME = "repr(x()) if callable(x) else repr(list(x)) if hasattr(x, '__next__') else repr(x)"
 
 
-@pytest.mark.slow
 async def test_a_replay_of_common_code_leaves_equal_variables(replaying: Sandbox) -> None:
     sandbox = replaying
     for name, code in EQUAL.items():
@@ -113,7 +112,6 @@ async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> N
         session.close()
 
 
-@pytest.mark.slow
 async def test_a_copied_process_has_equal_variables_and_random_state(sandbox: Sandbox) -> None:
     idioms = EQUAL | CLOCKS
     for name, code in idioms.items():
@@ -255,7 +253,6 @@ async def test_a_session_with_shared_resources_is_replayed(sandbox: Sandbox, nam
     child.close()
 
 
-@pytest.mark.slow
 async def test_a_cell_cannot_fork_without_the_host(sandbox: Sandbox) -> None:
     """The clone of a fork is refused to a cell, also while the host forks other sessions."""
     await sandbox.start()

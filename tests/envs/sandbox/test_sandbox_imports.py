@@ -49,7 +49,6 @@ except OSError as error:
     assert await output_of(session, code) == said_twice
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL.split())
 async def test_an_import_works(session: SandboxSession, name: str) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -58,7 +57,6 @@ async def test_an_import_works(session: SandboxSession, name: str) -> None:
     assert result.ok, result.output
 
 
-@pytest.mark.slow
 async def test_a_figure_can_be_drawn(session: SandboxSession) -> None:
     code = """
 import io

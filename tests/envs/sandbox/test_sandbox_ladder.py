@@ -142,7 +142,6 @@ async def test_a_plain_subprocess_is_used_only_when_allowed(
     assert not home.parent.exists(), "the zygote that was killed could not remove it"
 
 
-@pytest.mark.slow
 async def test_numpy_and_sympy_are_available_and_seeded() -> None:
     sandbox = Sandbox()
     one, two, other = sandbox.session(5), sandbox.session(5), sandbox.session(6)
@@ -178,7 +177,6 @@ def virtual_environment(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 async def test_the_interpreter_of_another_environment_is_used(tmp_path: Path) -> None:
     folder = virtual_environment(tmp_path / "venv")
     for rung in RUNGS:

@@ -26,7 +26,6 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
     assert len(window) == 3000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "reply",
     [
@@ -48,7 +47,6 @@ async def test_the_policy_reads_the_pages_when_the_reply_has_no_final_informatio
     assert result.info["browser"] == {"found": False, "num_tokens": 930}
 
 
-@pytest.mark.slow
 async def test_the_thoughts_of_the_model_are_dropped_and_a_long_reply_is_cut(site: Web) -> None:
     site.reply = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
     result = await search(site.browser(), "lima")
@@ -56,7 +54,6 @@ async def test_the_thoughts_of_the_model_are_dropped_and_a_long_reply_is_cut(sit
     assert len(result.text) == 6000
 
 
-@pytest.mark.slow
 async def test_uses_of_the_browser_agent_in_one_trajectory_can_be_limited(site: Web) -> None:
     episode = Episode()
     config = site.browser(max_uses=1)
@@ -68,7 +65,6 @@ async def test_uses_of_the_browser_agent_in_one_trajectory_can_be_limited(site: 
     assert len(site.summarized) == 1
 
 
-@pytest.mark.slow
 async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
     site.reply = 500
@@ -87,7 +83,6 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     await service.close()
 
 
-@pytest.mark.slow
 async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: Web) -> None:
     task = Task("t", "web", "When was Lima founded?", ("1535",))
     env = WebSearchEnv(task, search=site.browser())

@@ -19,7 +19,6 @@ def call(tool: str, **arguments: str) -> Message:
     return Message("assistant", f"<think>.</think><{tool}>", (ToolCall(tool, dict(arguments)),))
 
 
-@pytest.mark.slow
 async def test_the_bonus_requires_both_tools() -> None:
     assert envs.__name__ == "envs"
     env = agentenv.make("agentenv/DeepSearch-v0", TASK)
@@ -39,7 +38,6 @@ async def test_the_bonus_requires_both_tools() -> None:
     await env.close()
 
 
-@pytest.mark.slow
 async def test_a_page_tool_and_the_released_reward_can_be_configured() -> None:
     env = agentenv.make("agentenv/DeepSearch-v0", TASK, open_page=True, compat="reference")
     _, info = await env.reset(seed=1)

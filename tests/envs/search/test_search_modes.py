@@ -29,7 +29,6 @@ async def test_links_are_shown_for_opening(site: Web) -> None:
     assert result.text == f"Page 1: [Lima]({site.url}/article) {SNIPPET}"
 
 
-@pytest.mark.slow
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     result = await search(site.config(mode="pages"), "lima")
     first, second = result.text.split("\nPage 2: ")
@@ -54,7 +53,6 @@ async def test_a_repeated_query_is_reported_as_in_the_evaluation_of_arpo(site: W
     assert SearchConfig().sizes.repeated == "search"
 
 
-@pytest.mark.slow
 async def test_a_summary_is_requested_once_and_cached(site: Web, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "preset": "arpo_eval",

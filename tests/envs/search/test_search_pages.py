@@ -30,7 +30,6 @@ def test_the_text_of_a_page_has_no_boilerplate(trafilatura: bool) -> None:
         assert junk not in text
 
 
-@pytest.mark.slow
 async def test_pages_are_extracted_in_workers() -> None:
     extractor = TextExtractor(limit_s=60)
     umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
@@ -65,7 +64,6 @@ async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
 # reading
 
 
-@pytest.mark.slow
 async def test_a_page_is_fetched_once() -> None:
     num_requests = 0
 

@@ -17,7 +17,6 @@ from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web
 
 
-@pytest.mark.slow
 async def test_open_page_gives_the_passages_of_the_query(site: Web) -> None:
     service = shared_service(site.config())
     tool = OpenPageTool(service)
@@ -65,7 +64,6 @@ async def test_an_episode_searches_the_shipped_corpus() -> None:
     await close_shared()
 
 
-@pytest.mark.slow
 async def test_the_summarizer_receives_the_text_of_the_policy(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(mode="summaries", summarizer=summarizer)

@@ -100,7 +100,6 @@ class EveryTenthRefused:
         return web.json_response({"results": [{"content": request.query["q"], "url": "u"}]})
 
 
-@pytest.mark.slow
 async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
     service = EveryTenthRefused()
     queries = [f"query {number % 40}" for number in range(1000)]
