@@ -53,7 +53,7 @@ from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.text.call_syntax import call_marks, split_thoughts
 
 if TYPE_CHECKING:
-    from agentenv.endpoint.capture import Endpoint, ProgramCall, Session
+    from agentenv.endpoint.capture import CaptureSession, Endpoint, ProgramCall
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class ProgramEnv:
         self._replays = shared(("replays", key), lambda: Replays(self.config.min_replay_rate))
         self._seed = 0
         self._endpoint: Endpoint | None = None
-        self._session: Session | None = None
+        self._session: CaptureSession | None = None
         self._program: Program | None = None
         self._written: list[Message] = []
         self._worked_s = 0.0

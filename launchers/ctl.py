@@ -186,7 +186,7 @@ def show(reply: Reply, view: View) -> None:
         case control.RequestDone():
             for line in reply.lines:
                 view.log(line)
-        case control.RequestRefused():
+        case control.ControlRefused():
             view.fail(reply.why)
 
 

@@ -47,7 +47,7 @@ from agentenv.engines.sglang import SGLangAnswer
 from agentenv.envs.bridges.mcp_tools import MCPTools
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
-from agentenv.envs.sandbox.process import Channel
+from agentenv.envs.sandbox.process import SessionChannel
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
@@ -311,7 +311,7 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
         await loop.sock_sendall(theirs, said)
         theirs.shutdown(socket.SHUT_WR)
 
-    channel = Channel(ours)
+    channel = SessionChannel(ours)
     process: Any = SimpleNamespace(
         zygote=SimpleNamespace(alive=lambda: True), request=channel.request, kill=channel.close
     )

@@ -17,7 +17,12 @@ from tests.support.sources import PACKAGES, ROOT, sources
 ALGORITHMS = ", ".join(
     f"agentenv.{name}"
     for name in (
-        *("learners.arpo", "learners.aepo", "learners.baselines", "learners.credit"),
+        *(
+            "learners.algorithms.arpo",
+            "learners.algorithms.aepo",
+            "learners.algorithms.baselines",
+            "learners.algorithms.credit",
+        ),
         "reference.algorithms",
     )
 )
@@ -109,12 +114,12 @@ def loaded_by(code: str) -> set[str]:
         (
             "rl.TrainConfig",
             {"algorithm": "grpo", "engine": "embedded"},
-            {"learners.baselines", "engines.embedded"},
+            {"learners.algorithms.baselines", "engines.embedded"},
         ),
         (
             "rl.TrainConfig",
             {"algorithm": "aepo", "engine": "sglang"},
-            {"learners.aepo", "learners.arpo", "engines.sglang"},
+            {"learners.algorithms.aepo", "learners.algorithms.arpo", "engines.sglang"},
         ),
         ("evaluation.EvaluateConfig", {"engine": "openai"}, {"engines.openai"}),
     ],
@@ -139,7 +144,12 @@ def test_a_part_is_loaded_when_its_name_is_chosen(
         f"build_config({name}, raw, 'x')"
     )
     parts = {
-        *("learners.baselines", "learners.arpo", "learners.aepo", "engines.embedded"),
+        *(
+            "learners.algorithms.baselines",
+            "learners.algorithms.arpo",
+            "learners.algorithms.aepo",
+            "engines.embedded",
+        ),
         *("engines.scripted", "engines.vllm", "engines.sglang", "engines.openai"),
         *("envs.search.faiss_index", "envs.search.providers"),
         *("envs.grading.layers", "envs.grading.judge"),

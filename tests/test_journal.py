@@ -29,8 +29,8 @@ from agentenv.rollout.frames import (
     Leased,
     Mark,
     Recorded,
-    Refused,
     Started,
+    StepRefused,
     Trained,
     framed,
     frames_of,
@@ -495,7 +495,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
         written = journal(tmp_path)
         written.append(Began(4, "t", 0, 1, "s", Mark(1, 4, 0)))
         written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0), Mark(1, 4, 1)))
-        written.append(Refused(3, refused))
+        written.append(StepRefused(3, refused))
         await written.close()
         again = journal(tmp_path)
         assert again.knows(4) == (refused != [4])

@@ -81,7 +81,7 @@ class SampledTurn(Struct, array_like=True, frozen=True, tag=5):
     completion: Completion
 
 
-class RequestRefused(Struct, array_like=True, frozen=True, tag=6):
+class SampleRefused(Struct, array_like=True, frozen=True, tag=6):
     """The error of the engine (`named` of agentenv/processes/worker_group.py)."""
 
     number: int
@@ -145,8 +145,8 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
     worker may reconnect."""
 
 
-OfTurn = Tokens | TurnPause | SampledTurn | RequestRefused
-OfPlace = Granted | ServerPause | SlotAbort | RequestRefused
+OfTurn = Tokens | TurnPause | SampledTurn | SampleRefused
+OfPlace = Granted | ServerPause | SlotAbort | SampleRefused
 WorkerRequest = Grow | Drop | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 

@@ -30,12 +30,12 @@ from agentenv.base.errors import ConfigError
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
 from agentenv.endpoint.messages import (
-    Answer,
     ApiError,
     Dialect,
     Event,
     Json,
     Request,
+    ServedTurn,
     Writer,
     read_body,
 )
@@ -50,7 +50,7 @@ BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries af
 
 Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
 
-_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[Answer]]]
+_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[ServedTurn]]]
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -63,7 +63,7 @@ class Handler(Protocol):
         """The id of the next reply."""
         ...
 
-    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """One turn per choice; `delta`, if any, gets new text during sampling."""
         ...
 

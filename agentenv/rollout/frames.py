@@ -237,14 +237,14 @@ class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
     settings: str
 
 
-class Refused(Struct, array_like=True, frozen=True, tag=17):
+class StepRefused(Struct, array_like=True, frozen=True, tag=17):
     """The run ended before this step, which was for these trees; they are rolled out again."""
 
     step: int
     trees: list[int]
 
 
-Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost | Refused
+Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost | StepRefused
 DECODER = msgspec.msgpack.Decoder(Frame)
 BEGAN, FINISHED = Began.__struct_config__.tag, Finished.__struct_config__.tag
 OF_TREES = (1, 2, 3)
@@ -303,7 +303,7 @@ class Place(NamedTuple):
 
 def trees_of(frame: Frame | Packed) -> list[int]:
     """The indices of the trees that a frame refers to."""
-    return frame.trees if isinstance(frame, Leased | Trained | Refused) else [frame.tree]
+    return frame.trees if isinstance(frame, Leased | Trained | StepRefused) else [frame.tree]
 
 
 class Recorded(NamedTuple):

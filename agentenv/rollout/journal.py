@@ -47,9 +47,9 @@ from agentenv.rollout.frames import (
     Packed,
     Place,
     Recorded,
-    Refused,
     Sink,
     Started,
+    StepRefused,
     Turned,
     WorkerLost,
     assembled,
@@ -146,7 +146,7 @@ class Journal:
                 trees = trees_of(frame)
                 if isinstance(frame, Started):
                     self._started[frame.tree] = frame
-                if isinstance(frame, Refused):
+                if isinstance(frame, StepRefused):
                     for tree in trees:
                         self._places.pop(tree, None)
                         self._begun.pop(tree, None)

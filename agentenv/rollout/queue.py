@@ -43,10 +43,10 @@ class Waiting:
     def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
         self.ended_s = rollout.get_loop().time()
 
-    def grown(self) -> Grown | None:
+    def grown(self) -> TreeTimes | None:
         """Its times after its end, if they are measured."""
         ended_s = self.rollout.get_loop().time() if self.ended_s is None else self.ended_s
-        return None if self.due_s is None else Grown(self.began_s, ended_s, self.due_s)
+        return None if self.due_s is None else TreeTimes(self.began_s, ended_s, self.due_s)
 
     def age_s(self) -> float:
         """Seconds since its end; 0 before its end is recorded."""
@@ -226,7 +226,7 @@ NARROW = 0.1  # smaller: fewer waits of the learner; larger: staleness falls soo
 LEAST_S = 1e-3  # a shorter wait would not advance a clock that rounds
 
 
-class Grown(Struct, frozen=True):
+class TreeTimes(Struct, frozen=True):
     """Start and end of a tree, and the time at which the learner was expected to request it."""
 
     began_s: float
@@ -276,7 +276,7 @@ class Pace:
             self._updates_s.append(now_s - self._since_s)
             self._since_s, self._waits = now_s, True
 
-    def learner_takes(self, now_s: float, trees: Sequence[Grown]) -> None:
+    def learner_takes(self, now_s: float, trees: Sequence[TreeTimes]) -> None:
         """The learner has received its batch; `trees` are its measured trees."""
         requested_s = self._since_s
         late = [tree.needed_s(requested_s) for tree in trees if tree.ended_s > requested_s]

@@ -79,7 +79,7 @@ Request = GetStatus | GetWhy | CancelTrees | Pause | Resume | SaveCheckpoint
 # Replies.
 
 
-class RequestRefused(Struct, tag="refused"):
+class ControlRefused(Struct, tag="refused"):
     """The request was rejected, with the reason."""
 
     why: str
@@ -171,7 +171,7 @@ class RequestDone(Struct, tag="done"):
     facts: dict[str, Any] = {}
 
 
-Reply = RequestRefused | Status | WaitTable | Why | RequestDone
+Reply = ControlRefused | Status | WaitTable | Why | RequestDone
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
@@ -256,26 +256,26 @@ class ControlServer:
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply:
         user = _user_of(writer.get_extra_info("socket"))
         if user != os.geteuid():
-            return RequestRefused(f"this run belongs to user {os.geteuid()}, not to user {user}")
+            return ControlRefused(f"this run belongs to user {os.geteuid()}, not to user {user}")
         if self._num_clients > MAX_CLIENTS:
-            return RequestRefused(f"{MAX_CLIENTS} other requests are in progress; retry later")
+            return ControlRefused(f"{MAX_CLIENTS} other requests are in progress; retry later")
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
             request = decode(line, Request)
         except TimeoutError:
-            return RequestRefused(f"no request within {READ_S:g} s")
+            return ControlRefused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return RequestRefused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
+            return ControlRefused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return RequestRefused(f"{error}; does agentenv ctl have the same version as the run?")
+            return ControlRefused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
             async with asyncio.timeout(LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S):
                 return await self._answer(request)
         except TimeoutError:
-            return RequestRefused("the run did not answer in time")
+            return ControlRefused("the run did not answer in time")
         except AgentEnvError as error:
-            return RequestRefused(str(error))
+            return ControlRefused(str(error))
 
 
 # Client: in `agentenv ctl`.
@@ -320,7 +320,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
             f"the run's answer cannot be decoded ({error}); the run has ended, or has another "
             "version"
         ) from error
-    if isinstance(reply, RequestRefused):
+    if isinstance(reply, ControlRefused):
         raise ConfigError(reply.why)
     return reply
 

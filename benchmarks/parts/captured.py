@@ -39,7 +39,7 @@ from agentenv.base.types import (
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import ForkMode, StepResult
 from agentenv.contract.plan import Independent
-from agentenv.endpoint.capture import Endpoint, Session
+from agentenv.endpoint.capture import CaptureSession, Endpoint
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer
 
@@ -142,7 +142,7 @@ class CallsEnv:
 
     fork_mode: ForkMode = "none"
 
-    def __init__(self, endpoint: Endpoint, session: Session, num_calls: int) -> None:
+    def __init__(self, endpoint: Endpoint, session: CaptureSession, num_calls: int) -> None:
         self.endpoint, self.session, self.left = endpoint, session, num_calls
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

@@ -93,7 +93,7 @@ class OpenEnv(ToolEnv):
         success: float = 1.0,
     ) -> None:
         key = ("openenv", url, tuple(sorted((headers or {}).items())), timeout_s)
-        self.server = shared(key, lambda: Server(url, headers or {}, timeout_s))
+        self.server = shared(key, lambda: OpenEnvServers(url, headers or {}, timeout_s))
         self.success = success
         super().__init__(task, [self.server], cast(Any, None), tool_timeout_s=2 * timeout_s)
 
@@ -149,13 +149,13 @@ class OpenEnv(ToolEnv):
         """The sum of the server's rewards."""
         return 0.0, {}
 
-    def _session(self, what: str) -> Session:
+    def _session(self, what: str) -> OpenEnvSession:
         session = self._open_states(what).get(SESSION)
-        if not isinstance(session, Session):
+        if not isinstance(session, OpenEnvSession):
             raise ConfigError("env.tools: OpenEnv-v0 uses the server's tools; remove it")
         return session
 
-    def _judged(self, session: Session) -> Info:
+    def _judged(self, session: OpenEnvSession) -> Info:
         return {"success": _reward(session.record) >= self.success, "parts": {}, "reason": ""}
 
 
@@ -164,19 +164,19 @@ class SessionTool(StatelessTool):
 
     name, description = SESSION, ""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: OpenEnvServers) -> None:
         self.schema, self.server = {}, server
 
-    def start(self, seed: int | None) -> Session:
-        return Session(self.server)
+    def start(self, seed: int | None) -> OpenEnvSession:
+        return OpenEnvSession(self.server)
 
-    async def call(self, arguments: Json, state: Session) -> ToolResult:
+    async def call(self, arguments: Json, state: OpenEnvSession) -> ToolResult:
         raise ToolError(f"There is no tool {SESSION!r}.")
 
-    async def fork(self, state: Session) -> Session:
+    async def fork(self, state: OpenEnvSession) -> OpenEnvSession:
         return await state.copy()
 
-    async def close(self, state: Session) -> None:
+    async def close(self, state: OpenEnvSession) -> None:
         await state.close()
 
 
@@ -189,13 +189,13 @@ class OpenEnvTool(StatelessTool):
         self.name, self.description = given["name"], given.get("description") or ""
         self.schema = given.get("inputSchema") or given.get("input_schema") or {}
 
-    async def call(self, arguments: Json, state: Session) -> ToolResult:
+    async def call(self, arguments: Json, state: OpenEnvSession) -> ToolResult:
         """Raises ToolError with the server's text."""
         call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
         return ToolResult(_shown(await state.take(arguments if self.name == STEP else call)))
 
 
-class Server:
+class OpenEnvServers:
     """Shared state of a server's sessions, and the source of their tools."""
 
     http: ClientSession  # set by `load`
@@ -216,11 +216,11 @@ class Server:
         known = self.num_replays >= NUM_MEASURED and not self.num_refused
         return "snapshot" if self.can_fork else "replay" if known else "none"
 
-    async def measure(self, session: Session) -> None:
+    async def measure(self, session: OpenEnvSession) -> None:
         """Replay one of the first episodes after its end."""
         if self.can_fork or self.num_replays >= NUM_MEASURED or self.num_refused:
             return
-        other = Session(self)
+        other = OpenEnvSession(self)
         try:
             with suppress(EnvError, InfraError):
                 await other.replay(session.record)
@@ -272,10 +272,10 @@ class Server:
             await self.http.close()
 
 
-class Session:
+class OpenEnvSession:
     """A session of the server. `record` has the requests of the episode and their answers."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: OpenEnvServers) -> None:
         self.server, self.has_ended, self._id = server, False, ""
         self.record: Record = []
         self._num_taken = 0  # entries of the record whose rewards were returned
@@ -304,9 +304,9 @@ class Session:
         cut, info = bool(facts.get("truncated")), dict(facts.get("info") or {})
         return _messages(observation), self.new_reward(), self.has_ended and not cut, cut, info
 
-    async def copy(self) -> Session:
+    async def copy(self) -> OpenEnvSession:
         """An independent session in the same state. Raises EnvError."""
-        other = Session(self.server)
+        other = OpenEnvSession(self.server)
         try:
             await self._copy_to(other)
         except BaseException:
@@ -315,7 +315,7 @@ class Session:
         other.record, other._num_taken = [*self.record], self._num_taken
         return other
 
-    async def _copy_to(self, other: Session) -> None:
+    async def _copy_to(self, other: OpenEnvSession) -> None:
         try:
             if not self.server.can_fork:
                 return await other.replay(self.record)

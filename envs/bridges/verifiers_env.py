@@ -249,7 +249,7 @@ from agentenv.base.offload import kill, start_process
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.base.untrusted import decode_loose
 from agentenv.contract.env import ForkMode, StepResult, shared
-from agentenv.endpoint.capture import Endpoint, Session
+from agentenv.endpoint.capture import CaptureSession, Endpoint
 from agentenv.envs.program import NORMALIZERS, NUM_MEASURED, ProgramEnv, Replays, program_config
 from agentenv.envs.sandbox.program import Ended
 from agentenv.processes.guard import guarded
@@ -316,7 +316,9 @@ class VerifiersEnv(ProgramEnv):
         settings = {name: made[name] for name in MADE}
         key = json.dumps(settings, sort_keys=True)
         self._replays = shared(("replays", key), lambda: Replays(1.0))
-        self._server: Server = shared(("verifiers", key), lambda: Server(settings))
+        self._server: VerifiersProcess = shared(
+            ("verifiers", key), lambda: VerifiersProcess(settings)
+        )
 
     @property
     def fork_mode(self) -> ForkMode:
@@ -357,7 +359,7 @@ class VerifiersEnv(ProgramEnv):
         self._program = await self._server.begin(self._session, self._row)
 
     async def _grade(self, ended: Ended) -> tuple[float, Info]:
-        session = cast(Session, self._session)
+        session = cast(CaptureSession, self._session)
         found = session.posted or {"error": f"its process {ended.text}; see its own errors"}
         if found.get("error"):
             raise EnvError(f"the rollout of verifiers failed: {found['error']}")
@@ -366,11 +368,11 @@ class VerifiersEnv(ProgramEnv):
         return found["reward"], {**info, "endpoint": dict(session.counts)}
 
 
-class Rollout(NamedTuple):
+class VerifiersRollout(NamedTuple):
     """A rollout of verifiers as the program of an episode."""
 
     process: asyncio.subprocess.Process
-    session: Session
+    session: CaptureSession
 
     async def wait(self) -> Ended:
         """Wait for its end, or that of the process."""
@@ -393,7 +395,7 @@ class Rollout(NamedTuple):
         """Do nothing: the end of the session rejects its next call."""
 
 
-class Server:
+class VerifiersProcess:
     """The process of one environment, for all of its episodes here."""
 
     def __init__(self, settings: Json) -> None:
@@ -411,7 +413,7 @@ class Server:
         url = session.variables["OPENAI_BASE_URL"]
         line = json.dumps({"key": session.key, "url": url, "row": json.loads(row)})
         cast(asyncio.StreamWriter, self._process.stdin).write(f"{line}\n".encode())
-        return Rollout(self._process, session)
+        return VerifiersRollout(self._process, session)
 
     async def close(self) -> None:
         """End the process; idempotent."""

@@ -72,7 +72,7 @@ class ForkRefusedError(Exception):
     """A session cannot be forked in its state, for instance because it shares files or memory."""
 
 
-class Channel:
+class SessionChannel:
     """A non-blocking stream to one session; a cancelled call leaves it unusable."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -153,7 +153,9 @@ class SessionProcess:
     """The process of one session, which is stopped except during calls: leftovers of a cell
     (timers, signals, threads, an early answer) run only within calls."""
 
-    def __init__(self, zygote: ZygoteProcess, number: int, channel: Channel, pidfd: int) -> None:
+    def __init__(
+        self, zygote: ZygoteProcess, number: int, channel: SessionChannel, pidfd: int
+    ) -> None:
         self.zygote = zygote
         self.number = number
         self._channel = channel
@@ -308,7 +310,7 @@ class ZygoteProcess:
         """A new session, ready to run cells. Raises InfraError."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
-        channel = Channel(ours)
+        channel = SessionChannel(ours)
         born = self._born[number] = asyncio.get_running_loop().create_future()
         self._post({"spawn": number, "seed": seed}, theirs)
         process = None
@@ -339,7 +341,7 @@ class ZygoteProcess:
         try:
             answer = await parent.request({"fork": ""})
             if answer.forked:
-                process = SessionProcess(self, number, Channel(ours), await born)
+                process = SessionProcess(self, number, SessionChannel(ours), await born)
                 process.stop()
         except ForkRefusedError:
             pass

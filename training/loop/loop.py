@@ -27,7 +27,7 @@ from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
-from agentenv.rollout.frames import Leased, Refused, Trained
+from agentenv.rollout.frames import Leased, StepRefused, Trained
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
@@ -113,7 +113,7 @@ class Loop:
                             await uncancelled(self.step(batch))
                 except RefusedStepError as error:
                     trees = sorted({*error.trees, *self.feeder.inflight})
-                    self.feeder.note(Refused(self.state.step, trees))
+                    self.feeder.note(StepRefused(self.state.step, trees))
                     raise
             async with self.actions.weights_at_rest:
                 await self.evaluate_and_save()

@@ -25,9 +25,9 @@ from agentenv.engines.embedded.model import (
     DecodeGroup,
     DecoderModel,
     IntArray,
+    ModelBatch,
     Prefill,
     SlotCache,
-    StepBatch,
 )
 from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
@@ -166,7 +166,7 @@ class BatchStep:
         self.requests += fresh
         self.num_steps = min(spare)
         tokens = torch.tensor(token_ids, device=device)
-        self.batch = StepBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
+        self.batch = ModelBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
         self.sampler = TokenSampler(
             [request.sampling for request in self.requests],
             device,

@@ -13,7 +13,7 @@ import pytest
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.envs.search.bm25 import BM25Backend, BM25Index, TantivyBackend
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
-from agentenv.envs.search.faiss_index import Encoder, FaissConfig
+from agentenv.envs.search.faiss_index import FaissConfig, VectorEncoder
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
 
@@ -128,7 +128,7 @@ def test_each_backend_names_the_extra_of_a_missing_package(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     faiss = FaissConfig(index=str(tmp_path), corpus=str(tmp_path), encoder="e")
-    build = {"bm25s": lambda: BM25Index([]), "torch": lambda: Encoder(faiss)}[module]
+    build = {"bm25s": lambda: BM25Index([]), "torch": lambda: VectorEncoder(faiss)}[module]
     with pytest.raises(ConfigError, match=rf"requires the package '{module}'.*\[{extra}\]"):
         build()
 

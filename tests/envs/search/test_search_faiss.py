@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.envs.search.corpus import Query
-from agentenv.envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
+from agentenv.envs.search.faiss_index import FaissBackend, FaissConfig, VectorEncoder
 from tests.support.dense import TEXTS, make, save_encoder
 
 faiss: Any = pytest.importorskip("faiss")
@@ -71,11 +71,11 @@ async def test_a_failing_search_fails_every_waiting_query(
     backend = FaissBackend(make(tmp_path, encoder))
     await backend.start()
 
-    def fail(encoder: Encoder, texts: list[str]) -> Any:
+    def fail(encoder: VectorEncoder, texts: list[str]) -> Any:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Encoder, "encode", fail)
+        patched.setattr(VectorEncoder, "encode", fail)
         asked = [backend.search(Query("lima")) for _ in range(3)]
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(one, InfraError) for one in outcomes)
@@ -85,13 +85,13 @@ async def test_a_failing_search_fails_every_waiting_query(
 
 
 def test_the_prefix_precedes_the_query(tmp_path: Path, encoder: str) -> None:
-    plain = Encoder(make(tmp_path, encoder))
-    prefixed = Encoder(make(tmp_path, encoder, prefix="rome "))
+    plain = VectorEncoder(make(tmp_path, encoder))
+    prefixed = VectorEncoder(make(tmp_path, encoder, prefix="rome "))
     assert prefixed.encode(["lima"]) == pytest.approx(plain.encode(["rome lima"]), abs=1e-6)
 
 
 def test_padding_changes_no_vector(tmp_path: Path, encoder: str) -> None:
-    encode = Encoder(make(tmp_path, encoder)).encode
+    encode = VectorEncoder(make(tmp_path, encoder)).encode
     assert encode(["lima", TEXTS[1]])[0] == pytest.approx(encode(["lima"])[0], abs=1e-5)
 
 
@@ -110,7 +110,7 @@ async def test_an_index_or_encoder_that_cannot_be_loaded_is_refused(
     config = make(tmp_path, encoder)
     (tmp_path / "bad.index").write_text("nonsense")
     wide = faiss.IndexFlatIP(5)
-    wide.add(Encoder(config).encode(TEXTS)[:, :5].copy())
+    wide.add(VectorEncoder(config).encode(TEXTS)[:, :5].copy())
     faiss.write_index(wide, str(tmp_path / "wide.index"))
     for name, message in [
         ("none", r"search\.backend\.index: .*is not a file"),
