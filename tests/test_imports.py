@@ -87,7 +87,7 @@ def test_importing_loads_no_heavy_module(modules: str) -> None:
 def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str) -> None:
     code = (
         f"import agentenv.launchers.{command}, sys; print(*("
-        "f'agentenv.training.api.{name}' in sys.modules for name in ('config.rl', 'rl.training')))"
+        "f'agentenv.{name}' in sys.modules for name in ('assembly.keys.rl', 'training.loop.loop')))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
