@@ -2,60 +2,24 @@
 
 `agentenv.train` and `agentenv.evaluate` are those of agentenv.training.api, loaded on first use.
 
-Custom environments can import their names from here; the rest is in these files:
+Custom environments can import their names from here; the rest is in these rooms, each of which
+imports only those above it:
 
-    nouns      types      task, message, tool call, completion, limits
-               tree       node, trajectory, tree
-               errors     every failure by its name; bugs of users' code; hints in errors
-    rollout    actor, actor_parts   rolls out tasks; evaluates with the same actor
-               rollout    grows a tree: starts, forks, ends
-               growth     the turns of a branch
-               branch     the state of a branch
-               conversation, message_conversation, program_conversation   of a branch with its
-                          environment or with an agent program
-               recovery   retries after failures, and resuming a killed rollout
-               hooks      changes of a rollout by an extension
-               open_envs  the open environments
-               deadline   time limits of waits, and sections that cancellation cannot interrupt
-               plan       the interface of the plans: roots and forks
-               queue      the replay queue to the learner, its bound on staleness, its pace
-               journal    the log that a killed run resumes from
-               frames     its frames; trees restored from them
-               archive    every tree of every training step
-               metrics    figures of rollouts
-               failures   of rollouts: logged once, without secrets; counted and limited
-    tokens     prompt     the system prompt
-               renderer   messages to token ids and back: the tag protocol
-               tags       its calls: parsed, written, described
-               native     the same by the chat template of the model
-               call_syntax   forms in which models write tool calls
-               encoder    a process that tokenizes long texts
-    tools      tools      the tools of the policy, and their limits
-               tool_env   the environment that runs tool calls and grades
-               http       APIs over HTTP as tools: clients, logins, meanings of status codes
-               env        the environment contract, the registry, shared resources
-               gym        Gymnasium versions of the environments, single and vector
-               testing    a conformance kit for environments
-               cold_start demonstrations, and a small untrained model with a custom vocabulary
-    data       data_files, rows, dataset: from files to an ordered list of tasks
-               curriculum  tasks sampled by the policy's success rate on them
-               untrusted  decoding of untrusted input
-    endpoint/  the APIs for agent programs, and the capture of their calls
-    engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers
-               engine     the interface of the engines, and their settings
-               stop_strings   the ends of turns, found in sampled tokens
-    settings   config     TOML files to structs
-               server_config   settings of engine servers
-               registry   parts chosen by name, also from the user's own package
-    processes  cluster/   rollouts and environments in separate processes
-               offload    threads and processes outside the event loop
-               guard      ends a process with its starter
-               supervisor  one process: placement and restarts; groups of equal workers
-               worker_group, link   handshake, liveness, messages; ports reserved for servers
-               worker_pool   a process pool for jobs that may hang or crash
-    files      model_files   metadata of a model directory; models and datasets on the hub
-               disk          atomic writes of files
-               result_cache  results that processes share, in SQLite behind memory
+    base        types, tree, errors, config, registry; deadline (clocks), offload (threads and
+                processes), disk, untrusted (decoding), model_files, result_cache
+    contract    env, tool_env, tools, instruction; engine, request, weights, server_config,
+                stop_strings; plan; http and http_client
+    processes   supervisor, worker_group, link, worker_pool; guard ends a process with its starter
+    data        data_files, rows, dataset: from files to tasks; curriculum
+    text        prompt, prompt_fitting, renderer, tags, native, call_syntax, encoder: messages to
+                token ids and back; endpoint, chat_model: models behind a chat API
+    rollout     actor, rollout, growth, branch, conversation, recovery, hooks, open_envs: from a task
+                to its tree; queue to the learner; journal, frames; archive, metrics, failures
+    engines     samplers: embedded, scripted, vLLM, SGLang, pools of servers
+    endpoint    the APIs for agent programs, and the capture of their calls
+    cluster     rollouts and environments in separate processes
+    adapters    gym: Gymnasium versions of the environments; testing: a conformance kit;
+                cold_start: demonstrations, and a small untrained model
 """
 
 from pathlib import Path
