@@ -13,7 +13,7 @@ imports only those above it:
     data        data_files, rows, dataset: from files to tasks; curriculum
     text        prompt, prompt_fitting, renderer, tags, native, call_syntax, encoder: messages to
                 token ids and back; endpoint, chat_model: models behind a chat API
-    rollout     actor, rollout, growth, branch, conversation, recovery, hooks, open_envs: from a task
+    rollout     actor, rollout, growth, branch, conversation, recovery, hooks, open_envs: a task
                 to its tree; queue to the learner; journal, frames; archive, metrics, failures
     engines     samplers: embedded, scripted, vLLM, SGLang, pools of servers
     endpoint    the APIs for agent programs, and the capture of their calls

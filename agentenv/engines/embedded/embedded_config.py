@@ -1,24 +1,22 @@
-"""Settings of the in-process engine; importing them does not load torch."""
+"""The choice of the in-process engine; importing it does not load torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
-import msgspec
+from typing import ClassVar
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.contract.engine import (
     Engine,
     EngineCapabilities,
-    EngineConfig,
     EngineStart,
     LocalModel,
 )
+from agentenv.engines.embedded.settings import EmbeddedSettings
 
 
 class EmbeddedConfig(
-    EngineConfig,
+    EmbeddedSettings,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
@@ -26,23 +24,6 @@ class EmbeddedConfig(
     tag_field="name",
 ):
     """Settings of the embedded engine."""
-
-    max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Concurrent requests; further ones queue in order.", ge=1)
-    ] = 128
-    num_cached_seqs: Annotated[
-        int, msgspec.Meta(description="Finished requests kept as prefix cache.", ge=0)
-    ] = 128
-    num_threads: Annotated[
-        int, msgspec.Meta(description="CPU threads of torch, process-wide.", ge=1)
-    ] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        msgspec.Meta(description="Device of the model; auto: a GPU if available."),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
-    ] = "float32"
 
     capabilities: ClassVar = EngineCapabilities(is_exact=True, can_sleep=True)
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,10 +32,8 @@ from agentenv.contract.engine import Engine, check_request
 from agentenv.contract.stop_strings import StopStrings
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
+from agentenv.engines.embedded.settings import EmbeddedSettings
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
-
-if TYPE_CHECKING:
-    from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 
 CLOSED = "the engine is closed"
 MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is greedy
@@ -87,7 +85,7 @@ class EmbeddedEngine(Engine):
 
     def __init__(
         self,
-        config: EmbeddedConfig,
+        config: EmbeddedSettings,
         model_path: Path,
         policy_version: int = 0,
         tokenizer: Any = None,
