@@ -73,7 +73,6 @@ OURS = {
     "learners/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
     "learners/messages.py": "a process of ours",
-    "learners/rank_group.py": "a process of ours",
 }
 
 
