@@ -1,8 +1,8 @@
-# Two commands do everything, on a bare machine too:
-#   make train   what the quick start needs, then the quick start (configs/quickstart.toml)
-#   make test    what developers need, then all checks
-# More: make environment, the installation of the latter alone; make check, all checks but real
-# servers and long runs; make long, what takes hours.
+# On a bare machine too:
+#   make train     what the quick start needs, then the quick start (configs/quickstart.toml)
+#   make test      what developers need, lint, types and the tests; twelve minutes on two cores
+#   make test-all  what these leave out: the heaviest tests, real engines, other frameworks
+# More: make environment, the installation of make test alone; make long, what takes hours.
 # Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
 
 PYTHON ?= python3
@@ -13,30 +13,31 @@ BIN := $(VENV)/bin
 # Hundreds of processes start in the tests, and none should compile what another has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check quick long engines engine-vllm engine-sglang inspect verifiers openenv lint types environment clean
+.PHONY: train test test-all tests long engines engine-vllm engine-sglang inspect verifiers openenv lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 train:
 	@test -f "$(CONFIG)" || { echo "error: CONFIG=$(CONFIG): no such file; expected a configuration such as configs/quickstart.toml" >&2; exit 2; }
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=train sh .ci/environment
 	$(BIN)/agentenv train $(CONFIG) $(ARGS)
 
+# side by side: mypy alone would leave a processor idle
 test: environment
+	@$(MAKE) --no-print-directory -j 3 tests types lint
+
+tests: environment
+	$(BIN)/python -m pytest -q -n 2 -m "not heavy or promise" $(ARGS)
+
+# real vLLM again, since where it was missing make test has skipped it
+test-all: environment
 	@sh .ci/viewer
 	@PYTHON="$(PYTHON)" sh .ci/mcp-servers
-	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers openenv lint types
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
-
-# side by side: mypy alone would leave a processor idle
-check: environment
-	@$(MAKE) --no-print-directory -j 3 lint types quick
-
-quick: environment
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang and not inspect and not verifiers and not openenv" $(ARGS)
+	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers openenv
+	$(BIN)/python -m pytest -q -n 2 -m "heavy and (not promise or engine_vllm)" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
 long: environment
@@ -56,6 +57,7 @@ viewer:
 # the site of docs/ in site/; a warning is an error
 .PHONY: docs
 docs: environment
+	@sh .ci/tree
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
@@ -73,7 +75,8 @@ lint: environment
 	$(BIN)/python tests/check_words.py
 
 types: environment
-	$(BIN)/mypy
+	@sh .ci/tree
+	cd build/tree && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
 environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=dev sh .ci/environment

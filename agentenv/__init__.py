@@ -1,28 +1,31 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines, loaded on first use.
+`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines.api, loaded on first use.
 
 Custom environments can import their names from here; the rest is in these files:
 
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree
                errors     every failure by its name; bugs of users' code; hints in errors
-    rollout    actor      rolls out tasks, with hooks; evaluates with the same actor
-               rollout    grows a tree: turns, forks, ends
+    rollout    actor, actor_parts   rolls out tasks; evaluates with the same actor
+               rollout    grows a tree: starts, forks, ends
+               growth     the turns of a branch
+               branch     the state of a branch
+               conversation, message_conversation, program_conversation   of a branch with its
+                          environment or with an agent program
                recovery   retries after failures, and resuming a killed rollout
-               given      initial turns that a tree takes from an earlier trajectory
-               branch     one growing trajectory, and the open environments
-               copies     environments kept at tool results, for later siblings
+               hooks      changes of a rollout by an extension
+               open_envs  the open environments
                deadline   time limits of waits, and sections that cancellation cannot interrupt
                plan       the interface of the plans: roots and forks
-               forecast   expected success and calls after a tool result, for plans
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
                frames     its frames; trees restored from them
                archive    every tree of every training step
                metrics    figures of rollouts
                failures   of rollouts: logged once, without secrets; counted and limited
-    tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
+    tokens     prompt     the system prompt
+               renderer   messages to token ids and back: the tag protocol
                tags       its calls: parsed, written, described
                native     the same by the chat template of the model
                call_syntax   forms in which models write tool calls
@@ -36,15 +39,14 @@ Custom environments can import their names from here; the rest is in these files
                cold_start demonstrations, and a small untrained model with a custom vocabulary
     data       data_files, rows, dataset: from files to an ordered list of tasks
                curriculum  tasks sampled by the policy's success rate on them
-               prefix_starts   the groups that begin after given turns
                untrusted  decoding of untrusted input
     endpoint/  the APIs for agent programs, and the capture of their calls
     engines/   samplers: embedded, scripted, vLLM, SGLang, pools of servers
                engine     the interface of the engines, and their settings
+               stop_strings   the ends of turns, found in sampled tokens
     settings   config     TOML files to structs
                server_config   settings of engine servers
                registry   parts chosen by name, also from the user's own package
-               old_keys   keys of earlier versions: the reason for their removal, and replacements
     processes  cluster/   rollouts and environments in separate processes
                offload    threads and processes outside the event loop
                guard      ends a process with its starter
@@ -53,8 +55,10 @@ Custom environments can import their names from here; the rest is in these files
                worker_pool   a process pool for jobs that may hang or crash
     files      model_files   metadata of a model directory; models and datasets on the hub
                disk          atomic writes of files
+               result_cache  results that processes share, in SQLite behind memory
 """
 
+from pathlib import Path
 from typing import Any
 
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
@@ -113,7 +117,11 @@ __all__ = [
     "write_rows",
 ]
 
-_OFFERED = {name: f"agentenv.pipelines:{name}" for name in ("evaluate", "train")}
+# In a clone the packages of pyproject.toml's package-dir lie beside this one.
+if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+    __path__.append(str(_clone.parent))
+
+_OFFERED = {name: f"agentenv.pipelines.api:{name}" for name in ("evaluate", "train")}
 
 
 def __getattr__(name: str) -> Any:

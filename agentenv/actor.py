@@ -11,83 +11,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
-from random import Random
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.branch import Branch, OpenEnvs
-from agentenv.deadline import waiting
-from agentenv.engine import Engine
-from agentenv.env import Env, StepResult
-from agentenv.failures import Failures
+from agentenv.actor_parts import ActorParts
 from agentenv.frames import Recorded
+from agentenv.hooks import RolloutHooks
 from agentenv.journal import TreeRecord
-from agentenv.metrics import PrefixHits, ProbeWaits
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.recovery import OtherPromptError
-from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
-from agentenv.tree import Order, TrajectoryTree
-from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
-
-
-class RolloutHooks:
-    """Hooks of a rollout; the base class changes nothing.
-
-    One object per rollout. A subclass overrides some of the calls, in the order of a trajectory:
-
-        prefix     the prompt was rendered
-        sampling   a turn will be sampled
-        step       the policy acted; the hook returns the env's answer
-        redirect   the env answered, and the episode continues
-        finish     a limit ended the episode; the hook returns the grade
-        end        the branch ended for any reason, including cancellation
-
-    Its constructor may reject the rollout with a ConfigError.
-    """
-
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout = rollout
-
-    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
-        """Token ids with which the first turn of every root begins; called once per tree. They are
-        context, not sampled, and excluded from the loss mask; they count as response, not as
-        prompt.
-        """
-        return []
-
-    def sampling(self, branch: Branch) -> SamplingParams:
-        """Sampling parameters of the branch's next turn."""
-        return self.rollout.actor.sampling
-
-    async def step(self, branch: Branch, action: Message) -> StepResult:
-        """The env's answer to the action."""
-        assert branch.env is not None
-        return await self.rollout.actor.envs.step(branch.env, action)
-
-    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        """Whether the hook moved the branch elsewhere, by `Branch.take_back` or `Branch.restart`,
-        instead of letting it continue after this observation.
-        """
-        return False
-
-    async def finish(
-        self, branch: Branch, limit: Limit, action: Message | None
-    ) -> tuple[float, Info]:
-        """Reward and info of an episode that a limit ends; `action` was not stepped."""
-        assert branch.env is not None
-        return await self.rollout.actor.envs.finish(branch.env, limit, action)
-
-    async def end(self, branch: Branch) -> None:
-        """Free the resources of the branch."""
-
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
-
-PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
@@ -113,32 +52,18 @@ def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
 
 
 @dataclass(eq=False)
-class Actor:
+class Actor(ActorParts):
     """Rolls out tasks. One actor serves any number of concurrent rollouts.
 
-    `sampling` gives temperature, truncation, penalty and stop strings in addition to the
-    renderer's; max_tokens and seed are set per turn. `make_hooks` gives each rollout its hooks. All
-    randomness is keyed by (seed, index, task, branch, turn).
+    `make_hooks` gives each rollout its hooks. All randomness is keyed by (seed, index, task,
+    branch, turn).
     """
 
-    engine: Engine
-    renderer: Renderer
-    make_env: Callable[[Task], Env]
-    limits: Limits
-    sampling: SamplingParams
-    seed: int | str
-    make_hooks: Callable[[Rollout], RolloutHooks] = RolloutHooks
+    make_hooks: Callable[[ActorParts, TrajectoryTree, RolloutPlan], RolloutHooks] = RolloutHooks
 
     def __post_init__(self) -> None:
-        limits = self.limits
-        self.envs = OpenEnvs(limits.env_timeout_s)
-        self.prefixes = PrefixHits()
-        self.probes = ProbeWaits()
+        super().__post_init__()
         self.rollouts: set[Rollout] = set()  # running ones
-        self._unpaused = asyncio.Event()  # cleared while turns are paused
-        self._unpaused.set()
-        self.failures = Failures(limits.max_failed_share, strict=limits.strict)
-        self._draws = Random()  # one for all turns, since creating it costs as much as a draw
 
     async def rollout(
         self,
@@ -153,10 +78,8 @@ class Actor:
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
-        order: Order | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order; `order` has the other decisions made
-        before its start.
+        """Grow one tree. `index` is its place in start order.
 
         Its events are written to `record`, and the tree is returned once they are on disk.
         `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
@@ -173,37 +96,42 @@ class Actor:
         ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
         failure is a failed leaf.
         """
-        limits, order = self.limits, order or Order()
+        limits = self.limits
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
-        make = partial(
-            Rollout,
-            self,
-            plan=plan,
-            limits=limits,
-            session=session or str(index),
-            record=record,
-            start=order.start,
-            again=again,
-        )
+
+        def made(tree: TrajectoryTree) -> Rollout:
+            hooks = self.make_hooks(self, tree, plan)
+            return Rollout(
+                self, tree, plan, limits, session or str(index), hooks, record=record, again=again
+            )
+
         if recorded is not None and self.make_hooks is RolloutHooks:
+            if record is not None:
+                record.resumes(recorded)
             try:
-                return await self._resume_recorded(make, recorded, record, cancelled)
+                rollout = made(recorded.tree)
+                await self._grow(rollout, _num_roots(recorded), recorded, cancelled)
+                return recorded.tree
             except* OtherPromptError:
                 logger.warning(
                     "task %s: its prompt differs from the recorded one; its tree restarts", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None, info=dict(order.facts))
+        tree.add(None)
         if record is not None:
             record.began(tree)
-        await make(tree).run(first_root, cancelled=cancelled)
+        await self._grow(made(tree), first_root, None, cancelled)
         return tree
 
-    def seed_of(self, key: str) -> int:
-        """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)  # earlier versions reproduce their samples
-        return self._draws.getrandbits(63)
+    async def _grow(
+        self, rollout: Rollout, first_root: int, recorded: Recorded | None, cancelled: str
+    ) -> None:
+        self.rollouts.add(rollout)
+        try:
+            await rollout.run(first_root, recorded, cancelled)
+        finally:
+            self.rollouts.discard(rollout)
 
     def awaited(self) -> list[Awaited]:
         """The current waits of all branches of all rollouts."""
@@ -222,38 +150,11 @@ class Actor:
         """The running rollout of the tree with this index."""
         return next((one for one in self.rollouts if one.tree.index == index), None)
 
-    @property
-    def is_paused(self) -> bool:
-        return not self._unpaused.is_set()
 
-    def pause(self) -> None:
-        """Start no turn until `resume`; running turns finish."""
-        self._unpaused.clear()
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._unpaused.set()
-
-    async def until_resumed(self) -> None:
-        """Wait while turns are paused; the rollout's clock stops meanwhile."""
-        with waiting(PAUSED):
-            while self.is_paused:
-                await self._unpaused.wait()
-
-    async def _resume_recorded(
-        self,
-        make: Callable[[TrajectoryTree], Rollout],
-        recorded: Recorded,
-        record: TreeRecord | None,
-        cancelled: str,
-    ) -> TrajectoryTree:
-        tree = recorded.tree
-        if record is not None:
-            record.resumes(recorded)
-        names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
-        roots = [int(name) for name in names if name.isdecimal()]
-        await make(tree).run(max(roots, default=-1) + 1, recorded, cancelled)
-        return tree
+def _num_roots(recorded: Recorded) -> int:
+    """The name of the next root."""
+    names = [node.branch for node in recorded.tree.nodes] + [one.name for one in recorded.branches]
+    return max((int(name) for name in names if name.isdecimal()), default=-1) + 1
 
 
 class Question(NamedTuple):

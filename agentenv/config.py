@@ -20,14 +20,15 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as mi
+from msgspec.structs import fields
 
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
-from agentenv.old_keys import DELETED, EMPTIED, MOVED, of_struct
 from agentenv.registry import (
     TAG,
     Registry,
     decode_part,
+    element,
     not_one_of,
     registry_of,
     struct_type,
@@ -198,28 +199,8 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     _check_keys(raw, type_info(config_type), source)
     try:
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
-    except msgspec.ValidationError as error:
-        reason, *places = str(error).split(" - at `$")  # inner tables of parts come first
-        reason = reason.replace(" | null`", "`")  # TOML has no null
-        key = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
-        value = _lookup(raw, key)
-        choices = _choices(type_info(config_type), key)
-        if choices and reason.startswith("Invalid enum value"):
-            raise ConfigError(f"{source}: {key}: {not_one_of(value, choices)}") from error
-        if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
-            name = _join(key, missing[1])
-            hint = f"--help-keys {name} explains it"
-            raise ConfigError(f"{source}: {name} is missing; {hint}") from error
-        got = "" if value is None else f"{':' if ', got ' in reason else ', got'} {value!r}"
-        raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
-
-
-def upgrade(config_type: type[T], raw: Tree) -> Tree:
-    """Update in place the plain values of a stored configuration, which an earlier version may have
-    written: see agentenv/old_keys.py. A deleted key with a value other than its default remains."""
-    for table, struct, _ in _tables(raw, type_info(config_type), ""):
-        _upgrade(table, struct)
-    return raw
+    except msgspec.ValidationError as error:  # of an entry that should be a table
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def resolver(run: Path | str) -> Resolve:
@@ -355,24 +336,44 @@ def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
     kind = unwrap(_type_at(type_info(config_type), key))
     kinds = [unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
     has_none = any(isinstance(one, mi.NoneType) for one in kinds)
-    return has_none and "none" not in _choices(type_info(config_type), key)
+    return has_none and "none" not in _choices(kind)
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
-    """Reject unknown keys with a suggestion, and deleted keys with the reason. msgspec checks the
-    types."""
-    for table, struct, path in _tables(raw, kind, "", source):
-        _upgrade(table, struct)
+    """Reject unknown keys with a suggestion, missing ones, and wrong types."""
+    tables = list(_tables(raw, kind, "", source))
+    for table, struct, path in tables:
         known = [field.encode_name for field in struct.fields]
         for key in table:
             if key in known or key == struct.tag_field:
                 continue
-            name, gone = _join(path, key), of_struct(DELETED, struct.cls).get(key)
-            if gone is not None:
-                raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
             hint = _hint(kind, path, key, struct)
-            raise ConfigError(f"{source}: {name}: unknown key{for_kind}; {hint}")
+            raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
+    for table, struct, path in tables:
+        for field, info in zip(fields(struct.cls), struct.fields, strict=True):
+            if field.encode_name in table:
+                place = f"{source}: {_join(path, field.encode_name)}"
+                _check_value(table[field.encode_name], field.type, info.type, place)
+    for table, struct, path in tables:
+        for info in struct.fields:
+            if info.required and info.encode_name not in table:
+                name = _join(path, info.encode_name)
+                hint = f"--help-keys {name} explains it"
+                raise ConfigError(f"{source}: {name} is missing; {hint}")
+
+
+def _check_value(value: Any, annotation: Any, kind: mi.Type, place: str) -> None:
+    """Reject a value of a wrong type, except tables, which are checked one by one."""
+    if isinstance(value, dict | list) and struct_types(element(kind), loads=False):
+        return
+    try:
+        msgspec.convert(value, annotation, strict=True, dec_hook=decode_part)
+    except msgspec.ValidationError as error:
+        if isinstance(value, str) and (choices := _choices(kind)):
+            raise ConfigError(f"{place}: {not_one_of(value, choices)}") from error
+        reason = str(error).replace(" | null`", "`")  # TOML has no null
+        raise ConfigError(f"{place}: {reason}: {value!r}") from error
 
 
 def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
@@ -426,21 +427,6 @@ def _all_keys(kind: mi.Type, path: str = "", above: tuple[type, ...] = ()) -> It
             name = _join(path, field.encode_name)
             yield name
             yield from _all_keys(field.type, name, (*above, struct.cls))
-
-
-def _upgrade(table: Tree, struct: mi.StructType) -> None:
-    """Remove deleted keys at their defaults from a table, empty those that had another default,
-    and rename what has moved."""
-    for key, gone in of_struct(DELETED, struct.cls).items():
-        if key in table and gone.was_unset(table[key]):
-            del table[key]
-    for key, former in of_struct(EMPTIED, struct.cls).items():
-        if table.get(key) == former:
-            table[key] = None
-    moved = of_struct(MOVED, struct.cls)
-    for key, value in table.items() if moved else ():
-        if isinstance(value, str):
-            table[key] = moved.get(value, value)
 
 
 def _tables(
@@ -514,9 +500,9 @@ def _lookup(raw: Any, key: str) -> Any:
     return raw
 
 
-def _choices(kind: mi.Type, key: str) -> list[str]:
+def _choices(kind: mi.Type) -> list[str]:
     """The allowed texts of a key; empty if it is not restricted."""
-    kind = unwrap(_type_at(kind, key))
+    kind = unwrap(kind)
     kinds = [*map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])]
     texts = [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
     is_switch = texts and any(isinstance(one, mi.BoolType) for one in kinds)

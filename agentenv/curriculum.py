@@ -17,9 +17,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from agentenv.metrics import Metrics
 from agentenv.rows import CurriculumConfig
-from agentenv.tree import GIVEN, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
 PRIOR = 1.0  # weight of the prior of an estimate, in trees
@@ -83,13 +82,12 @@ class Curriculum:
         return self._tasks[number]
 
     def add(self, trees: Iterable[TrajectoryTree]) -> None:
-        """Count delivered trees. Failed trajectories are excluded, and so are trees that began
-        after given turns, which were chosen to change the success rate."""
+        """Count delivered trees, without failed trajectories."""
         for tree in trees:
             places = self._of_id.get(tree.task.id, [])
             self._under_way[places] = np.maximum(self._under_way[places] - 1, 0)
             done = [path.success for path in tree.trajectories() if path.leaf.end != "failed"]
-            if done and GIVEN not in tree.root.info:
+            if done:
                 self.outcomes.add(tree.task, fmean(done))
                 self._load(tree.task.id)
                 self._weights = None
@@ -111,7 +109,7 @@ class Curriculum:
             self._weights = self.config.floor + (1 - self.config.floor) * np.asarray(value)
         return self._weights
 
-    def stats(self) -> Metrics:
+    def stats(self) -> dict[str, float]:
         """curriculum/seen: the share of questions that had a tree; curriculum/spread: the effective
         number of questions that are drawn, as a share of all (1 for equal weights);
         curriculum/success: the expected success rate of a draw."""

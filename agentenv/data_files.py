@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import importlib
 import re
 import sys
 from collections import deque
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from agentenv.disk import undecodable
-from agentenv.errors import DataError, ForeignError, MissingError, install_hint
+from agentenv.errors import DataError, ForeignError, needed
 from agentenv.registry import loaded
 from agentenv.untrusted import decode_loose
 
@@ -270,14 +269,7 @@ def _read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
 
 def _batches(path: Path) -> Iterator[Any]:
     """The record batches of a file."""
-    try:
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingError(
-            f"{path}: reading this file requires pyarrow, which cannot be imported ({error}); "
-            f"install it with: {install_hint('data')}"
-        ) from error
+    arrow, parquet = (needed(name, "data", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         if path.suffix.lower() == ".parquet":
             with parquet.ParquetFile(path) as file:

@@ -9,6 +9,8 @@
     await uncancelled(env.close())                 completes the call despite cancellations
     await within(60.0, "..", reading)              its result, or StallError
     backoff_s(attempt, key, first_s=.., max_s=..)  the wait before the next attempt
+    pause_before_retry(who, attempt, key, ..)      the same, awaited
+    await through_outage(call, who, key, ..)       its result, or OutageError
 
 A `WorkClock` times a trajectory. Code that waits for a slot, for a rate limit, or for a server that
 is paused, asleep, updating or lost does so inside `waiting`: load and outages are not the policy's
@@ -22,12 +24,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 from functools import partial
+from itertools import count
 from random import Random
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from agentenv.errors import AgentEnvError, StallError
+from agentenv.errors import AgentEnvError, InfraError, OutageError, StallError
 
 T = TypeVar("T")
 Clock = Callable[[], float]  # seconds; must not run faster than the event loop's time
@@ -35,6 +39,14 @@ Clock = Callable[[], float]  # seconds; must not run faster than the event loop'
 CLOSE_S = 1e-6  # a deadline that is nearer than this counts as passed
 SPAN_S = 1.0  # deadlines within such an interval share a timer
 CHECK_S = 0.01  # minimum interval between checks of a deadline whose clock may be paused
+
+
+class WaitKind(StrEnum):
+    """Waits of a rollout whose usual length differs from that of others."""
+
+    PAUSED = "the paused run to resume"
+    SLOT = "a slot on a server"
+    TURN = "a turn of the engine"
 
 
 class WorkClock:
@@ -461,6 +473,52 @@ def backoff_s(
     """
     delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)
+
+
+async def pause_before_retry(
+    who: str, attempt: int, key: str, *, first_s: float, max_s: float, at_least_s: float = 0.0
+) -> None:
+    """Wait `backoff_s` seconds before `who` is asked again. The wait does not count as work."""
+    delay_s = backoff_s(attempt, key, first_s=first_s, max_s=max_s, at_least_s=at_least_s)
+    with waiting(f"a pause before {who} is retried"):
+        await asyncio.sleep(delay_s)
+
+
+async def through_outage(
+    call: Callable[[], Awaitable[T]],
+    who: str,
+    key: str,
+    *,
+    outage_s: float,
+    failed: Callable[[int, InfraError], None],
+    first_s: float,
+    max_s: float,
+    num_retries: int = 0,
+) -> T:
+    """The result of `call`. Infrastructure failures, which `failed` gets with the number of their
+    attempt (from 0), are retried after jittered delays (`backoff_s`), `num_retries` times and until
+    `outage_s` seconds after the first one. Their working time does not count. Then raises
+    OutageError, which names `who` failed."""
+    began_s: float | None = None
+    for attempt in count():
+        work = Work()
+        try:
+            return await call()
+        except InfraError as error:
+            work.discard()
+            now_s = asyncio.get_running_loop().time()
+            began_s = now_s if began_s is None else began_s
+            if attempt >= num_retries and now_s - began_s >= outage_s:
+                raise OutageError(
+                    f"{who} failed {attempt + 1} times, the last time: {error}"
+                ) from error
+            failed(attempt, error)
+            wanted_s = error.retry_after_s
+        most_s = max(max_s, min(wanted_s, outage_s))
+        await pause_before_retry(
+            who, attempt, key, first_s=first_s, max_s=most_s, at_least_s=wanted_s
+        )
+    raise AssertionError
 
 
 class Restarts:

@@ -6,27 +6,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from math import isfinite
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, EngineError
 from agentenv.model_files import num_positions, read_model_config
-from agentenv.offload import in_thread
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, VersionSpan
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+Feature = Literal["adapters", "broadcast", "ipc", "sleep"]  # of servers, not of all
 
 
 class Engine(Protocol):
-    """Token ids in, token ids out. All methods are called on the event loop and never block it."""
+    """Token ids in, token ids out: the base of all engines. All methods are called on the event
+    loop and never block it."""
 
     @property
     def policy_version(self) -> int:
@@ -64,37 +62,51 @@ class Engine(Protocol):
         spans record. New requests never use a prefix cache of another version. If the directory
         does not fit, raises EngineError and keeps the old weights and version.
         """
-        ...
+        raise EngineError(f"{type(self).__name__} does not load weights")
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: sampled_tokens, prompt_tokens, cached_tokens, requests, ..."""
-        ...
+        return {}
 
     async def close(self) -> None:
         """Stop; requests still running raise EngineDeadError. Idempotent."""
-        ...
+        return
 
+    # Engines with several servers, or with memory to release, override the rest.
 
-@runtime_checkable
-class SleepingEngine(Engine, Protocol):
-    """An engine that can temporarily release its device memory."""
+    def has_room(self, num_live: int) -> bool:
+        """Whether another tree should begin next to `num_live` trajectories."""
+        return True
 
-    @property
-    def outage_s(self) -> float:
-        """Total seconds in which the engine could not sample, because it was asleep or lost. They
-        do not count against deadlines of rollouts (agentenv/deadline.py).
-        """
-        ...
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
+    ) -> dict[str, Completion]:
+        """The completions of one request on every server, by the server's name; without those that
+        fail or exceed the time. For measurements."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                session = f"probe{sampling.seed}"
+                return {"": await self.generate(prompt_ids, sampling, session=session)}
+        return {}
+
+    def account(self) -> dict[str, Any]:
+        """The part of a run's summary."""
+        return dict(self.stats())
+
+    def require(self, feature: Feature) -> None:
+        """Raises ConfigError for a server without a feature that the configuration requires."""
+        return
 
     async def sleep(self) -> None:
         """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
         after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
+        The pause does not count against deadlines of rollouts (agentenv/deadline.py).
         """
-        ...
+        raise EngineError(f"{type(self).__name__} does not sleep")
 
     async def wake(self) -> None:
         """Serve again, with the weights from before the sleep. Idempotent."""
-        ...
+        raise EngineError(f"{type(self).__name__} does not sleep")
 
 
 class ServerStarter(Protocol):
@@ -138,6 +150,23 @@ class LocalModel(Struct, frozen=True):
     device: str
 
 
+class EngineCapabilities(Struct, frozen=True, kw_only=True):
+    """Properties of all engines of one kind. `has_weights`: no inference endpoint with any weights;
+    `is_exact`: log-probs and entropies are those of the learner's model; `can_sleep`: memory can be
+    released while the learner works; `can_map`: servers can read the learner's memory;
+    `has_adapters`: a server can take a LoRA adapter as new weights; `keeps_cache`: running requests
+    can keep their KV cache at an update; `num_reserved`: tokens of the context that are never
+    filled."""
+
+    has_weights: bool = True
+    is_exact: bool = False
+    can_sleep: bool = False
+    can_map: bool = False
+    has_adapters: bool = False
+    keeps_cache: bool = False
+    num_reserved: int = 0
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an engine, tagged with the engine's name. The methods describe the engine before
     it runs.
@@ -148,11 +177,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
-    has_weights: ClassVar[bool] = True  # False: inference only, with any weights
-    is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
-    can_sleep: ClassVar[bool] = False  # its memory can be released while the learner works
-    can_map: ClassVar[bool] = False
-    _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
+    capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
 
     @property
     def kind(self) -> str:
@@ -165,12 +190,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return None
 
     @property
-    def starts_servers(self) -> bool:
-        return self.launched is not None
-
-    @property
     def runs_elsewhere(self) -> bool:
         """Whether the engine uses servers that already run."""
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollout workers send requests to the engine's servers directly."""
         return False
 
     @property
@@ -192,12 +218,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check_colocated(self, key: str, how: bool | str = True) -> None:
         """Raises ConfigError if engine and learner cannot share GPUs in the way `how`: alternating,
         or "at_once". `key` is the setting that requests it."""
-        if how == "at_once" and not self.starts_servers:
+        if how == "at_once" and self.launched is None:
             raise ConfigError(
                 f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
                 f"starts; engine.name = {self.kind!r} starts no server"
             )
-        if not self.can_sleep:
+        if not self.capabilities.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
@@ -213,7 +239,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(
                 f"{key}.max_model_len: must be set, since {model} does not state its limit"
             )
-        of_model -= self._reserved if of_model else 0
+        of_model -= self.capabilities.num_reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
     async def check_reachable(self, key: str = "engine") -> None:
@@ -297,116 +323,3 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
     else:
         spans.append(span)
-
-
-# Stop strings, found in sampled tokens without decoding most of them: an engine looks at a few
-# tokens only, those with which a stop string can end (`candidates`). At such a token it decodes the
-# end of what it has sampled. The embedded engine and the pool of servers use it.
-
-PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
-MAX_WHOLE = 64  # stop tokens of a request: each request carries them
-MAX_AT_ONCE = 2000  # tokens of a vocabulary that are checked on the event loop
-MARGIN = 8  # extra tokens to decode before the longest stop: the first ones may be incomplete
-
-
-class StopMatcher:
-    """The stop strings of a request, and the tokens that can end one of them.
-
-    `whole` are the tokens that contain a whole stop string, unless they are many: an engine can
-    stop at them without decoding. `has_tokens`: each stop string has such a token, so that a model
-    rarely spells it with other tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._window = max(len(stop.encode()) for stop in stops) + MARGIN
-        lasts = {stop[-1] for stop in stops}
-        partial = any(not last.isascii() for last in lasts)
-        # A byte token can only complete a character that takes several bytes.
-        marks = lasts | {PARTIAL} if partial else lasts
-        self.candidates = frozenset(
-            index for index, text in enumerate(texts) if not marks.isdisjoint(text)
-        )
-        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
-        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
-        self.whole = whole if len(whole) <= MAX_WHOLE else ()
-        held = [self._decode([index]) for index in self.whole]
-        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
-
-    def match(self, token_ids: list[int]) -> str | None:
-        """The first stop string in the text of the sampled tokens, or None.
-
-        Call it after each token of `candidates`: it decodes only the end of the list.
-        """
-        start = max(0, len(token_ids) - self._window)
-        text = self._decode(token_ids[start:])
-        while start and text.startswith(PARTIAL):  # the cut split a character
-            start -= 1
-            text = self._decode(token_ids[start:])
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        return min(found)[1] if found else None
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-
-class StopStrings:
-    """Creates and caches the matchers of one model; reads its tokenizer.json on first use."""
-
-    def __init__(self, model_path: Path, vocab_size: int) -> None:
-        self._path = model_path / "tokenizer.json"
-        self._vocab_size = vocab_size
-        self._tokenizer: Tokenizer | None = None
-        self._texts: list[str] = []
-        self._loading = Lock()
-        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
-        self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
-
-    async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """As `matcher`, off the event loop: new strings are compared with each token of the
-        vocabulary, and the first use decodes all tokens, which can take seconds."""
-        if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
-            return self.matcher(stops)
-        if stops not in self._making:
-            self._making[stops] = asyncio.create_task(self._make(stops))
-        return await asyncio.shield(self._making[stops])
-
-    async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        try:
-            return await in_thread(self.matcher, stops)
-        finally:
-            del self._making[stops]
-
-    def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """The matcher of these strings; None if there are none.
-
-        Raises EngineError for an empty string, and for a directory without tokenizer.json.
-        """
-        if not stops:
-            return None
-        if stops not in self._matchers:
-            if not all(stops):
-                raise EngineError("a stop string is empty")
-            tokenizer = self._load()
-            self._matchers[stops] = StopMatcher(tokenizer, self._texts, stops)
-        return self._matchers[stops]
-
-    def _load(self) -> Tokenizer:
-        with self._loading:
-            return self._load_once()
-
-    def _load_once(self) -> Tokenizer:
-        if self._tokenizer is None:
-            if not self._path.is_file():
-                raise EngineError(f"stop strings need {self._path}, which does not exist")
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(self._path))
-            # Each token twice: some decoders strip a leading space, but only of the first one.
-            # Individually, since decode_batch starts a thread pool, which is not safe with forks.
-            self._texts = [
-                tokenizer.decode([index, index], skip_special_tokens=False)
-                for index in range(self._vocab_size)
-            ]
-            self._tokenizer = tokenizer
-        return self._tokenizer

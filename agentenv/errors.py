@@ -33,9 +33,10 @@ import copy
 import json
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,13 +151,22 @@ class ForeignError(AgentEnvError):
 
 
 PACKAGES = Path(__file__).resolve().parent.parent  # a clone, or the folder of installed packages
+CLONE = PACKAGES / "pyproject.toml"  # only a clone has it
 DISTRIBUTION = "agentenv-rl"
 TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "tokenizers", "matplotlib")
 
 
+def package_folders() -> dict[str, Path]:
+    """The folders that hold this project's packages: one, or in a clone one per top folder."""
+    if not CLONE.is_file():
+        return {"agentenv": PACKAGES / "agentenv"}
+    tool = tomllib.loads(CLONE.read_text(encoding="utf-8"))["tool"]["setuptools"]
+    return {name: PACKAGES / folder for name, folder in tool["package-dir"].items()}
+
+
 def install_hint(extra: str) -> str:
     """The command that adds an extra of pyproject.toml to this installation."""
-    if (PACKAGES / "pyproject.toml").is_file():
+    if CLONE.is_file():
         place = "." if Path.cwd() == PACKAGES else str(PACKAGES)
         return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
     origin = _origin()
@@ -172,6 +182,18 @@ def _origin() -> str:
         return ""
     url, vcs = str(found.get("url", "")), found.get("vcs_info")
     return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+
+
+def needed(module: str, extra: str, what: str, *, package: str = "") -> Any:
+    """Import a module of an extra. Raises MissingError with the part that needs it (`what`), and
+    the install command."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingError(
+            f"{what} requires the package {package or module!r} ({error}); install it with: "
+            f"{install_hint(extra)}"
+        ) from error
 
 
 def require_train(*modules: str) -> None:

@@ -35,7 +35,7 @@ from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.tree import Node, Order, TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 from agentenv.untrusted import packed
 
@@ -157,23 +157,20 @@ class Mark(Struct, array_like=True, frozen=True):
     record: int
     place: int
 
-    def follows(self, before: Mark | None) -> bool:
+    def follows(self, before: Mark) -> bool:
         """Whether the frame directly follows that one."""
-        return before is not None and self == Mark(
-            before.incarnation, before.record, before.place + 1
-        )
+        return self == Mark(before.incarnation, before.record, before.place + 1)
 
 
 class Began(Struct, array_like=True, frozen=True, tag=1):
-    """`settings` is a digest of the tree's configuration. `mark` is None in frames of earlier
-    versions, here and below."""
+    """`settings` is a digest of the tree's configuration."""
 
     tree: int
     task_id: str
     policy_version: int
     incarnation: int
     settings: str
-    mark: Mark | None = None
+    mark: Mark
 
 
 class ForkDecision(Struct, array_like=True, frozen=True):
@@ -191,8 +188,7 @@ class Grown(Struct, array_like=True, frozen=True, tag=2):
     turns: list[Turned]
     decided: list[ForkDecision]
     counts: Counts
-    unused: list[int] = []  # earlier versions wrote it
-    mark: Mark | None = None
+    mark: Mark
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=3):
@@ -202,7 +198,7 @@ class Finished(Struct, array_like=True, frozen=True, tag=3):
     num_nodes: int
     turns: list[Turned]
     counts: Counts
-    mark: Mark | None = None
+    mark: Mark
 
 
 class Leased(Struct, array_like=True, frozen=True, tag=4):
@@ -224,13 +220,12 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 class Started(Struct, array_like=True, frozen=True, tag=6):
     """The feeder starts a tree after `step` steps of the learner and a delay of `early_s` seconds,
     in which the learner did not need it yet. A resumed run starts such a tree at once. `task` is
-    the id of its task if a curriculum drew it; `order` has the other decisions."""
+    the id of its task if a curriculum drew it."""
 
     tree: int
     step: int
     early_s: float
     task: str = ""
-    order: Order | None = None
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
@@ -409,8 +404,6 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
         node.parent = None if node.parent is None else new[node.parent]
         node.continues = None if node.continues is None else new[node.continues]
         tree.nodes.append(node)
-    if _has_doubles(tree):
-        return None
     for name in Counts.__struct_fields__:
         setattr(tree, name, getattr(last.counts, name))
     branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
@@ -419,24 +412,8 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
 
 
 def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
-    """Whether each frame follows the previous one; frames of earlier versions count as doing so."""
-    if all(frame.mark is None for frame in frames):
-        return True
-    return all(two.mark and two.mark.follows(one.mark) for one, two in pairwise(frames))
-
-
-def _has_doubles(tree: TrajectoryTree) -> bool:
-    """Whether two nodes have the same place (branch, earlier turns, and start of a context)."""
-    depths: list[int] = []
-    contexts: list[int] = []  # for each node, the first node of its context
-    places = set()
-    for node in tree.nodes:
-        before = node.continues if node.parent is None else node.parent
-        depths.append(0 if before is None else depths[before] + 1)
-        contexts.append(node.index if node.parent is None else contexts[node.parent])
-        place = contexts[-1] if tree.is_captured else -1
-        places.add((node.branch, depths[-1], node.parent is None, place))
-    return len(places) < len(depths)
+    """Whether each frame follows the previous one."""
+    return all(two.mark.follows(one.mark) for one, two in pairwise(frames))
 
 
 def read_payloads(places: Sequence[Place]) -> Iterator[bytes]:

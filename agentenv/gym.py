@@ -19,7 +19,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import gymnasium
 import numpy as np
@@ -30,7 +30,6 @@ from gymnasium.vector.utils import batch_space, create_shared_memory
 from numpy.typing import NDArray
 
 import agentenv.env
-from agentenv.call_syntax import Parser, hermes_calls, llama_calls
 from agentenv.dataset import load_tasks
 from agentenv.deadline import Deadline
 from agentenv.env import Env, close_shared, forget_shared
@@ -123,11 +122,10 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
     """One registered environment over a set of tasks, as `gymnasium.make` returns it.
 
     The tasks are `tasks`, or the rows of the file `data`; `reset(seed=...)` draws one,
-    `reset(options={"task": 3})` selects one. The action is the text of a turn of the policy.
-    `protocol` is the format of tool calls: "tags" (text that ends with </search> is a call of
-    `search`), "hermes" (<tool_call>{"name": ..}</tool_call>) or "llama" ({"name": ..} alone). The
-    observation is the prompt, then the tool results. Other keyword arguments go to the environment.
-    Each operation has a limit of `timeout_s` seconds.
+    `reset(options={"task": 3})` selects one. The action is the text of a turn of the policy in the
+    tag protocol: a text that ends with </search> is a call of `search`. The observation is the
+    prompt, then the tool results. Other keyword arguments go to the environment. Each operation has
+    a limit of `timeout_s` seconds.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -139,7 +137,6 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         data: str | None = None,
         max_chars: int = 65536,
         timeout_s: float = 120.0,
-        protocol: str = "tags",
         render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -149,16 +146,11 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             )
         if render_mode not in (None, "ansi"):
             raise ConfigError(f"{env_id}: render_mode must be 'ansi' or None, not {render_mode!r}")
-        if protocol not in _PROTOCOLS:
-            raise ConfigError(
-                f"{env_id}: protocol must be one of {[*_PROTOCOLS]}, not {protocol!r}"
-            )
         self.tasks = tasks if tasks is not None else load_tasks(Path(str(data)), env_id)
         self.action_space = AnyText(max_chars, min_length=0)
         self.observation_space = AnyText(max_chars, min_length=0)
         self.render_mode = render_mode
         self._env_id = env_id
-        self._protocol = _PROTOCOLS[protocol]
         self._kwargs = kwargs
         self._max_chars = max_chars
         self._timeout_s = timeout_s
@@ -222,11 +214,10 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         """Take a turn of the episode."""
         if self._env is None:
             raise EnvError(f"{self._env_id}: step before reset or after close")
-        message = Message("assistant", action, self._protocol.parse(action, self._schemas))
+        message = Message("assistant", action, tag_calls(action, self._schemas))
         self._transcript += message.content
         messages, reward, terminated, truncated, info = await self._env.step(message)
-        opening, closing = self._protocol.opening, self._protocol.closing
-        text = "".join(opening + one.content + closing for one in messages)
+        text = "".join(RESULT_OPEN + one.content + RESULT_CLOSE for one in messages)
         return self._show(text), float(reward), terminated, truncated, _without_times(info)
 
     async def stop(self) -> None:
@@ -242,21 +233,6 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             text = text[: self._max_chars]
         self._transcript += text
         return text
-
-
-class _Protocol(NamedTuple):
-    """The parser of calls, and the markers around a tool result."""
-
-    parse: Parser
-    opening: str
-    closing: str
-
-
-_PROTOCOLS = {
-    "tags": _Protocol(tag_calls, RESULT_OPEN, RESULT_CLOSE),
-    "hermes": _Protocol(hermes_calls, "\n<tool_response>\n", "\n</tool_response>\n"),
-    "llama": _Protocol(llama_calls, "\n", "\n"),
-}
 
 
 def checked_action(action: Any) -> str:

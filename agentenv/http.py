@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BUSY = (408, 425, 429)
 MAX_LOGINS = 3  # consecutive logins without an accepted request
 MAX_FORBIDDEN = 20  # consecutive responses with status 403
 _REMEDIES = {
@@ -69,17 +68,22 @@ _CONNECTION = {  # their errors for no or incomplete responses
 }  # fmt: skip
 
 
+def is_temporary(status: int) -> bool:
+    """Whether a request with this status may be sent again."""
+    return status in (408, 425, 429) or status >= 500
+
+
 def status_error(
     status: int, text: str = "", headers: Mapping[str, str] | None = None, what: str = ""
 ) -> AgentEnvError:
     """The tool's error for a status other than 2xx. `text` is the body, which the policy reads in a
     ToolError; `what` names the request in other errors, without secrets.
     """
-    reason = _reason(text)[:MAX_REASON_CHARS]
+    reason = reason_of(text)[:MAX_REASON_CHARS]
     full = f"{what and f'{what}: '}HTTP {_named(status)}{reason and ': '}{reason}"
     if remedy := _REMEDIES.get(status):
         return ConfigError(f"{full}; {remedy}")
-    if status in BUSY or status >= 500:
+    if is_temporary(status):
         return InfraError(full, retry_after_s(headers or {}) or 0.0)
     return ToolError(reason or f"HTTP {_named(status)}", {"status": status})
 
@@ -132,15 +136,19 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _reason(text: str) -> str:
-    """The error message in a body: a text, or a JSON object."""
+def reason_of(text: str | bytes) -> str:
+    """The message of an error's body: {"error": {"message"}}, {"error"}, {"message"}, {"detail"},
+    or text."""
     try:
         found = decode(text)
     except ForeignError:
-        return text.strip()
-    held = found if isinstance(found, dict) else {}
-    texts = [held[key] for key in ("error", "message", "detail") if isinstance(held.get(key), str)]
-    return texts[0] if texts else text.strip()
+        found = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    if isinstance(found, str):
+        return found
+    return (text if isinstance(text, str) else text.decode(errors="replace")).strip()
 
 
 def _named(status: int) -> str:
@@ -171,6 +179,33 @@ def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
         raise DataError(f"{url}: no answer: {error}") from error
     except ForeignError as error:
         raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
+
+
+class HttpSession:
+    """The connections of one client, opened by its first request: an aiohttp session without
+    cookies, unless `keeps_cookies`. `options` are those of its connector; `limit`: connections at
+    the same time, 0: any number."""
+
+    def __init__(self, *, keeps_cookies: bool = False, limit: int = 0, **options: Any) -> None:
+        self._keeps_cookies, self._options = keeps_cookies, {"limit": limit, **options}
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def opened(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(**self._options),
+                cookie_jar=None if self._keeps_cookies else aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Drop the connections; a later request opens new ones. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
 
 class JsonSocket:
@@ -306,7 +341,7 @@ class HttpClient:
         session = self._session()
         token = await session.token()
         for attempt in count():
-            answer = await self._answer(session.http, method, path, what, token, options)
+            answer = await self._answer(session.http.opened, method, path, what, token, options)
             if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
                 session.answered(answer[0], by_token=bool(token))
                 return answer
@@ -360,11 +395,8 @@ class _Session:
     """Shared state of the episodes of one loop: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
-        import aiohttp
-
         self._client = client
-        connector = aiohttp.TCPConnector(limit=client.max_connections)
-        self.http = aiohttp.ClientSession(connector=connector)
+        self.http = HttpSession(keeps_cookies=True, limit=client.max_connections)
         self.prepared: set[str] = set()  # paths
         self.num_logins = 0  # since the last accepted request
         self.num_forbidden = 0  # consecutive responses
@@ -376,7 +408,7 @@ class _Session:
             self.num_logins = 0
         if status == HTTPStatus.FORBIDDEN:
             self.num_forbidden += 1
-        elif status < 500 and status not in BUSY:
+        elif not is_temporary(status):
             self.num_forbidden = 0
 
     async def token(self, instead_of: Mapping[str, str] | None = None) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ from agentenv.frames import (
     trees_of,
 )
 from agentenv.offload import OwnThread
-from agentenv.tree import Node, Order, TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
@@ -178,10 +178,6 @@ class Journal:
     def drawn(self, index: int) -> str:
         """The id of the task that an earlier process drew for this tree; empty if none."""
         return self._started[index].task if index in self._started else ""
-
-    def order_of(self, index: int) -> Order | None:
-        """The decisions of an earlier process for this tree, except its task; None if none."""
-        return self._started[index].order if index in self._started else None
 
     def read(self, index: int, task: Task) -> Recorded | None:
         """The state of a tree from an earlier process; None unless it can be resumed: it must have

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
@@ -177,10 +176,3 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 def port_of(held: socket.socket) -> int:
     return int(held.getsockname()[1])
-
-
-@contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Reserve `count` free ports of this machine during the block."""
-    with ExitStack() as stack:
-        yield [port_of(stack.enter_context(hold_port())) for _ in range(count)]

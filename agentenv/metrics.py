@@ -21,9 +21,8 @@ from statistics import fmean
 import numpy as np
 from msgspec import Struct, field
 
-from agentenv.branch import Branch
 from agentenv.offload import poll_pause
-from agentenv.tree import CANCELLED, GIVEN, LED, Node, Trajectory, TrajectoryTree
+from agentenv.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Completion, Info
 
 Metrics = dict[str, float]
@@ -84,12 +83,10 @@ class _Seen:
         self._version = learner_version
         self._counts: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()  # of failures
-        self._num_failed = 0  # failures in trees that began at their question
         self._staleness: list[int] = []  # of each tree
         self._ages: Counter[int] = Counter()  # sampled tokens by staleness
         self._entropy = (0.0, 0)  # sum, and number of tokens with known entropy
-        # Reward and success by kind of task, of trees that began at their question.
-        self._done: dict[str, list[tuple[float, bool]]] = {}
+        self._done: dict[str, list[tuple[float, bool]]] = {}  # reward and success, by kind of task
         self._lengths: list[int] = []
         self._limits: Counter[str] = Counter()
         self._parts: dict[str, list[float]] = {}
@@ -97,7 +94,7 @@ class _Seen:
 
     def add(self, tree: TrajectoryTree) -> None:
         counts, num_calls = self._counts, 0
-        oldest, is_given = None, GIVEN in tree.root.info
+        oldest = None
         for node in tree.nodes:
             counts["sampled_tokens"] += len(node.action_ids)
             counts["forks"] += node.num_forks or 0
@@ -110,7 +107,6 @@ class _Seen:
                 num_calls += 1
             if node.end == "failed":
                 self._kinds[failure_kind_of(node)] += 1
-                self._num_failed += not is_given
         self._staleness.append(self._version - (tree.policy_version if oldest is None else oldest))
         counts["roots"] += tree.num_roots
         counts["tool_calls"] += num_calls
@@ -118,8 +114,7 @@ class _Seen:
         self._add_entropies(tree)
         for trajectory in tree.trajectories():
             self._add_trajectory(trajectory)
-            if not is_given:
-                self._add_return(trajectory, tree.task.kind)
+            self._add_return(trajectory, tree.task.kind)
 
     def _add_entropies(self, tree: TrajectoryTree) -> None:
         known = np.concatenate([np.asarray(node.entropies) for node in tree.nodes])
@@ -175,11 +170,9 @@ class _Seen:
             metrics["failed/share"] = self._kinds.total() / num
         if not num_done:
             return metrics
-        if done:
-            metrics["reward/mean"] = fmean(reward for reward, _ in done)
-            metrics["reward/success"] = success = fmean(success for _, success in done)
-            share = self._num_failed / (len(done) + self._num_failed)
-            metrics["reward/success_if_failed_wrong"] = success * (1 - share)
+        metrics["reward/mean"] = fmean(reward for reward, _ in done)
+        metrics["reward/success"] = success = fmean(success for _, success in done)
+        metrics["reward/success_if_failed_wrong"] = success * (1 - metrics["failed/share"])
         metrics["rollout/response_tokens"] = fmean(self._lengths)
         metrics["rollout/response_tokens_max"] = max(self._lengths)
         metrics["rollout/turns"] = counts["turns"] / num_done
@@ -287,13 +280,14 @@ class PrefixHits:
     def __init__(self) -> None:
         self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
 
-    def add(self, branch: Branch, completion: Completion) -> None:
-        now, spans = completion.version_spans[0].version, branch.cursor.version_spans
-        if branch.num_turns > branch.num_given and all(span.version == now for span in spans):
-            kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
+    def add(self, branch: str, cursor: Node, num_tokens: int, completion: Completion) -> None:
+        """Add a turn of the branch after `cursor`, with a prefix of `num_tokens`."""
+        now = completion.version_spans[0].version
+        if all(span.version == now for span in cursor.version_spans):
+            kind = "turn_hits" if cursor.branch == branch else "fork_hits"
             sums = self._sums.setdefault(kind, [0, 0])
             sums[0] += completion.num_cached_tokens
-            sums[1] += len(branch.prefix_ids)
+            sums[1] += num_tokens
 
     def take(self) -> dict[str, float]:
         """The cached shares by kind of turn, without kinds that had no turns."""
@@ -481,8 +475,7 @@ def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) ->
             first = node.entropies[:num_positions]
             above = tree.nodes[node.parent]
             if above.parent is None:
-                if GIVEN not in above.info:
-                    start.append(first)
+                start.append(first)
             elif above.observation_ids:
                 followed.append(first)
                 for tool in _tools(above):

@@ -22,7 +22,8 @@ from msgspec import Meta, Struct
 from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
-from agentenv.renderer import PromptConfig, TextCodec, ToolSchemas, template_errors
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TextCodec, ToolSchemas, template_errors
 from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall
 
 Style = Literal[

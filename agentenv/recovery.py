@@ -12,14 +12,18 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
+from agentenv.actor_parts import ActorParts
 from agentenv.branch import Branch
-from agentenv.deadline import Work, backoff_s, waiting
+from agentenv.conversation import Conversation
+from agentenv.deadline import WaitKind, backoff_s, through_outage, waiting, working
 from agentenv.env import StepResult
 from agentenv.errors import (
     AgentEnvError,
+    ConfigError,
     CrashError,
+    DataError,
     EngineDeadError,
     EngineError,
     EnvError,
@@ -27,15 +31,14 @@ from agentenv.errors import (
     InfraError,
     OutageError,
 )
-from agentenv.given import GivenTurns
-from agentenv.tree import Prefix, Start, packed_ids
-from agentenv.types import Completion, Info, Message
-
-if TYPE_CHECKING:
-    from agentenv.rollout import Rollout
+from agentenv.message_conversation import MessageConversation
+from agentenv.program_conversation import ProgramConversation
+from agentenv.renderer import ContextRenderer
+from agentenv.tree import Prefix, TrajectoryTree
+from agentenv.types import Completion, Info, Limits, Message
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
-TURN, STEP = "a turn of the engine", "the environment's step"
+STEP = "the environment's step"
 
 T = TypeVar("T")
 
@@ -45,150 +48,154 @@ class OtherPromptError(Exception):
 
 
 class Recovery:
-    """Creates the envs of a rollout's branches, and restores their states."""
+    """Creates the envs of a tree's branches, and restores their states. `prompt` is that of the
+    first root."""
 
-    def __init__(self, rollout: Rollout, start: Start | None) -> None:
-        self._rollout = rollout
-        self.given = GivenTurns(rollout, start)
-        self._actor, self._tree = rollout.actor, rollout.tree
-        self._env_seed = Random(f"{self._actor.seed}/{self._tree.task.id}").getrandbits(31)
+    def __init__(self, actor: ActorParts, tree: TrajectoryTree, limits: Limits) -> None:
+        self.prompt: list[Message] | None = None
+        self._num_prompt_tokens = 0
+        self._actor, self._tree, self._limits = actor, tree, limits
+        self._env_seed = Random(f"{actor.seed}/{tree.task.id}").getrandbits(31)
+
+    def key(self, branch: Branch, use: str) -> str:
+        """The key of a draw of randomness in the branch's next turn."""
+        tree = self._tree
+        place = f"{tree.index}/{tree.task.id}/{branch.name}/{branch.num_turns}"
+        return f"{self._actor.seed}/{place}/{use}"
+
+    # retries
 
     async def sample(
         self, branch: Branch, generate: Callable[[Branch], Awaitable[Completion]]
     ) -> Completion:
         """The next turn; retries `generate`, with the same seed, if the engine fails."""
-        branch.was_planned, branch.holding, attempt = False, [], 0
-        while True:
+        for attempt in count():
             if self._actor.is_paused:
                 await self._actor.until_resumed()
-            branch.clock.now(TURN)
+            branch.clock.now(WaitKind.TURN)
             marks = branch.clock.marks(branch.clock.since)
             try:
-                completion = await generate(branch)
-                self._actor.prefixes.add(branch, completion)
-                return completion
+                return await generate(branch)
             except EngineDeadError:
                 raise
             except EngineError as error:
-                if error.is_final or attempt == self._rollout.limits.max_turn_retries:
+                if error.is_final or attempt == self._limits.max_turn_retries:
                     raise
                 branch.clock.discard(marks)
-            await self.rest(branch, "turn", attempt)
-            attempt += 1
+            await self._rest(branch, "turn", attempt)
+        raise AssertionError
 
-    async def step(self, branch: Branch, action: Message) -> StepResult:
+    async def step(self, branch: Branch, step: Callable[[], Awaitable[StepResult]]) -> StepResult:
         """The env's answer. A failed step is retried in a fresh env after a replay, if possible."""
-        assert branch.env is not None
-        attempt = 0
-        while True:
+        for attempt in count():
             try:
                 if attempt:
-                    await self.replay_in_fresh_env(branch)
+                    await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
-                step = partial(self._rollout.hooks.step, branch, action)
-                return await self.through_outage(branch, "step", step)
+                return await self._patient(branch, "step")(step)
             except (OutageError, CrashError):
                 raise
             except (EnvError, GraderError):
                 can_copy = branch.env is None or branch.env.fork_mode != "none"
-                allowed = self._rollout.limits.max_turn_retries if can_copy else 0
-                if attempt == allowed or branch.actions is None:
+                allowed = self._limits.max_turn_retries if can_copy else 0
+                if attempt == allowed or not branch.conversation.replayable:
                     raise
-            await self.rest(branch, "step", attempt)
-            attempt += 1
-
-    async def replay_in_fresh_env(self, branch: Branch) -> None:
-        """Replay the actions of the branch in a fresh env. Raises EnvError if its answers differ
-        from those in the tree."""
-        messages = await self.reset(branch)
-        await self.replay(branch, is_equal=messages == self._rollout.prompt_messages)
-
-    async def replay(self, branch: Branch, *, is_equal: bool) -> None:
-        """Replay the given actions and those of the branch in its env, which was just reset;
-        `is_equal`: to the prompt of the tree. Raises EnvError as `replay_in_fresh_env`."""
-        assert branch.actions is not None
-        assert branch.env is not None
-        size = self._rollout.limits.max_tool_result_tokens
-        path = self._tree.path(branch.cursor)[1:]
-        own = [
-            (action, node.action_ids, node.observation_ids)
-            for node, action in zip(path, branch.actions, strict=True)
-        ]
-        for action, action_ids, observation_ids in [*self.given.turns, *own]:
-            step = partial(self._actor.envs.step, branch.env, action)
-            result = await self.through_outage(branch, "step", step)
-            messages, _, terminated, truncated, info = result
-            branch.expect(info)
-            await self._actor.renderer.prepare(messages, branch.tools, size)
-            ids = self._actor.renderer.observation(messages, branch.tools, size, action_ids)
-            same = packed_ids(ids) == observation_ids
-            is_equal = is_equal and not terminated and not truncated and same
-            is_equal = is_equal and not (branch.next_turn is not None and branch.next_turn.prompt)
-        if not is_equal:
-            branch.actions = None  # another env would differ too
-            raise EnvError("a fresh env answers differently from the first one")
-
-    async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Retry the call while its infrastructure is down, for `outage_s` of the limits at most.
-        The working time of failed calls does not count."""
-        began_s: float | None = None
-        for attempt in count():
-            work = Work()
-            try:
-                return await call()
-            except InfraError as error:
-                work.discard()
-                now = asyncio.get_running_loop().time()
-                began_s = now if began_s is None else began_s
-                if now - began_s >= self._rollout.limits.outage_s:
-                    raise OutageError(f"{use} failed for {now - began_s:g} s: {error}") from error
-            await self.rest(branch, use, attempt)
+            await self._rest(branch, "step", attempt)
         raise AssertionError
 
-    async def rest(self, branch: Branch, use: str, attempt: int) -> None:
+    async def finish(
+        self, branch: Branch, finish: Callable[[], Awaitable[tuple[float, Info]]]
+    ) -> tuple[float, Info]:
+        """Reward and info of an ended episode, from its env."""
+        patient = self._patient(branch, "finish")
+        with working(branch.clock):
+            branch.clock.now("its environment to finish")
+            return await patient(finish)
+
+    def _patient(
+        self, branch: Branch, use: str
+    ) -> Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]:
+        """A call through this retries another while its infrastructure is down, for `outage_s` of
+        the limits at most."""
+        return partial(
+            through_outage,
+            who=f"the {use}",
+            key=self.key(branch, use),
+            outage_s=self._limits.outage_s,
+            failed=self._count_failure,
+            first_s=FIRST_RETRY_S,
+            max_s=MAX_RETRY_S,
+        )
+
+    def _count_failure(self, attempt: int, error: InfraError) -> None:
+        self._tree.num_retaken += 1
+
+    async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
         """Wait before a retry of a turn or a step."""
         self._tree.num_retaken += 1
-        key = self._rollout.key(branch, use)
+        key = self.key(branch, use)
         with waiting(f"a pause before the {use} is retried"):
             await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
 
+    # environments
+
+    async def open(self, branch: Branch) -> Conversation:
+        """Give the branch its env, and the conversation with it."""
+        messages, info = await self._reset(branch)
+        renderer, most = self._actor.renderer, self._limits.max_tool_result_tokens
+        if "turn" not in info:
+            branch.conversation = MessageConversation(renderer, most)
+        elif isinstance(renderer, ContextRenderer):
+            branch.conversation = ProgramConversation(renderer, most)
+        else:
+            raise ConfigError(
+                f"task {self._tree.task.id}: its environment is an agent program, whose calls are "
+                "rendered as tokens; an engine without tokens cannot continue them"
+            )
+        branch.conversation.begin(messages, info)
+        return branch.conversation
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """The tokens of a new prompt. Raises DataError if they are too many; EnvError if the prompt
+        may be another one in another environment."""
+        most, found = self._limits.max_prompt_tokens, conversation.open()
+        if len(found) > most:
+            error = EnvError if conversation.opens_contexts else DataError
+            raise error(
+                f"task {self._tree.task.id}: its prompt has {len(found)} tokens, "
+                f"limits.max_prompt_tokens is {most}"
+            )
+        if self.prompt is None:
+            self.prompt, self._num_prompt_tokens = conversation.prompt, len(found)
+        return found
+
+    def place_at_root(self, branch: Branch) -> None:
+        """The next turn of the branch is the first one."""
+        branch.prefix_ids = Prefix((self._tree.root.observation_ids,))
+        branch.num_prompt_tokens = self._num_prompt_tokens
+
     async def reopen(self, branch: Branch, stops: dict[int, str]) -> None:
-        """Restore the tokens of a branch of an earlier process, and its env by a replay."""
-        rollout, tree = self._rollout, self._tree
-        renderer: Any = self._actor.renderer
-        messages = await self.reset(branch)
-        if rollout.prompt_messages is None:
-            prompt_ids = rollout.prompt_ids(messages, branch)
-            if list(tree.prompt_ids) != prompt_ids:
+        """Restore the tokens of a branch at its cursor, and its env by a replay. `stops` are the
+        stop strings that ended turns, by node."""
+        tree, conversation = self._tree, await self.open(branch)
+        if self.prompt is None:
+            prompt_ids = conversation.open()
+            if list(tree.root.observation_ids) != prompt_ids:
                 raise OtherPromptError
-            self.given.restore(branch, prompt_ids)
-            rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
-        branch.prefix_ids = Prefix((tree.root.observation_ids,))
-        branch.num_prompt_tokens = rollout.num_prompt_tokens
-        branch.begin_after(len(self.given.turns), self.given.num_calls)
-        assert branch.actions is not None
+            self.prompt, self._num_prompt_tokens = conversation.prompt, len(prompt_ids)
+        self.place_at_root(branch)
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
             raise OutageError("its program had several contexts and was lost with its process")
         for node in path:
-            stop = stops.get(node.index)
-            done = Completion(list(node.action_ids), [], [], "stop", [], stop)
-            action = renderer.parse(done, branch.tools, branch.prefix_ids)
-            if branch.next_turn is not None:
-                size = len(branch.prefix_ids)
-                action = branch.as_program_reads(action, done, renderer, size)
-                branch.turns.append(node)
-            branch.actions.append(action)
+            action = conversation.recall(node, stops.get(node.index), branch.prefix_ids)
             branch.num_tool_calls += len(action.tool_calls)
             branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
         branch.num_turns += len(path)
-        branch.num_replayed *= not path
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
             raise OutageError("its env, which cannot be copied, was lost with its process")
-        await self.replay(branch, is_equal=messages == rollout.prompt_messages)
-        may_plan = bool(path) and branch.cursor.num_forks is None
-        branch.may_fork = may_plan and rollout.has_room_to_fork(branch)
+        await self._replay(branch, is_equal=conversation.prompt == self.prompt)
 
     async def open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
         """Give a sibling its copy of the branch's env; sets `held` after success or failure."""
@@ -198,19 +205,43 @@ class Recovery:
         except (OutageError, CrashError):
             raise
         except EnvError:  # its process may be lost
-            if sibling.actions is None or not self._rollout.limits.max_turn_retries:
+            if not (sibling.conversation.replayable and self._limits.max_turn_retries):
                 raise
             held.set()
-            await self.rest(sibling, "fork", 0)
-            await self.replay_in_fresh_env(sibling)
+            await self._rest(sibling, "fork", 0)
+            await self._replay_in_fresh_env(sibling)
         finally:
             held.set()
 
-    async def reset(self, branch: Branch) -> list[Message]:
-        """Give the branch a fresh env; returns the messages of its prompt."""
+    async def _replay_in_fresh_env(self, branch: Branch) -> None:
+        """Replay the actions of the branch in a fresh env. Raises EnvError if its answers differ
+        from those in the tree."""
+        messages, info = await self._reset(branch)
+        branch.conversation.begin(messages, info)
+        await self._replay(branch, is_equal=messages == self.prompt)
+
+    async def _replay(self, branch: Branch, *, is_equal: bool) -> None:
+        """Replay the actions of the branch in its env, which was just reset; `is_equal`: to the
+        prompt of the tree."""
+
+        async def step(action: Message) -> StepResult:
+            assert branch.env is not None
+            taken = partial(self._actor.envs.step, branch.env, action)
+            return await self._patient(branch, "step")(taken)
+
+        path = self._tree.path(branch.cursor)[1:]
+        is_equal = await branch.conversation.replay(path, step) and is_equal
+        if not is_equal:
+            branch.conversation.replayable = False  # another env would differ too
+            raise EnvError("a fresh env answers differently from the first one")
+
+    async def _reset(self, branch: Branch) -> tuple[list[Message], Info]:
+        """Give the branch a fresh env; returns what its reset returned."""
 
         async def reset() -> tuple[list[Message], Info]:
-            await self._drop_env(branch)
+            env, branch.env = branch.env, None
+            if env is not None:
+                await self._actor.envs.close(env, self._tree.task.id)
             try:
                 branch.env = self._actor.make_env(self._tree.task)
             except AgentEnvError:
@@ -219,12 +250,4 @@ class Recovery:
                 raise CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
-        messages, info = await self.through_outage(branch, "reset", reset)
-        branch.tools = info.get("tools", ())
-        branch.expect(info)
-        return messages
-
-    async def _drop_env(self, branch: Branch) -> None:
-        env, branch.env = branch.env, None
-        if env is not None:
-            await self._actor.envs.close(env, self._tree.task.id)
+        return await self._patient(branch, "reset")(reset)

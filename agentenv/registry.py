@@ -18,10 +18,8 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from importlib import metadata
-from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -46,7 +44,7 @@ def loaded(path: str) -> Any:
             f"expected the name of a module, not a path, such as {stem}:{name or 'Name'}"
         )
     try:
-        found = _imported(module)
+        found = importlib.import_module(module)
         return getattr(found, name) if name else found
     except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
         where = ""
@@ -56,31 +54,11 @@ def loaded(path: str) -> Any:
             where = "; it must be installed, or be in the directory in which the command runs"
         if missing:
             where += _near_module(module, missing)
-        why = f"{error}{place_of(error)}{_renamed(error) or where}"
+        why = f"{error}{place_of(error)}{where}"
         # A wrong name has no cause; a missing package that the module requires is one.
         raise ConfigError(why) from (None if absent else error)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
-
-
-FORMER = {  # former names of this project's modules, which configurations may contain
-    "launchers.quickstart": "agentenv.envs.quickstart_setup",
-    "envs": "agentenv.envs",
-    "learners": "agentenv.learners",
-    "reference": "agentenv.reference",
-}
-
-
-def _imported(module: str) -> ModuleType:
-    """The module: the user's or, if there is none, the present module for a former name."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        for former, name in FORMER.items():
-            is_missing = error.name is not None and f"{module}.".startswith(f"{error.name}.")
-            if is_missing and f"{module}.".startswith(f"{former}."):
-                return importlib.import_module(name + module.removeprefix(former))
-        raise
 
 
 def _near_module(module: str, missing: str) -> str:
@@ -93,19 +71,6 @@ def _near_module(module: str, missing: str) -> str:
     known = [one.name for one in pkgutil.iter_modules(places)]
     near = difflib.get_close_matches(last, known, 1)
     return f"; did you mean '{parent and f'{parent}.'}{near[0]}'?" if near else ""
-
-
-def _renamed(error: BaseException) -> str:
-    """A hint with the present name, if a user's module imports one of this project's former
-    modules."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    for former, name in FORMER.items():
-        if f"{missing}.".startswith(f"{former}."):
-            today = name + missing.removeprefix(former)
-            with suppress(ImportError):
-                if importlib.util.find_spec(today) is not None:
-                    return f"; its new path in this project is {today}"
-    return ""
 
 
 @cache
@@ -186,13 +151,10 @@ class Registry(Generic[T]):
         return {**self.own, **self._loaded, **self._installed()}
 
     def decode(self, raw: object) -> T:
-        """A part from its table. Raises ValueError in msgspec's form, and ConfigError."""
+        """A part from its table. Raises ValueError, msgspec's ValidationError, and ConfigError."""
         if not isinstance(raw, dict):
             raise ValueError(f"Expected `object`, got `{type(raw).__name__}`")
-        try:
-            return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+        return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
 
     def _load(self, name: str, path: str) -> type[T]:
         try:
@@ -276,3 +238,11 @@ def registry_of(kind: mi.Type) -> Registry[Any] | None:
 def unwrap(kind: mi.Type) -> mi.Type:
     """A type without its annotations."""
     return unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
+
+
+def element(kind: mi.Type) -> mi.Type:
+    """The type of the entries of a table or list; other types themselves."""
+    bare = unwrap(kind)
+    if isinstance(bare, mi.DictType):
+        return bare.value_type
+    return bare.item_type if isinstance(bare, mi.ListType | mi.VarTupleType) else kind

@@ -9,150 +9,28 @@ header of an answer.
 
 A renderer only appends: the prompt is rendered once by the model's chat template, sampled tokens
 are never tokenized again, and texts of tools and users are tokenized separately, so that they
-cannot forge tags or special tokens. `agentenv/native.py` is the renderer of native tool calls. An
-`Instruction` is the system prompt.
+cannot forge tags or special tokens. `agentenv/native.py` is the renderer of native tool calls.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, lru_cache
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
-from agentenv.config import ESSENTIAL
-from agentenv.data_files import SUFFIXES
 from agentenv.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.env import check_observation
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError
 from agentenv.model_files import template_end
-from agentenv.rows import shared_system_prompt
+from agentenv.prompt import PromptConfig
 from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
-from agentenv.types import SYSTEM_KEY, Completion, Message, Task, ToolCall
-
-QUESTION = "{question}"
-
-
-class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prompt of an episode."""
-
-    template: Annotated[
-        str,
-        Meta(
-            description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
-            "'chinese', 'direct', or a text file; a file that contains {question} is the whole "
-            "user message; a file of rows, such as data/train.parquet: the system prompt that all "
-            "its rows share; empty: the environment's",
-            extra=ESSENTIAL,
-        ),
-    ] = ""
-    override_row: Annotated[
-        bool,
-        Meta(description="the template overrides the system prompt of a dataset row"),
-    ] = False
-    apply_chat_template: Annotated[
-        bool,
-        Meta(
-            description="false: for base models, the messages as plain text separated by blank "
-            "lines"
-        ),
-    ] = True
-    chat_template_kwargs: Annotated[
-        dict[str, Any],
-        Meta(description="passed to the chat template, such as {enable_thinking = false}"),
-    ] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.chat_template_kwargs and not self.apply_chat_template:
-            raise ConfigError(
-                "prompt.chat_template_kwargs: unused with prompt.apply_chat_template = false; "
-                "remove one of the two"
-            )
-
-
-class Instruction(Struct, frozen=True):
-    """The system prompt of a configuration, or an empty text; with `override_row` it overrides the
-    system prompt of a row."""
-
-    text: str = ""
-    override_row: bool = False
-
-    def apply(self, messages: Sequence[Message], task: Task) -> list[Message]:
-        """The prompt of an env with its system prompt: the row's, else the configuration's, else
-        the env's own."""
-        row = task.metadata.get(SYSTEM_KEY)
-        from_row = isinstance(row, str) and bool(row) and not (self.override_row and self.text)
-        others = [message for message in messages if message.role != "system"]
-        if self.text and QUESTION in self.text:
-            question = others.pop().content if others else task.question
-            others.append(Message("user", self.text.replace(QUESTION, question)))
-            return [Message("system", str(row)), *others] if from_row else others
-        system = str(row) if from_row else self.text
-        return [Message("system", system), *others] if system else list(messages)
-
-
-def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:
-    """The text of a preset or of a file. Raises ConfigError if there is neither, and for rows with
-    different system prompts."""
-    if not config.template:
-        if config.override_row:
-            raise ConfigError("prompt.override_row: needs a prompt.template that overrides")
-        return Instruction()
-    if config.template in presets():
-        return Instruction(preset(config.template), config.override_row)
-    path = resolve(config.template)
-    if is_rows(config.template):
-        if not path.exists():
-            raise ConfigError(
-                f"prompt.template: no such file: {path}; expected the rows that the policy was "
-                f"trained on, or a preset: {', '.join(presets())}"
-            )
-        try:
-            return Instruction(shared_system_prompt(path), config.override_row)
-        except DataError as error:
-            raise ConfigError(f"prompt.template: {error}") from error
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(config.template, presets(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
-        raise ConfigError(
-            f"prompt.template: {config.template!r} is neither a preset nor a readable text "
-            f"file ({error}); {hint}"
-        ) from error
-    if not text:
-        raise ConfigError(f"prompt.template: the file {path} is empty")
-    return Instruction(text, config.override_row)
-
-
-def is_rows(template: str) -> bool:
-    """Whether a template is a file of rows, which have a system prompt."""
-    return template not in presets() and Path(template).suffix.lower() in SUFFIXES
-
-
-@cache
-def presets() -> tuple[str, ...]:
-    """Names of the included system prompts."""
-    folder = resources.files("agentenv") / "prompts"
-    return tuple(sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))
-
-
-@cache
-def preset(name: str) -> str:
-    """The text of one of `presets()`."""
-    file = resources.files("agentenv") / "prompts" / f"{name}.txt"
-    return file.read_text(encoding="utf-8").strip()
-
-
-WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
+from agentenv.types import Completion, Message, ToolCall
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -229,6 +107,7 @@ class Renderer(Protocol):
         ...
 
 
+@runtime_checkable
 class ContextRenderer(Renderer, Protocol):
     """A renderer that can write whole contexts, including turns that were not sampled. `style` is
     the format of its calls (agentenv/call_syntax.py), `end_id` the token that ends a turn."""

@@ -14,27 +14,25 @@
     time     a branch ends after `max_seconds` of working time, its tree after
              `max_tree_seconds`: then live branches end, and nothing is retried
 
-`recovery.py` retries and resumes, `RolloutHooks` is for extensions, `branch.py` has the state of a
-branch. Each env and each fork is closed exactly once, by the coroutine that opened it.
+`growth.py` takes the turns of a branch, `recovery.py` retries and resumes, `branch.py` has its
+state, and `conversation.py` speaks with its env. Each env and each fork is closed exactly once, by
+the coroutine that opened it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-from msgspec.structs import replace
-
-from agentenv.branch import Branch, as_program
-from agentenv.copies import KeptCopies
-from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
+from agentenv.actor_parts import ActorParts
+from agentenv.branch import Branch, BranchNow
+from agentenv.conversation import Context
+from agentenv.deadline import Alarm, Deadline, WorkClock, working
 from agentenv.errors import (
     AgentEnvError,
     CancelledRolloutError,
@@ -46,30 +44,15 @@ from agentenv.errors import (
 )
 from agentenv.failures import failure_of, kind_of
 from agentenv.frames import Recorded
+from agentenv.growth import Growth
+from agentenv.hooks import RolloutHooks
 from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
-from agentenv.renderer import context_ids
-from agentenv.tree import LED, Node, Prefix, Start, TrajectoryTree, packed_ids
-from agentenv.types import Chunk, Completion, Limit, Limits, Message
-
-if TYPE_CHECKING:
-    from agentenv.actor import Actor
+from agentenv.tree import Node, TrajectoryTree, packed_ids
+from agentenv.types import Limit, Limits, Message
 
 Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a branch
-
-
-class BranchNow(Struct, array_like=True, frozen=True):
-    """State of a live branch of a tree (the tree itself: ""): its current wait and the duration in
-    seconds, its counts so far, and its working seconds."""
-
-    branch: str
-    what: str
-    for_s: float
-    num_turns: int = 0
-    num_response_tokens: int = 0
-    num_tool_calls: int = 0
-    worked_s: float = 0.0
 
 
 class _OutOfTimeError(Exception):
@@ -78,12 +61,6 @@ class _OutOfTimeError(Exception):
 
 class _ClosedError(Exception):
     """The task group of a tree accepts no more tasks."""
-
-
-def _branch_now(one: Branch, now_s: float) -> BranchNow:
-    waited_s = now_s - one.clock.since if one.clock.doing else 0.0
-    counts = one.num_turns, one.num_response_tokens, one.num_tool_calls
-    return BranchNow(one.name, one.clock.doing, waited_s, *counts, one.clock())
 
 
 def _set(event: asyncio.Event, task: object) -> None:
@@ -99,21 +76,20 @@ class Rollout:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: ActorParts,
         tree: TrajectoryTree,
         plan: RolloutPlan,
         limits: Limits,
         session: str,
+        hooks: RolloutHooks,
         record: TreeRecord | None = None,
-        start: Start | None = None,
         again: bool = False,
     ) -> None:
         self.actor = actor
         self.tree = tree
         self.plan = plan
         self.limits = limits
-        self.prompt_messages: list[Message] | None = None  # of the first root
-        self._session = session
+        self.hooks = hooks
         self._record = record
         self._again = again
         self.clock = WorkClock()  # runs while any branch's clock runs
@@ -121,16 +97,14 @@ class Rollout:
         self._is_over = False  # the tree is out of time: no branch begins anymore
         self._cancelled = ""  # the reason; empty: not cancelled
         self._growing: dict[Deadline, None] = {}  # of live branches, in order
-        self.hooks = actor.make_hooks(self)
         self._group = asyncio.TaskGroup()
         self._context = copy_context()
         self._next_root = 0
         self._probes_since: float | None = None  # loop time, while a single root grows
-        self.num_prompt_tokens = 0
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
-        self._recovery = Recovery(self, start)
-        most = getattr(plan, "keep_forks", 0)
-        self._copies = KeptCopies(actor.envs, tree.task.id, most)
+        self._recovery = Recovery(actor, tree, limits)
+        mine = session, hooks, self._recovery, self._fork, self._complete
+        self._growth = Growth(actor, tree, plan, limits, *mine)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -141,7 +115,6 @@ class Rollout:
         self._next_root = first_root
         alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
-        self.actor.rollouts.add(self)
         try:
             async with self._group:
                 if recorded is None:
@@ -157,13 +130,8 @@ class Rollout:
                 self.clock.now("the journal")
                 await self._record.finished()
         finally:
-            try:
-                await self._copies.close()
-            finally:
-                alarm.cancel()
-                self.actor.rollouts.discard(self)
-                # Both refer to the rollout, whose tree would stay until a garbage collection.
-                del self.hooks, self._recovery
+            alarm.cancel()
+            del self._growth  # it refers back, which would keep the tree until a garbage collection
 
     def clocks(self) -> list[WorkClock]:
         """The clocks of the live branches, or of the tree when all have ended."""
@@ -172,7 +140,7 @@ class Rollout:
     def now(self) -> list[BranchNow]:
         """The state of each live branch, or of the tree when all have ended."""
         now_s = asyncio.get_running_loop().time()
-        found = [_branch_now(one, now_s) for one in self.branches]
+        found = [one.now(now_s) for one in self.branches]
         if not found and self.clock.doing:
             waited_s, worked_s = now_s - self.clock.since, self.clock()
             found = [BranchNow("", self.clock.doing, waited_s, worked_s=worked_s)]
@@ -201,8 +169,8 @@ class Rollout:
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
-            opening = partial(self._recovery.reopen, branch, recorded.stops)
-            self._group.create_task(self._grow(branch, opening), context=self._context.copy())
+            growing = self._grow(branch, partial(self._reopen, branch))
+            self._group.create_task(growing, context=self._context.copy())
 
     def _start_roots(self, number: int) -> None:
         """Start branches from scratch, unless the tree is out of time."""
@@ -212,6 +180,18 @@ class Rollout:
             with suppress(_ClosedError):
                 self._start(branch, partial(self._open_root, branch))
                 self.tree.num_roots += 1
+
+    def _start_late(self, node: Node, number: int) -> None:
+        """Start siblings after an earlier tool result, unless the tree is out of time."""
+        for _ in range(0 if self._is_over else number):
+            node.num_forks = (node.num_forks or 0) + 1
+            if self._record is not None:
+                self._record.decided(node)
+            num_turns = len(self.tree.path(node)) - 1
+            name = f"{node.branch}.{num_turns}+{node.num_forks}"
+            branch = Branch(name, node, WorkClock(outer=self.clock))
+            with suppress(_ClosedError):
+                self._start(branch, partial(self._reopen, branch, is_late=True))
 
     def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
         context = self._context.copy()  # without the clock of the parent branch
@@ -228,102 +208,59 @@ class Rollout:
         return task
 
     async def _open_root(self, branch: Branch) -> None:
-        given = self._recovery.given
-        if not await given.begin(branch, self._recovery):
-            messages = await self._recovery.reset(branch)
-            if branch.next_turn is not None and self.prompt_messages not in (None, messages):
-                self._open_context(messages, branch)
-                return
-            if messages != self.prompt_messages:  # rendered once for all roots
-                self.render_prompt(messages, branch)
-            if given.turns:
-                await self._recovery.replay(branch, is_equal=True)
-        branch.begin_after(len(given.turns), given.num_calls)
-        branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
-        branch.num_prompt_tokens = self.num_prompt_tokens
+        conversation = await self._recovery.open(branch)
+        known = self._recovery.prompt
+        if known is not None and conversation.prompt != known:
+            if not conversation.opens_contexts:
+                raise EnvError(
+                    f"task {self.tree.task.id}: two resets with one seed gave two prompts"
+                )
+            prompt_ids = self._recovery.prompt_ids(conversation)
+            to = Context(prompt_ids, {"context": "edited", "cause": "prompt"})
+            self._complete(branch, branch.move(self.tree, to))
+            return
+        if known is None:  # rendered once for all roots
+            prompt_ids = self._recovery.prompt_ids(conversation)
+            opening = self.hooks.prefix(branch, prompt_ids)
+            self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
+            self._complete(branch, [self.tree.root])
+        self._recovery.place_at_root(branch)
 
-    def render_prompt(self, messages: list[Message], branch: Branch) -> None:
-        """Create the root from a prompt and given turns."""
-        if self.prompt_messages is not None:
-            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
-        prompt_ids = self.prompt_ids(messages, branch)
-        self._check_size(prompt_ids, DataError if branch.next_turn is None else EnvError)
-        self.prompt_messages = messages
-        self.num_prompt_tokens = len(prompt_ids)
-        opening = self.hooks.prefix(branch, prompt_ids)
-        given = self._recovery.given
-        given.restore(branch, prompt_ids)
-        self.tree.root.observation_ids = packed_ids(prompt_ids + opening) + given.ids
-        self._complete(self.tree.root, branch)
+    async def _reopen(self, branch: Branch, *, is_late: bool = False) -> None:
+        await self._recovery.reopen(branch, self._stops)
+        branch.turn.num_replayed = branch.num_tool_calls if is_late else 0
 
-    def _check_size(self, prompt_ids: list[int], error: type[AgentEnvError]) -> None:
-        if len(prompt_ids) > self.limits.max_prompt_tokens:
-            raise error(
-                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
-                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
-            )
-
-    def prompt_ids(self, messages: list[Message], branch: Branch) -> list[int]:
-        """The token ids of a prompt; a program's prompt may contain turns of the policy."""
-        renderer: Any = self.actor.renderer
-        if branch.next_turn is None:
-            return list(renderer.prompt(messages, branch.tools))
-        most = self.limits.max_tool_result_tokens
-        with as_program():
-            return list(context_ids(renderer, messages, branch.tools, most))
-
-    def _open_context(self, messages: list[Message], branch: Branch) -> None:
-        """Open a context with this prompt, since an agent program may begin differently each
-        time."""
-        prompt_ids = self.prompt_ids(messages, branch)
-        self._check_size(prompt_ids, EnvError)
-        node = self.tree.add(
-            None,
-            branch=branch.name,
-            observation_ids=prompt_ids,
-            continues=0,
-            info={"context": "edited", "cause": "prompt"},
-        )
-        branch.cursor, branch.prefix_ids = node, Prefix((node.observation_ids,))
-        branch.num_prompt_tokens = len(branch.prefix_ids)
-        self._complete(node, branch)
-
-    def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
-        """The node is final, except for its number of forks."""
-        if stop is not None:
-            self._stops[node.index] = stop
-        if self._record is not None:
-            self._record.turned(node, branch.clock(), stop)
-
-    def has_room_to_fork(self, branch: Branch) -> bool:
-        assert branch.env is not None
-        has_room = self.tree.num_started < self.plan.group_size
-        return has_room and branch.env.fork_mode != "none"
+    def _complete(self, branch: Branch, nodes: Sequence[Node], stop: str | None = None) -> None:
+        """The nodes are final, except for their number of forks. `stop`: the stop string that ended
+        the turn of the first one."""
+        for node in nodes:
+            if stop is not None:
+                self._stops[node.index] = stop
+            if self._record is not None:
+                self._record.turned(node, branch.clock(), stop)
+            stop = None
 
     # forking
 
-    def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
-        """Let the plan decide on forks, and start the siblings; `branch.holding` has an event for
-        each, set when it has its env.
-
-        `origin` is the state of the branch before the turn; the branch itself may have advanced.
-        """
-        branch.was_planned = True
+    def _fork(self, branch: Branch, seconds: float, entropies: list[float]) -> None:
+        """Let the plan decide on forks, and start the siblings, which the branch waits for.
+        `seconds` had passed on its clock before the turn."""
+        branch.turn.was_planned, place = True, branch.cursor
         try:
-            rng = Random(self.key(origin, "fork"))
+            rng = Random(self._recovery.key(branch, "fork"))
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
-            wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
-            origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
+            wanted = self.plan.on_fork_point(self.tree, place, first, rng)
+            place.num_forks = 0 if self._is_over else wanted
             if self._record is not None:
-                self._record.decided(origin.cursor)
-            for number in range(1, num_forks + 1):
-                name = f"{origin.name}.{origin.num_turns}+{number}"
-                sibling = origin.sibling(name, self.clock)
+                self._record.decided(place)
+            for number in range(1, place.num_forks + 1):
+                name = f"{branch.name}.{branch.num_turns}+{number}"
+                sibling = branch.sibling(name, WorkClock(seconds, self.clock))
                 held = asyncio.Event()  # also set if the sibling failed to get its env
                 opening = partial(self._recovery.open_fork, sibling, branch, held)
                 task = self._start(sibling, opening)
                 task.add_done_callback(partial(_set, held))  # or never began
-                branch.holding.append(held)
+                branch.turn.holding.append(held)
         except _ClosedError:  # a last chunk while the tree ends
             pass
         except Exception as error:  # the rollout raises it, not the stream
@@ -336,8 +273,6 @@ class Rollout:
         self.branches.add(branch)
         try:
             cut = await self._in_time(branch, opening)
-            if cut is not None and not branch.is_open:
-                raise EnvError(f"no env within {branch.clock():g} s")
             if cut is not None:
                 await self._truncate(branch, *cut)
         except (EngineDeadError, WorkerError, DataError, ConfigError):  # a retry would not help
@@ -347,7 +282,7 @@ class Rollout:
         else:
             assert branch.pending is not None
             assert branch.pending.end is not None
-            self._complete(branch.pending, branch)
+            self._complete(branch, [branch.pending])
             self.actor.failures.add(None)
             self._end(branch.pending, branch)
         finally:
@@ -355,14 +290,15 @@ class Rollout:
             try:
                 await self._close(branch)
             finally:
-                self.branches.discard(branch)
+                self.branches.remove(branch)
 
     async def _in_time(
         self, branch: Branch, opening: Opening
     ) -> tuple[Limit, Message | None] | None:
         """Open the branch and take its turns within its time limit; returns the result of
-        `_turns`."""
+        `Growth.take_turns`."""
         deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError)
+        is_open = False
         try:
             with working(branch.clock), deadline:
                 branch.clock.now("its environment")
@@ -370,123 +306,16 @@ class Rollout:
                 if self._is_over:  # before making an environment, which may kill its process
                     raise _OutOfTimeError
                 await opening()
-                branch.is_open = True
-                return await self._turns(branch)
+                is_open = True
+                return await self._growth.take_turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
                 raise CancelledRolloutError(self._cancelled) from None
+            if not is_open:
+                raise EnvError(f"no env within {branch.clock():g} s") from None
             return Limit.SECONDS, None
         finally:
             self._growing.pop(deadline, None)
-
-    async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
-        """Take turns until the env ends the episode, or return the limit that ends it, with an
-        action that the env has not seen."""
-        renderer: Any = self.actor.renderer
-        limits = self.limits
-        while True:
-            completion = await self._recovery.sample(branch, self._generate)
-            action = renderer.parse(completion, branch.tools, branch.prefix_ids)
-            if branch.next_turn is not None:
-                size = len(branch.prefix_ids)
-                action = branch.as_program_reads(action, completion, renderer, size)
-            branch.action = action
-            node = branch.add_action(self.tree, completion)
-            if branch.num_replayed:
-                node.info[LED], branch.num_replayed = branch.num_replayed, 0
-            if branch.holding:
-                with waiting("the copies of its environment for its forks"):
-                    await branch.held()
-            limit = branch.limit_of_action(completion, action, limits)
-            if limit is not None:
-                return limit, action
-            result = await self._recovery.step(branch, action)
-            branch.clock.now("its observation to be tokenized")
-            messages, node.reward, terminated, truncated, info = result
-            if branch.next_turn is not None:
-                branch.expect(info)
-            node.info.update(info)
-            if terminated or truncated:
-                node.end = "terminated" if terminated else "truncated"
-                node.limit = None if terminated else Limit.ENV
-                return None
-            if num_users := sum(message.role == "user" for message in messages):
-                node.info["user_messages"] = num_users
-            room = limits.max_tool_result_tokens
-            if branch.next_turn is not None and branch.next_turn.prompt:
-                left = branch.proceed(self.tree, renderer, room)
-                if left is not None:
-                    self._complete(left, branch, completion.stop)
-                self._complete(branch.cursor, branch, completion.stop if left is None else None)
-                branch.may_fork = branch.continues_episode and self.has_room_to_fork(branch)
-                if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
-                    return Limit.RESPONSE_TOKENS, None
-                limit = branch.limit_of_observation((), limits)
-                if limit is not None:
-                    return limit, None
-                continue
-            with as_program(is_one=branch.next_turn is not None):
-                await renderer.prepare(messages, branch.tools, room)
-                turn_ids = branch.ended_ids(node, renderer)
-                observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
-            if node.index in branch.cut:  # the end token comes first
-                observation_ids = [renderer.end_id, *observation_ids]
-            if await self.hooks.redirect(branch, observation_ids):
-                continue
-            limit = branch.limit_of_observation(observation_ids, limits)
-            if limit is not None:
-                return limit, None
-            branch.add_observation(observation_ids)
-            self._complete(branch.cursor, branch, completion.stop)
-            if branch.actions is not None:
-                branch.actions.append(action)
-            branch.may_fork = self.has_room_to_fork(branch)
-            assert branch.env is not None
-            is_known = branch.actions is not None and branch.next_turn is None
-            if branch.may_fork and is_known and self._copies.wants(branch.env):
-                await self._copies.keep(branch.sibling(branch.name, self.clock), branch.env)
-
-    async def _generate(self, branch: Branch) -> Completion:
-        """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
-        the first `fork_window` tokens are known, or at the end of a shorter turn."""
-        actor, limits, window = self.actor, self.limits, self.plan.fork_window
-        plans_fork = branch.may_fork and window > 0 and not branch.was_planned
-        origin = branch.sibling(branch.name, self.clock) if plans_fork else branch
-        # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
-        full = self.tree.num_started >= self.plan.group_size
-        is_first = branch.num_turns == branch.num_given
-        reads = window > 0 and (plans_fork or is_first or not full)
-        sampling = self.hooks.sampling(branch)
-        sampling = replace(
-            sampling,
-            max_tokens=min(
-                limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
-            ),
-            stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
-            seed=self.actor.seed_of(self.key(branch, "turn")),
-        )
-        if (next_turn := branch.next_turn) is not None:
-            room = limits.max_prompt_tokens + limits.max_response_tokens - len(branch.prefix_ids)
-            most = min(sampling.max_tokens, next_turn.max_tokens or sampling.max_tokens, room)
-            sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *next_turn.stop))
-        first: list[float] = []
-
-        def on_tokens(chunk: Chunk) -> None:
-            first.extend(chunk.entropies)
-            if plans_fork and not branch.was_planned and len(first) >= window:
-                self._fork(branch, origin, first[:window])
-
-        completion = await actor.engine.generate(
-            branch.prefix_ids,
-            sampling,
-            session=self._session,
-            on_tokens=on_tokens if reads else None,
-            stream_interval=max(1, window),
-            order=(int(is_first), self.tree.index),
-        )
-        if plans_fork and not branch.was_planned:
-            self._fork(branch, origin, completion.entropies[:window])
-        return completion
 
     # ends
 
@@ -496,9 +325,7 @@ class Rollout:
         leaf.limit = limit
         if branch.env is not None:
             finish = partial(self.hooks.finish, branch, limit, action)
-            with working(branch.clock):
-                branch.clock.now("its environment to finish")
-                reward, info = await self._recovery.through_outage(branch, "finish", finish)
+            reward, info = await self._recovery.finish(branch, finish)
             leaf.reward += reward
             leaf.info.update(info)
 
@@ -506,7 +333,7 @@ class Rollout:
         """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
-        self._complete(leaf, branch)
+        self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
         self.actor.failures.add(failure, error, again=self._again)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
@@ -532,25 +359,7 @@ class Rollout:
             if node is self.tree.root or not (has_copies and is_one_context):
                 self._start_roots(number)
             else:
-                self._fork_at(node, number)
-
-    def _fork_at(self, node: Node, number: int) -> None:
-        """Start siblings after an earlier tool result, unless the tree is out of time."""
-        for _ in range(0 if self._is_over else number):
-            node.num_forks = (node.num_forks or 0) + 1
-            if self._record is not None:
-                self._record.decided(node)
-            num_turns = len(self.tree.path(node)) - 1 + len(self._recovery.given.turns)
-            name = f"{node.branch}.{num_turns}+{node.num_forks}"
-            branch = Branch(name, node, WorkClock(outer=self.clock))
-            with suppress(_ClosedError):
-                self._start(branch, partial(self._open_by_replay, branch))
-
-    async def _open_by_replay(self, branch: Branch) -> None:
-        if await self._copies.lend(branch):
-            return
-        await self._recovery.reopen(branch, self._stops)
-        branch.num_replayed = branch.num_tool_calls
+                self._start_late(node, number)
 
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling has its copy, even while being cancelled."""
@@ -558,12 +367,8 @@ class Rollout:
             try:
                 await self.hooks.end(branch)
             finally:
-                await branch.held()
+                for held in branch.turn.holding:
+                    await held.wait()
         finally:
             if branch.env is not None:
                 await self.actor.envs.close(branch.env, self.tree.task.id)
-
-    def key(self, branch: Branch, use: str) -> str:
-        tree = self.tree
-        place = f"{tree.index}/{tree.task.id}/{branch.name}/{branch.num_turns}"
-        return f"{self.actor.seed}/{place}/{use}"

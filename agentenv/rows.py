@@ -13,7 +13,7 @@ without these keys in the column ground_truth becomes an answer as JSON, for a c
 
 The metadata has everything that is not a field of the task: other columns, whole objects, and an
 answer that is not plain text, as metadata["ground_truth"]. Nulls are dropped. A system prompt goes
-to metadata["system_prompt"], where `agentenv/renderer.py` finds it.
+to metadata["system_prompt"], where `agentenv/prompt.py` finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
@@ -109,10 +109,7 @@ class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["question", "kind"],
         Meta(description="success rate of the question itself, or of all questions of its kind"),
     ] = "question"
-    floor: Annotated[
-        float,
-        Meta(gt=0, le=1, description="minimum weight of a question; the maximum is 1"),
-    ] = 0.1
+    floor: ClassVar[float] = 0.1  # minimum weight of a question; the maximum is 1
 
 
 class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

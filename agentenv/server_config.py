@@ -224,6 +224,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     load_timeout_s: ClassVar[float] = 600.0  # of one server's weight update
     poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
     initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
+    broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
 
     max_retries: Annotated[
         int, Meta(ge=0, description="retries of a turn after its server was lost")
@@ -248,12 +249,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "requests queue in the server while it serves others",
         ),
     ] = 30.0
-    broadcast_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="deadline of a broadcast for forming its group, and for each 512 MiB"
-        ),
-    ] = 60.0
     broadcast_port: Annotated[
         int,
         Meta(

@@ -44,7 +44,6 @@ from agentenv.worker_group import (
     own_code,
     raised,
     read_first,
-    read_hello,
 )
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -261,7 +260,7 @@ class Supervisor:
         self._folder = folder
         self._placement: Placement = LocalPlacement() if placement is None else placement
         self._token = token or secrets.token_hex(16)
-        self._reception = Reception(self._token, read_hello, self._admit)
+        self._reception = Reception(self._token, self._admit)
         self._arriving: dict[int, asyncio.Future[Link]] = {}
         self._links: set[Link] = set()  # of workers that have not joined yet
         self._kept: set[int] = set()  # workers that are still restarted
@@ -400,7 +399,7 @@ class Supervisor:
         if hello.code != here:
             self._report(
                 f"a {self._spec.one} (process {hello.pid} on {peer}) runs different code from this "
-                f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
+                f"process: its sources have the digest {hello.code}, "
                 f"here it is {here}; its behavior may differ"
             )
 
@@ -458,15 +457,12 @@ class Supervisor:
             if self._group.workers:
                 since, is_reported = loop.time(), False
             elif loop.time() - since > spec.max_outage_s:
-                return self._group.end(
-                    f"no {spec.one} was available for {spec.max_outage_s:g} "
-                    f"s{spec.key('max_outage_s')}"
-                )
+                return self._group.end(f"no {spec.one} was available for {spec.max_outage_s:g} s")
             elif not is_reported and loop.time() - since > REPORT_S:
                 is_reported = True
                 self._report(
                     f"no {spec.one} is available; the run waits {spec.max_outage_s:g} s"
-                    f"{spec.key('max_outage_s')} for one that connects to {self.address}"
+                    f" for one that connects to {self.address}"
                 )
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -17,20 +17,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import count
 from random import Random
 from typing import Any, Self, TypeVar
 
 from agentenv.deadline import (
     Deadline,
-    Work,
     WorkClock,
     admitted,
-    backoff_s,
     deferring,
     doing,
+    through_outage,
     uncancelled,
-    waiting,
     work_clock,
     working,
 )
@@ -56,7 +53,7 @@ from agentenv.errors import (
     not_a_text,
 )
 from agentenv.http import meaning
-from agentenv.renderer import Instruction
+from agentenv.instruction import Instruction
 from agentenv.tools import (
     CallBudget,
     ChosenTool,
@@ -349,36 +346,19 @@ class ToolEnv:
         return result.text
 
     async def _through_outage(
-        self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, max_outage_s: float
+        self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, outage_s: float
     ) -> T:
-        """The result of `call`. Infrastructure failures are retried with jittered delays, and their
-        working time is not charged. Raises OutageError when retries and `outage_s` are exhausted.
-        """
-        began_s: float | None = None
-        for attempt in count():
-            work = Work()
-            try:
-                return await call()
-            except InfraError as error:
-                work.discard()
-                now_s = asyncio.get_running_loop().time()
-                began_s = now_s if began_s is None else began_s
-                if attempt >= num_retries and now_s - began_s >= max_outage_s:
-                    raise OutageError(
-                        f"task {self.task.id}: {who} failed {attempt + 1} times, the last time: "
-                        f"{error}"
-                    ) from error
-                if attempt >= num_retries:
-                    _report_outage(who, str(error), max_outage_s, now_s)
-                wanted_s = error.retry_after_s
-            key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
-            most_s = max(MAX_DELAY_S, min(wanted_s, max_outage_s))
-            delay_s = backoff_s(
-                attempt, key, first_s=FIRST_DELAY_S, max_s=most_s, at_least_s=wanted_s
-            )
-            with waiting(f"a pause before {who} is retried"):
-                await asyncio.sleep(delay_s)
-        raise AssertionError
+        """The result of `call`. Raises OutageError when retries and `outage_s` are exhausted."""
+
+        def failed(attempt: int, error: InfraError) -> None:
+            if attempt >= num_retries:
+                _report_outage(who, str(error), outage_s)
+
+        key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
+        delays = {"first_s": FIRST_DELAY_S, "max_s": MAX_DELAY_S}
+        return await through_outage(
+            call, who, key, outage_s=outage_s, num_retries=num_retries, failed=failed, **delays
+        )
 
     async def _close_states(self, states: Mapping[str, Any]) -> None:
         """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for states that do not close,
@@ -441,9 +421,10 @@ async def call_in_time(
         )
 
 
-def _report_outage(who: str, problem: str, max_outage_s: float, now_s: float) -> None:
+def _report_outage(who: str, problem: str, max_outage_s: float) -> None:
     """Log the outage, once a minute for all waiting rollouts."""
     reported: dict[str, float] = shared("outages reported", dict)
+    now_s = asyncio.get_running_loop().time()
     if now_s - reported.get(who, -REPORT_S) >= REPORT_S:
         reported[who] = now_s
         logger.warning(

@@ -27,9 +27,6 @@ from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 LED = "led_calls"  # in Node.info: tool calls that were replayed to reach the turn
-# In the root's info: given turns after which the tree begins; or those that could not be replayed,
-# since the environment's answers differed.
-GIVEN, REFUSED = "given", "refused_start"
 CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 
 if TYPE_CHECKING:
@@ -146,38 +143,6 @@ class Node(Struct):
         return bool(self.info.get("user_messages")) and not self.info.get("tool_calls")
 
 
-class GivenTurn(Struct, array_like=True):
-    """A turn of an earlier trajectory, after which a tree begins, and its answer."""
-
-    action_ids: Ids
-    observation_ids: Ids
-
-    def __post_init__(self) -> None:
-        self.action_ids = _packed("i", self.action_ids)
-        self.observation_ids = _packed("i", self.observation_ids)
-
-
-class Start(Struct, array_like=True):
-    """The beginning of a tree: the prompt and first turns of a trajectory of an earlier `tree`,
-    which ended with this success."""
-
-    tree: int
-    success: bool
-    prompt_ids: Ids
-    turns: list[GivenTurn]
-
-    def __post_init__(self) -> None:
-        self.prompt_ids = _packed("i", self.prompt_ids)
-
-
-class Order(Struct, array_like=True):
-    """The decisions before the start of a tree, in addition to its task: the start (None: at the
-    question), and `facts` for its root's info, which its plan uses."""
-
-    start: Start | None = None
-    facts: Info = {}
-
-
 class Trajectory:
     """A root-to-leaf path, derived from its tree."""
 
@@ -253,9 +218,6 @@ class TrajectoryTree(Struct):
     `num_roots` those of them that began from scratch; `num_live` the growing ones; `num_retries`
     failures replaced by a fresh root; `num_retaken` retried turns and steps. The actor keeps these
     counts. `scored` has an entry per node once the tree is trained.
-
-    A tree may begin after turns of an earlier trajectory (agentenv/given.py): they are context, a
-    part of the root's observation, whose info has their sizes.
     """
 
     task: Task
@@ -272,24 +234,6 @@ class TrajectoryTree(Struct):
     @property
     def root(self) -> Node:
         return self.nodes[0]
-
-    @property
-    def given(self) -> list[GivenTurn]:
-        """The given turns after which the tree begins."""
-        sizes = self.root.info.get(GIVEN, {}).get("turns", ())
-        ids, found = self.root.observation_ids, list[GivenTurn]()
-        at = len(ids) - sum(map(sum, sizes))
-        for action, answer in sizes:
-            middle, end = at + action, at + action + answer
-            found.append(GivenTurn(ids[at:middle], ids[middle:end]))
-            at = end
-        return found
-
-    @property
-    def prompt_ids(self) -> Ids:
-        """The tokens of its question, without given turns."""
-        sizes = self.root.info.get(GIVEN, {}).get("turns", ())
-        return self.root.observation_ids[: len(self.root.observation_ids) - sum(map(sum, sizes))]
 
     def add(self, parent: Node | None, **fields: object) -> Node:
         """Append a node below `parent` (None for the root) and return it."""

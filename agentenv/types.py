@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NewType
 
 from msgspec import Meta, Struct, field
 
@@ -159,19 +159,23 @@ class Message(Struct, frozen=True, omit_defaults=True):
 Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edited"]
 
 
+# In a prompt: the tokens of one of the branch's turns, which are numbered from 0.
+PastTurn = NewType("PastTurn", int)
+
+
 class NextTurn(Struct, frozen=True, omit_defaults=True):
     """The start of the next turn, from an environment that relays the calls of a program
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
 
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
-    is its whole context; a number n stands for the tokens of the branch's turn n (from 0). If these
-    tokens extend those of an earlier unanswered turn, it continues there; otherwise they open a
-    context of the `kind`, for the `cause`. `discards` lists turns that the program discards: they
-    are stored, but not trained. `tools`: those of the call, if they changed. `stop` and
-    `max_tokens` (0: no own limit) are the program's requirements for the turn.
+    is its whole context, messages and turns as they were sampled. If these tokens extend those of
+    an earlier unanswered turn, it continues there; otherwise they open a context of the `kind`, for
+    the `cause`. `discards` lists turns that the program discards: they are stored, but not trained.
+    `tools`: those of the call, if they changed. `stop` and `max_tokens` (0: no own limit) are the
+    program's requirements for the turn.
     """
 
-    prompt: tuple[Message | int, ...] = ()
+    prompt: tuple[Message | PastTurn, ...] = ()
     kind: Kind | None = None
     cause: str = ""
     discards: tuple[int, ...] = ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv import errors
-from agentenv.errors import PACKAGES, AgentEnvError
+from agentenv.errors import AgentEnvError, package_folders
 from agentenv.link import Link
 
 BEAT_S = 1.0  # between heartbeats
@@ -36,12 +35,18 @@ NUM_LOSSES, NUM_TRIALS = 2, 3  # see PoisonTasks
 
 
 class Hello(Struct, array_like=True, frozen=True):
-    """The first frame of a worker. `code` is the digest of its sources (`own_code`)."""
+    """The first frame of a worker, or of a learner's rank. `code` is the digest of its sources
+    (`own_code`). Of a rank: `total` is the number of ranks, `store` the host:port of the rendezvous
+    store that rank 0 opened, empty if the launcher provides one (MASTER_ADDR), and for a single
+    rank."""
 
     token: str
     number: int
     pid: int
     code: str = ""
+    total: int = 0
+    host: str = ""
+    store: str = ""
 
 
 class Ready(Struct, array_like=True, frozen=True, tag=1):
@@ -58,14 +63,13 @@ class Refusal(Struct, array_like=True, frozen=True, tag=2):
 @cache
 def own_code() -> str:
     """A digest of this project's sources on this machine; equal digests mean equal code."""
+    sources: dict[str, Path] = {}
+    for package, folder in package_folders().items():
+        for path in folder.rglob("*.py"):
+            sources[f"{package.replace('.', '/')}/{path.relative_to(folder)}"] = path
     digest = hashlib.blake2b(digest_size=6)
-    sources = (
-        Path(folder, file)
-        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
-        for file in files
-    )
-    for path in sorted(path for path in sources if path.suffix == ".py"):
-        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
+    for name, path in sorted(sources.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -101,18 +105,16 @@ class WorkerSpec(NamedTuple):
         return f" ({self.table}.{name})" if self.table else ""
 
 
-read_hello = msgspec.msgpack.Decoder(Hello).decode
+_read_hello = msgspec.msgpack.Decoder(Hello).decode
 read_first = msgspec.msgpack.Decoder(Ready | Refusal).decode
 
 
 class Reception:
-    """Listens for connecting processes. Each must send, within HELLO_S seconds, a frame that `read`
-    decodes, with the `token`; `admit` takes it and its link, or returns False."""
+    """Listens for connecting processes. Each must send, within HELLO_S seconds, a Hello with the
+    `token`; `admit` takes it and its link, or returns False."""
 
-    def __init__(
-        self, token: str, read: Callable[[bytes], Any], admit: Callable[[Any, Link], bool]
-    ) -> None:
-        self._token, self._read, self._admit = token, read, admit
+    def __init__(self, token: str, admit: Callable[[Hello, Link], bool]) -> None:
+        self._token, self._admit = token, admit
         self._server: asyncio.Server | None = None
         self._waiting: set[asyncio.BaseTransport] = set()  # not admitted
 
@@ -151,7 +153,7 @@ class Reception:
         try:
             with suppress(EOFError, TimeoutError, msgspec.DecodeError):
                 async with asyncio.timeout(HELLO_S):
-                    hello = self._read(await link.receive())
+                    hello = _read_hello(await link.receive())
                 is_known = secrets.compare_digest(hello.token.encode(), self._token.encode())
                 link.max_bytes = None
                 if is_known and self._admit(hello, link):

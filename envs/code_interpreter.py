@@ -4,7 +4,7 @@
 interpreter = "~/envs/maths"           # a virtual or conda environment; none: the trainer's own
 preload = ["numpy", "sympy", "scipy"]  # none: numpy and sympy, where they are installed
 timeout_s = 10.0
-limits = { memory_bytes = 536870912, max_threads = 1 }
+limits = { memory_bytes = 536870912 }
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class PythonTool:
         self.sandbox = sandbox
         self.timeout_s = timeout_s
 
+    @property
+    def deadline_s(self) -> float:
+        """Of a call with the replay before it."""
+        return REPLAY_ALLOWANCE * self.timeout_s + START_ALLOWANCE_S
+
     async def prepare(self) -> None:
         """Start the sandbox, once. Raises ConfigError if it cannot work."""
         await self.sandbox.start()
@@ -86,7 +91,11 @@ class PythonTool:
 
 def python_tool(**python: Any) -> PythonTool:
     """The tool for any environment, for [[env.tools]]; its kwargs are the keys of PythonConfig."""
-    config = python_config(python)
+    return interpreter(python_config(python))
+
+
+def interpreter(config: PythonConfig) -> PythonTool:
+    """The tool of these settings."""
     return PythonTool(shared_sandbox(config), timeout_s=config.timeout_s)
 
 
@@ -104,11 +113,11 @@ class CodeInterpreterEnv(ToolEnv):
         grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
     ) -> None:
-        config = python_config(python)
+        tool = interpreter(python_config(python))
         super().__init__(
             task,
-            tools=[PythonTool(shared_sandbox(config), timeout_s=config.timeout_s)],
+            tools=[tool],
             grader=make_grader(grader, partial_credit=True),
             prompt=prompt,
-            tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,
+            tool_timeout_s=tool.deadline_s,
         )

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from agentenv.envs.code_interpreter import (
-    REPLAY_ALLOWANCE,
-    START_ALLOWANCE_S,
-    PythonTool,
-    shared_sandbox,
-)
+from agentenv.envs.code_interpreter import interpreter
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig, python_config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.errors import ConfigError
-from agentenv.renderer import preset
+from agentenv.prompt import preset
 from agentenv.tool_env import Prompt
 from agentenv.tools import ToolLimits
 from agentenv.types import Task
@@ -43,7 +38,7 @@ class DeepSearchEnv(WebSearchEnv):
         tool_timeout_s: float = 0.0,
         num_retries: int = 2,
     ) -> None:
-        interpreter = python_config(python)
+        tool = interpreter(python_config(python))
         if compat and grader is not None:
             raise ConfigError("env.kwargs.compat: with a custom grader, set grader.compat instead")
         super().__init__(
@@ -55,8 +50,4 @@ class DeepSearchEnv(WebSearchEnv):
             tool_timeout_s=tool_timeout_s,
             num_retries=num_retries,
         )
-        deadline_s = REPLAY_ALLOWANCE * interpreter.timeout_s + START_ALLOWANCE_S
-        self.add_tool(
-            PythonTool(shared_sandbox(interpreter), timeout_s=interpreter.timeout_s),
-            ToolLimits(timeout_s=deadline_s),
-        )
+        self.add_tool(tool, ToolLimits(timeout_s=tool.deadline_s))

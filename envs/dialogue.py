@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -29,10 +28,12 @@ from agentenv.call_syntax import after_thoughts
 from agentenv.config import build_config
 from agentenv.env import Grader, StepResult, shared
 from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.result_cache import ResultCache
 from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv, call_in_time, printable_text
 from agentenv.tools import StatelessTool, Tool, ToolSource
 from agentenv.types import Info, Message, Task, ToolResult
+from agentenv.untrusted import decode_text
 
 ANSWER = "<answer>"
 GREETING = "Hello! How can I help you?"  # a model's first turn, which the question answers
@@ -105,12 +106,12 @@ class ModelUser:
     replies within a process."""
 
     def __init__(self, config: ModelUserConfig) -> None:
-        from agentenv.engines.remote.endpoint import ChatModel
+        from agentenv.engines.remote.chat_model import ChatModel
 
         self.config = config
         self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
         self._started = False
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._cache = ResultCache(max_memory_entries=MAX_KNOWN)
 
     async def start(self) -> None:
         """Raises ConfigError if the server does not have the model."""
@@ -120,12 +121,8 @@ class ModelUser:
 
     async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
         body = self.body(task, dialogue)
-        key = hashlib.sha256(msgspec.json.encode(body)).digest()
-        if key not in self._known:
-            self._known[key] = await self._request(body)
-            while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        reply = self._known[key]
+        key = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
+        reply = await self._cache.through(key, partial(self._request, body), decode_text)
         return None if self.config.leaves in reply else reply
 
     def body(self, task: Task, dialogue: Sequence[Message]) -> dict[str, Any]:
@@ -138,13 +135,13 @@ class ModelUser:
         body["messages"] += [{"role": OTHER[one.role], "content": one.content} for one in dialogue]
         return body
 
-    async def _request(self, body: dict[str, Any]) -> str:
-        from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-        from agentenv.engines.remote.endpoint import read_reply
+    async def _request(self, body: dict[str, Any]) -> bytes:
+        from agentenv.engines.remote.chat_model import read_reply
+        from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 
         try:
-            return read_reply(await self._model.reply(body)).text
-        except (RefusedError, MalformedReplyError) as error:
+            return read_reply(await self._model.reply(body)).text.encode("utf-8", "replace")
+        except (RequestRefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
             raise InfraError(f"the user model failed: {error}") from error
@@ -155,7 +152,8 @@ class ModelUser:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        await self._model.endpoint.close()
+        await self._cache.close()
+        await self._model.close()
 
 
 def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User:

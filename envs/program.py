@@ -299,7 +299,7 @@ class ProgramEnv:
         if self._session is None:
             raise EnvError(f"task {self.task.id}: step before reset or after close")
         if self._ended is None:
-            self._session.answer(self._with_turn(action))
+            self._session.reply(self._with_turn(action))
             self._written.append(action)
             call = await self._next(self._session.next)
             if not isinstance(call, Ended):
@@ -433,7 +433,9 @@ class ProgramEnv:
         port = self._session.port
         reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{port}/v1/reward"}
         variables = {**own, **self._session.variables, **reward}
-        self._program = await Program.start(spec, variables, port)
+        self._program = await Program.start(
+            spec, variables, port, self._endpoint.socket if self._endpoint else None
+        )
 
     async def _next(self, next_call: Callable[[], Any]) -> ProgramCall | Ended:
         """The program's next call, or its end, possibly by a limit."""

@@ -26,7 +26,7 @@ from typing import Any
 from agentenv.data_files import Row
 from agentenv.envs.grading.custom import CustomGrader
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import DataError, MissingError, install_hint
+from agentenv.errors import DataError, needed
 from agentenv.types import Message, Task
 from agentenv.untrusted import decode_python
 
@@ -85,24 +85,18 @@ def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
-    try:
-        from reasoning_gym import create_dataset
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        hint = install_hint("reasoning-gym")
-        raise MissingError(
-            f"reasoning_gym:{name}: reasoning-gym is not installed: {hint}"
-        ) from error
-    if name not in DATASETS:
-        close = get_close_matches(name, DATASETS, 1)
-        listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(DATASETS)}"
+    gym = needed("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{name}")
+    known = gym.DATASETS
+    if name not in known:
+        close = get_close_matches(name, known, 1)
+        listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
         raise DataError(f"reasoning_gym:{name}: unknown task; {listed}")
     try:
-        return create_dataset(name, **keys)
+        return gym.create_dataset(name, **keys)
     except (TypeError, AssertionError, ValueError) as error:
-        known = ", ".join(DATASETS[name][1].__dataclass_fields__)
+        fields = ", ".join(known[name][1].__dataclass_fields__)
         raise DataError(
-            f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {known}"
+            f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {fields}"
         ) from error
 
 

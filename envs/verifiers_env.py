@@ -334,7 +334,7 @@ class VerifiersEnv(ProgramEnv):
         """Let the rollout of verifiers read the last action and a full-context error, and score
         it."""
         if action is not None and self._session and self._ended is None:
-            self._session.answer(self._with_turn(action))
+            self._session.reply(self._with_turn(action))
         return await super().finish(reason, action)
 
     async def _difference(self, reward: float) -> str:

@@ -14,7 +14,7 @@ COMMANDS = {
     "new": "create a project with a custom environment, ready to train",
     "train": "train a policy with asynchronous agentic reinforcement learning",
     "sweep": "train several arms on several seeds",
-    "compare": "compare the arms of a sweep, or runs, by their learning curves",
+    "compare": "compare the arms of a sweep, runs, or two evaluations",
     "evaluate": "evaluate a run, a checkpoint, a model directory, or an endpoint by its URL",
     "view": "show a run or an evaluation in the browser",
     "ctl": "control a running training: state, pause, checkpoint",

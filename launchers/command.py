@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentenv.config import load_config, to_plain
-from agentenv.errors import require_train
-from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
-from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISSING, LATEST
-from agentenv.pipelines.serving import ASSUMED_GPU_GIB
+from agentenv.config import load_config
+from agentenv.pipelines.config.help import KeysParser, add_key_help, refuse_verl_keys
+from agentenv.pipelines.run.arguments import EXIT_MISSING, LATEST
+from agentenv.pipelines.serving.gpus import ASSUMED_GPU_GIB
 
 if TYPE_CHECKING:
     from agentenv.pipelines.run.rundir import RunDirectory
@@ -35,11 +34,11 @@ def make_parser(
     *,
     resumes: bool = True,
     views: bool = False,
-) -> Parser:
+) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
     `example` is the path of a CONFIG. `resumes` adds --resume, `views` adds --view."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
-    parser = Parser(prog=prog, usage=usage, description=purpose)
+    parser = KeysParser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help=f"TOML file{example and ', e.g. '}{example}"
     )
@@ -105,7 +104,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             parser.error(f"--{name.replace('_', '-')} must not be negative")
 
 
-def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
+def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
     """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
     help text of --out."""
     parser.add_argument(
@@ -174,10 +173,8 @@ def _run(
     suggest: Suggest | None,
 ) -> int:
     """Read the configuration, then do the work or the dry run; returns the exit code."""
-    from agentenv.pipelines.run.monitors import MonitorConfig
-    from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
     from agentenv.pipelines.run.terminal import run_until_done
-    from agentenv.pipelines.serving import gpus_for_others
+    from agentenv.pipelines.setup.session import run_session
 
     left_out: list[str] = []
     config: Any = load_config(
@@ -194,35 +191,14 @@ def _run(
         from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
-    if hasattr(config, "learner"):
-        backend = ["deepspeed"] if config.learner.backend == "deepspeed" else []
-        require_train("torch", "transformers", *backend)
-    monitor = getattr(config, "monitor", MonitorConfig())
-    settings = to_plain(config)
-    run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)
-    view.log_to(run.path / LOG_FILE)
-    for line in left_out:
-        view.log(line)
-    code = EXIT_FAILED
-    view.wait_for(f"getting {folder} ready", then)
-    try:
-        viewer = _viewer(run.path, view) if arguments.view else nullcontext()
-        with viewer, gpus_for_others(config):
-            run_until_done(work(config, run, view, arguments.resume), view)
-        code = 0
+    resume = arguments.resume
+    with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
+        view.wait_for(f"getting {folder} ready", then)
+        with _viewer(folder, view) if arguments.view else nullcontext():
+            run_until_done(work(config, run, view, resume), view)
         if suggest is not None:
             view.suggest(suggest(arguments, folder))
-    except KeyboardInterrupt:
-        view.end()
-        hint = "to continue from the last checkpoint, repeat the command with --resume"
-        view.log(f"interrupted; {hint if run.has_begun else 'training had not started'}")
-        code = EXIT_INTERRUPTED
-    finally:
-        run.monitors.finish(code)
-        if not arguments.resume:
-            run.forget_unless_begun()
-        run.close()
-    return code
+    return 0
 
 
 def _viewer(folder: Path, view: View) -> AbstractContextManager[None]:

@@ -1,16 +1,20 @@
-"""Compares runs: `agentenv compare SWEEP` or `agentenv compare RUN RUN ...`, see docs/sets.md."""
+"""Compares the arms of a sweep, or runs, by their curves, and two evaluations by their questions:
+`agentenv compare SWEEP`, `compare RUN RUN ...`, `compare EVALUATION EVALUATION`; see docs/sets.md
+and docs/evaluation.md. `agentenv evaluate compare` is the same command."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.run.tables import as_rich
+from agentenv.pipelines.config.help import KeysParser
+from agentenv.pipelines.evaluation.store import ROWS_FILE
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
 
@@ -23,11 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv compare",
-        description="Compare the arms of a sweep, or runs: held-out success against tool calls.",
+        description="Compare the arms of a sweep, or runs: held-out success against tool calls; or "
+        "two stored evaluations, paired by the questions that both contain.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a sweep, or its runs")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="PATH", help="a sweep, runs, or two evaluations"
+    )
     parser.add_argument("--baseline", default="", metavar="ARM", help="default: the sweep's")
     parser.add_argument(
         "--set", default="", metavar="NAME", help="evaluation set; default: reported"
@@ -38,7 +45,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="LIST",
         help="of success; default %(default)s",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the sweep, or here")
+    parser.add_argument(
+        "--out", type=Path, metavar="PATH",
+        help="of runs: a folder, default the sweep or here; of evaluations: a Markdown file of all "
+        "changed questions",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -53,6 +64,8 @@ def _levels(text: str) -> list[float]:
 
 
 def _run(options: argparse.Namespace, view: View) -> int:
+    if all((one / ROWS_FILE).is_file() for one in options.runs):
+        return _compare_evaluations(options.runs, options.out, view)
     from agentenv.pipelines.sets import comparison  # slow to load
 
     levels = _levels(options.levels)
@@ -74,13 +87,25 @@ def _run(options: argparse.Namespace, view: View) -> int:
         baseline = baseline or next(iter(runs))
     found, curves = comparison.compare(runs, baseline, levels, options.set)
     for table in comparison.tables(found):
-        view.console.print(as_rich(table))
+        view.show(table)
     if unfinished:
         view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "comparison.json", comparison.as_json(found))
     comparison.plot(curves, out / "comparison.png")
     view.log(f"wrote comparison.json and comparison.png to {out}")
+    return 0
+
+
+def _compare_evaluations(folders: Sequence[Path], out: Path | None, view: View) -> int:
+    from agentenv.pipelines.evaluation.compare import compare  # slow to load
+
+    if len(folders) != 2:
+        raise ConfigError(f"expected two evaluations, got {len(folders)}")
+    first, second = folders
+    asyncio.run(compare(first, second, out, view))
+    both = shlex.join(map(str, folders))
+    view.suggest({f"agentenv view {both}": "question by question, in the browser"})
     return 0
 
 

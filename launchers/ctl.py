@@ -1,7 +1,7 @@
 """Controls a run while it trains: `agentenv ctl RUN [COMMAND ...]`, see docs/control.md.
 
 The process that trains in RUN answers over a socket that only its owner can open. Replies contain
-metadata only; --text adds questions and generated text.
+metadata only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,20 @@ from agentenv.errors import ConfigError, ForeignError
 from agentenv.pipelines.run import control
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
-from agentenv.pipelines.run.rundir import Holder
+from agentenv.pipelines.run.rundir import LockHolder
 from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.untrusted import decode, decode_loose
 
 MakeRequest = Callable[[argparse.Namespace], Request]
 
-COMMANDS = ("status", "why", "cancel", "pause", "resume", "checkpoint", "evaluate")
+COMMANDS = ("status", "why", "cancel", "pause", "resume", "checkpoint")
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, longest wait (the default)
   why [TREE]              waits of all rollouts, or of one tree in detail
   cancel TREE ...         cancel trees: they fail, with the kind `cancelled`, and are not trained
   pause, resume           no tree, turn or update starts between the two
   checkpoint              save a checkpoint before the next update
-  evaluate [SET ...]      evaluate before the next update (default: all sets)
 
 exit codes: 0 done (`status`: the run trains or has finished), 1 no process trains in RUN or it does
 not answer, 2 rejected or bad arguments, 130 interrupted"""
@@ -57,10 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
     )  # no default, which would override a --json before the command
-    texts = Parser(add_help=False)
-    texts.add_argument(
-        "--text", action="store_true", help="also print questions and generated text"
-    )
     parser = Parser(
         prog="agentenv ctl",
         usage="agentenv ctl RUN [COMMAND ...] [--json]",
@@ -71,24 +66,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", type=_folder, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
     )
-    parser.set_defaults(request=lambda _: control.GetStatus(), json=False, text=False)
+    parser.set_defaults(request=lambda _: control.GetStatus(), json=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
-    def add(name: str, request: MakeRequest, *parents: Parser) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, parents=[common, *parents])
+    def add(name: str, request: MakeRequest) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[common])
         command.set_defaults(request=request)
         return command
 
     add("status", lambda _: control.GetStatus())
-    why = add("why", lambda given: control.GetWhy(given.tree, given.text), texts)
+    why = add("why", lambda given: control.GetWhy(given.tree))
     why.add_argument("tree", type=int, nargs="?", metavar="TREE")
-    cancel = add("cancel", lambda given: control.Cancel(given.trees))
+    cancel = add("cancel", lambda given: control.CancelTrees(given.trees))
     cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
     add("pause", lambda _: control.Pause())
     add("resume", lambda _: control.Resume())
-    add("checkpoint", lambda _: control.Checkpoint())
-    evaluate = add("evaluate", lambda given: control.Evaluate(given.sets))
-    evaluate.add_argument("sets", nargs="*", metavar="SET")
+    add("checkpoint", lambda _: control.SaveCheckpoint())
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     return parser
 
@@ -154,7 +147,7 @@ def _why(run: Path, error: UnreachableError) -> str:
     """Why no process answers, as far as the folder shows, and a remedy. Raises ConfigError for a
     folder that does not contain a run."""
     try:
-        holder = decode((run / "lock").read_bytes() or b"null", Holder | None)
+        holder = decode((run / "lock").read_bytes() or b"null", LockHolder | None)
     except (OSError, ForeignError):
         holder = None
     then = (
@@ -186,14 +179,14 @@ def show(reply: Reply, view: View) -> None:
     match reply:
         case control.Status():
             _show_status(reply, view)
-        case control.Waits():
+        case control.WaitTable():
             _show_waits(reply, view)
         case control.Why():
             _show_why(reply, view)
-        case control.Done():
+        case control.RequestDone():
             for line in reply.lines:
                 view.log(line)
-        case control.Refused():
+        case control.RequestRefused():
             view.fail(reply.why)
 
 
@@ -205,12 +198,12 @@ def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
             if reply.is_paused:
                 return {f"agentenv ctl {run} resume": "end the pause"}
             return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
-        case control.Waits():
+        case control.WaitTable():
             trees = [one.tree for one in reply.waits]
             return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
-        case control.Done() if isinstance(request, control.Pause):
+        case control.RequestDone() if isinstance(request, control.Pause):
             return {f"agentenv ctl {run} resume": "end the pause"}
-        case control.Done() if isinstance(request, control.SLOW):
+        case control.RequestDone() if isinstance(request, control.SaveCheckpoint):
             return page
     return {}
 
@@ -243,7 +236,7 @@ def _figures(figures: dict[str, int] | dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in figures.items())
 
 
-def _show_waits(reply: control.Waits, view: View) -> None:
+def _show_waits(reply: control.WaitTable, view: View) -> None:
     rows = []
     for one in reply.waits:
         first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")
@@ -254,26 +247,16 @@ def _show_waits(reply: control.Waits, view: View) -> None:
         title = "waits of rollouts"
         note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
-        _show_advice(((one.what, one.advice) for one in reply.waits), view)
     else:
         view.log("no rollout of this process waits")
     for line in reply.lines:
         view.log(line)
 
 
-def _show_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
-    """Print the likely cause of each kind of wait, once."""
-    for what, advice in dict(waits).items():
-        if advice:
-            view.log(f"{what}: {advice}")
-
-
 def _show_why(reply: control.Why, view: View) -> None:
     one = reply.row
     worker = f", in {one.worker}" if one.worker else ""
     view.log(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
-    if one.question is not None:
-        view.log(f"question: {one.question}")
     rows = [
         [
             branch.branch or "(tree)",
@@ -290,16 +273,12 @@ def _show_why(reply: control.Why, view: View) -> None:
     if rows:
         columns = ["branch", "wait", "since", "for", "worked", "turns", "tokens", "calls"]
         view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
-        _show_advice(((branch.what, branch.advice) for branch in reply.branches), view)
     if reply.ends:
         view.log(f"ended: {_figures(reply.ends)}")
     if reply.failures:
         view.log(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
     for line in reply.lines:
         view.log(line)
-    for branch in reply.branches:
-        if branch.text is not None:
-            view.log(f"--- {branch.branch}, last turn ---\n{branch.text}")
 
 
 if __name__ == "__main__":

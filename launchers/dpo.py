@@ -25,7 +25,7 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.supervised.objectives import Preference
+from agentenv.pipelines.supervised.objectives import PreferenceObjective
 from agentenv.pipelines.supervised.run import train_supervised
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parse(parser, argv)
     if arguments.self_critic is None:
-        work = partial(train_supervised, Preference.of)
+        work = partial(train_supervised, PreferenceObjective.of)
         return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
     rounds = self_critic(arguments.self_critic)
     return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
@@ -72,9 +72,10 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.pipelines.rl.training import SelfCriticRun  # slow to load
+        from agentenv.pipelines.rl.rounds import run_rounds  # slow to load
+        from agentenv.pipelines.rl.training import Training
 
-        return SelfCriticRun(config, run, view, resume=resume).run_rounds(num_rounds)
+        return run_rounds(Training(config, run, view, resume=resume), num_rounds)
 
     return work
 

@@ -17,28 +17,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import ConfigError, require_train
+from agentenv.errors import require_train
+from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.evaluation.report import write_report
 from agentenv.pipelines.evaluation.run import (
     FOLDER,
     chosen_sets,
     default_folder,
-    run_evaluation,
+    evaluate_and_report,
 )
 from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
+    check_directory,
     configured,
     find_subject,
     is_url,
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -72,11 +74,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
-    if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
-        raise ConfigError(
-            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
-            "directory, or http(s)://HOST[:PORT]"
-        )
+    if not arguments.dry_run:
+        check_directory(subject, arguments.subject)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
@@ -88,12 +87,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     view.wait_for("getting ready", "the questions")
     out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
-        outcome = run_until_done(run_evaluation(config, subject, out, view), view)
-    if outcome.num_failed:
-        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
-    view.wait_for("scoring", "the report")
-    write_report(out, view)
-    view.end()
+        outcome, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
     view.suggest(next_commands(out))
     if outcome.problem is not None:
         raise outcome.problem
@@ -120,7 +114,7 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate",
         usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
@@ -148,7 +142,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate report",
         description="Report a stored evaluation: on the terminal, in summary.json and in "
         "report.md.",
@@ -176,28 +170,8 @@ def _report(argv: Sequence[str]) -> int:
     return exit_code_of(work, view, writing="writing the report")
 
 
-def _compare(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="agentenv evaluate compare",
-        description="Compare two stored evaluations, paired by the questions that both contain.",
-    )
-    parser.add_argument("first", type=Path, metavar="A")
-    parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file of all changed questions")
-    given, view = parser.parse_args(argv), View()
-
-    def work() -> None:
-        from agentenv.pipelines.evaluation.compare import compare
-
-        asyncio.run(compare(given.first, given.second, given.out, view))
-        both = shlex.join([str(given.first), str(given.second)])
-        view.suggest({f"agentenv view {both}": "question by question, in the browser"})
-
-    return exit_code_of(work, view, writing="writing the comparison")
-
-
 def _regrade(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv evaluate regrade",
         description="Regrade the stored trajectories of an evaluation, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
@@ -217,7 +191,7 @@ def _regrade(argv: Sequence[str]) -> int:
     return exit_code_of(work, view, writing="writing the grades")
 
 
-STORED = {"report": _report, "compare": _compare, "regrade": _regrade}
+STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}
 
 
 if __name__ == "__main__":

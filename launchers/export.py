@@ -3,8 +3,8 @@
 CHECKPOINT is a checkpoint of a run, or a run, for its last checkpoint. OUT contains weights,
 config, tokenizer, chat template and generation_config, for transformers, vLLM and SGLang.
 
-`agentenv export transcripts SOURCE OUT --format inspect|atif` exports trajectories instead: the
-trees of a run or the rows of an evaluation, for other viewers.
+`agentenv export transcripts SOURCE OUT` exports trajectories instead: the trees of a run or the
+rows of an evaluation, as logs of Inspect.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv export",
         description="Export a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` exports trajectories instead: "
-        f"agentenv export {TRANSCRIPTS} --help",
+        epilog=f"`{TRANSCRIPTS} SOURCE OUT` exports trajectories instead: agentenv "
+        f" export {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -72,21 +72,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _transcripts(argv: Sequence[str]) -> int:
     parser = Parser(
         prog=f"agentenv export {TRANSCRIPTS}",
-        description="Export the archived trees of a run, or the rows of an evaluation, as Inspect "
-        "logs or as ATIF. Secrets are removed.",
+        description="Export the archived trees of a run, or the rows of an evaluation, as logs "
+        "of Inspect. Secrets are removed.",
     )
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
-    parser.add_argument("--format", choices=("inspect", "atif"), required=True)
     parser.add_argument("--step", type=int, metavar="N", help="for a run: only this step, from 1")
     parser.add_argument("--tree", type=int, metavar="I", help="for a run: only this tree")
     parser.add_argument(
         "--per",
         choices=("tree", "trajectory"),
         default="tree",
-        help="for inspect: a sample is a tree with its forks as branches, or one trajectory",
+        help="a sample is a tree with its forks as branches, or one trajectory",
     )
     parser.add_argument(
         "--tokens", action="store_true", help="for a run: include token ids and their log-probs"
@@ -99,9 +98,8 @@ def _transcripts(argv: Sequence[str]) -> int:
         view.wait_for(f"reading {arguments.source}", "writing")
         export(arguments, view)
         view.end()
-        if arguments.format == "inspect":
-            path = shlex.quote(str(arguments.out))
-            view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
+        path = shlex.quote(str(arguments.out))
+        view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
     return exit_code_of(work, view, writing=str(arguments.out))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentenv.disk import replace_folder
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.run.terminal import View, exit_code_of
 
 SUFFIX = ".txt"  # of the templates, so that tools do not treat them as code
@@ -27,7 +27,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv new",
         usage="agentenv new NAME [--folder DIR]",
         description="Create a project with a custom environment, ready to train.",

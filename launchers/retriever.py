@@ -26,7 +26,6 @@ from msgspec import Meta, Struct
 from agentenv.config import apply_overrides, build_config, load_config
 from agentenv.endpoint.server import Listener
 from agentenv.envs.search.bm25 import BM25Config
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
@@ -35,6 +34,7 @@ from agentenv.launchers.command import stop_event
 from agentenv.pipelines.config.help import key_table
 from agentenv.pipelines.run.arguments import check_arguments
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode
 
 MAX_BODY_BYTES = 4_000_000

@@ -25,12 +25,12 @@ from agentenv.model_files import fetch_from_hub
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import ServeConfig
 from agentenv.pipelines.config.evaluation import PolicyConfig
-from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.help import KeysParser, add_key_help
 from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configured, find_subject
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.server_config import read_key
@@ -73,7 +73,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv serve",
         usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
         description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "

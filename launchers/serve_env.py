@@ -30,7 +30,7 @@ from agentenv.endpoint.openenv import EnvServer
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import stop_event
-from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.help import KeysParser, add_key_help
 from agentenv.pipelines.config.rl import (
     DataConfig,
     EnvConfig,
@@ -44,7 +44,7 @@ from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import load_set, load_training
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.server_config import read_key
 from agentenv.types import Limits
 
@@ -86,7 +86,7 @@ _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grade
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
     the start-up."""
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv serve-env",
         usage="agentenv serve-env SUBJECT [key.sub=value ...]",
         description="Serve an environment over the OpenEnv protocol, until Ctrl-C.",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.pipelines.config.supervised import SFTRunConfig
-from agentenv.pipelines.supervised.objectives import Imitation
+from agentenv.pipelines.supervised.objectives import ImitationObjective
 from agentenv.pipelines.supervised.run import train_supervised
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
-    work = partial(train_supervised, Imitation.of)
+    work = partial(train_supervised, ImitationObjective.of)
     return run_command(parse(parser, argv), SFTRunConfig, work, "the first step", next_commands)
 
 

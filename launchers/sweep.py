@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.run.tables import Table, as_rich
+from agentenv.pipelines.config.help import KeysParser
+from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View, exit_code_of
 from agentenv.pipelines.sets.sweep import (
     START,
     Made,
-    Runner,
     SweepConfig,
     SweepRun,
+    SweepRunner,
     check,
     grid,
     is_sweep_file,
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="agentenv sweep", description="Train several arms on several seeds.")
+    parser = KeysParser(prog="agentenv sweep", description="Train several arms on several seeds.")
     parser.add_argument("subject", type=Path, metavar="SUBJECT", help="TOML file of a run or sweep")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument(
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     runs = list(runs_of(folder, made))
     waiting = [run for run in runs if run.state() != "finished"]
     if options.dry_run:
-        view.console.print(as_rich(_plan(runs, made)))
+        view.show(_plan(runs, made))
         view.log(f"{len(waiting)} of {len(runs)} runs to train; nothing was started")
         return 0
     view.log(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         done += outcome == "finished"
         view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
-    runner = Runner(made.config, jobs=options.jobs, nice=options.nice, report=report)
+    runner = SweepRunner(made.config, jobs=options.jobs, nice=options.nice, report=report)
     asyncio.run(runner.run_all(runs))
     for run in runner.failed:
         view.warn(f"{run} failed: see {run.log}")

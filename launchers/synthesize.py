@@ -22,11 +22,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentenv.engines.chat import ChatEngine
-from agentenv.engines.openai import TokensEngine
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
-from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.help import KeysParser
 from agentenv.pipelines.evaluation.run import saved_of
 from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import (
@@ -112,7 +112,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = KeysParser(
         prog="agentenv synthesize",
         usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
         description="Sample trajectories of questions with and without tools, and sort them into "

@@ -9,7 +9,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import argparse
-import logging
 import shlex
 import sys
 from collections.abc import Coroutine, Sequence
@@ -55,19 +54,7 @@ def reinforce(
     from agentenv.pipelines.rl.control import controlled  # slow to load
     from agentenv.pipelines.rl.training import Training  # after the errors of the configuration
 
-    logging.getLogger().setLevel(config.log.level.upper())
-    if resume:
-        warn_of_values_set(run.path / "steering.jsonl", view)
     return Training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
-
-
-def warn_of_values_set(path: Path, view: View) -> None:
-    """Warn that values set at run time, by an earlier version, no longer apply."""
-    if path.exists() and b'"command":"set"' in path.read_bytes():
-        view.warn(
-            f"{path} contains values that were set at run time; they are ignored; set them as "
-            "overrides"
-        )
 
 
 if __name__ == "__main__":

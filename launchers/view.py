@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from agentenv.pipelines.run.terminal import run_until_done
         from agentenv.pipelines.sets.sweep import SWEEP_FILE
         from agentenv.pipelines.viewing.folder import Folder
-        from agentenv.pipelines.viewing.page import FolderServer, Server, serve
+        from agentenv.pipelines.viewing.page import FolderServer, PageServer, serve
 
         view.wait_for(f"reading {arguments.run}", "the address")
-        server: Server
+        server: PageServer
         if (arguments.run / SWEEP_FILE).is_file():
             from agentenv.pipelines.viewing.sets import SetServer
 

@@ -41,6 +41,11 @@ SharingKey = Annotated[
     Sharing, Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)")
 ]
 
+InitialRollouts = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    Meta(description="trajectories from scratch; default half of the group", extra=ESSENTIAL),
+]
+
 
 class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
     """Agentic reinforced policy optimization (Dong 2025, arXiv 2507.19849).
@@ -63,10 +68,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     then always 20 tokens.
     """
 
-    initial_rollouts: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="trajectories from scratch; default half of the group", extra=ESSENTIAL),
-    ] = None
+    initial_rollouts: InitialRollouts = None
     beam_size: Annotated[
         int,
         Meta(

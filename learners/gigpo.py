@@ -10,13 +10,13 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv.learners.credit import Floats, TreeCredit, parents
-from agentenv.learners.turnwise import PlanName, Turnwise
+from agentenv.learners.late_forks import LateForks, LatePlan
 from agentenv.tree import Node, TrajectoryTree
 
 STATE = "state_key"  # in the info of a step or reset: the state before the next turn
 
 
-class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
+class GiGPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
     """Group-in-group policy optimization (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
 
         A_n = (V_n - mu) / s + state_weight m / (m + evidence) (Q_n - mean of Q over G) / F
@@ -28,7 +28,7 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     of that observation. `evidence` shrinks the comparisons of few turns; 0 is the paper's.
     """
 
-    plan_name: PlanName = "flat"
+    plan_name: LatePlan = "flat"
     state_weight: Annotated[float, Meta(ge=0, description="weight of the comparison (omega)")] = 1.0
     discount: Annotated[
         float, Meta(gt=0, le=1, description="discount of a turn's later rewards")

@@ -4,10 +4,10 @@ Messages are tagged Structs in length-prefixed msgpack frames:
 
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
-Each rank connects, sends RankHello with its token, and answers each command with the reply that the
-command's class names, or with RankFailed. The trees of an Update are sent before it, one by one, so
-that no single frame has a whole update. The transport is TCP, so that a rank may run on another
-machine.
+Each rank connects, sends the Hello of a worker (agentenv/worker_group.py), and answers each command
+with the reply that the command's class names, or with RankFailed. The trees of an Update are sent
+before it, one by one, so that no single frame has a whole update. The transport is TCP, so that a
+rank may run on another machine.
 """
 
 from __future__ import annotations
@@ -39,18 +39,6 @@ class RankMessage(Struct, tag=True, tag_field="type"):
 
 
 # Of a rank
-
-
-class RankHello(RankMessage):
-    """`store`: host:port of the rendezvous store that rank 0 opened; empty if the launcher provides
-    one (MASTER_ADDR), and for a single rank."""
-
-    token: str
-    rank: int
-    num_ranks: int
-    pid: int
-    host: str
-    store: str
 
 
 class RankFailed(RankMessage):
@@ -320,7 +308,6 @@ Reply = (
     RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankAddress
     | RankShared | RankFailed
 )  # fmt: skip
-unpack_hello = msgspec.msgpack.Decoder(RankHello).decode
 unpack_reply = msgspec.msgpack.Decoder(Reply).decode
 _SENT: Any = Union[(*RankCommand.__subclasses__(), *RankNotice.__subclasses__())]
 _of_controller: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SENT)

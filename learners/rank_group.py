@@ -34,15 +34,13 @@ from agentenv.learners.messages import (
     R,
     RankCommand,
     RankFailed,
-    RankHello,
     StopRank,
     messages_of,
-    unpack_hello,
     unpack_reply,
 )
 from agentenv.link import Link
 from agentenv.supervisor import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
-from agentenv.worker_group import Reception
+from agentenv.worker_group import Hello, Reception
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +62,8 @@ class RemoteRanks(NamedTuple):
 class RankLink:
     """A connected rank. `is_here`: it is a process that this process started on this machine."""
 
-    def __init__(self, hello: RankHello, link: Link, log_path: Path | None, is_here: bool) -> None:
-        self.rank = hello.rank
+    def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
+        self.rank = hello.number
         self.pid = hello.pid
         self.host = hello.host
         self.store = hello.store
@@ -159,7 +157,7 @@ class RankGroup:
 
     @property
     def store(self) -> str:
-        """Rendezvous of the ranks; see `RankHello`."""
+        """Rendezvous of the ranks; see `Hello`."""
         return self._links[0].store
 
     async def start(self, timeout_s: float) -> None:
@@ -175,11 +173,11 @@ class RankGroup:
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
         arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
 
-        def admit(hello: RankHello, link: Link) -> bool:
+        def admit(hello: Hello, link: Link) -> bool:
             arrivals.put_nowait(self._link(hello, link))
             return True
 
-        reception = Reception(token, unpack_hello, admit)
+        reception = Reception(token, admit)
         try:
             await reception.open(host if placement is None else placement.host, int(port))
             if placement is not None:
@@ -199,14 +197,14 @@ class RankGroup:
         finally:
             reception.close()
 
-    def _link(self, hello: RankHello, link: Link) -> RankLink | LearnerError:
-        if hello.num_ranks != self.config.num_ranks:
+    def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
+        if hello.total != self.config.num_ranks:
             link.abort()
             return LearnerError(
-                f"a learner rank on {hello.host} is one of {hello.num_ranks}, but "
+                f"a learner rank on {hello.host} is one of {hello.total}, but "
                 f"learner.num_ranks = {self.config.num_ranks}"
             )
-        log_path = None if self._placement is None else self._log_of(hello.rank)
+        log_path = None if self._placement is None else self._log_of(hello.number)
         return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:

@@ -37,7 +37,9 @@ from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners import messages as wire
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.rank import Rank
-from agentenv.link import receive_frame
+from agentenv.link import frame_of, receive_frame
+from agentenv.untrusted import packed
+from agentenv.worker_group import Hello
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
@@ -237,15 +239,15 @@ def main() -> None:
     with connect(host, int(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = own_address(connection, host)
-        hello = wire.RankHello(
+        hello = Hello(
             token=os.environ.pop(wire.TOKEN_VARIABLE),
-            rank=position.rank,
-            num_ranks=position.num_ranks,
+            number=position.rank,
             pid=os.getpid(),
+            total=position.num_ranks,
             host=socket.gethostname(),
             store="" if store is None else f"{own}:{store.port}",
         )
-        connection.sendall(wire.pack_frame(hello))
+        connection.sendall(frame_of(packed(hello)))
         threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
         if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
             import deepspeed  # noqa: F401 - while the controller checks its configuration

@@ -6,12 +6,12 @@ import numpy as np
 
 from agentenv.errors import ConfigError
 from agentenv.learners.arpo import SharingKey
-from agentenv.learners.credit import TreeCredit, counted_leaves, group_advantages, spread
-from agentenv.learners.turnwise import PlanName, Turnwise
+from agentenv.learners.credit import Sharing, TreeCredit, counted_leaves, group_advantages, spread
+from agentenv.learners.late_forks import LateForks
 from agentenv.tree import Node, TrajectoryTree
 
 
-class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tree_grpo"):
+class TreeGRPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tree_grpo"):
     """Tree search for language-model agents (Ji 2025, arXiv 2509.21240, eq. 5 to 7).
 
         A_i = (r_i - mu) / s + (r_i - mu_T) / s_T,   T the leaves below the root trajectory of i
@@ -23,15 +23,18 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """
 
     sharing: SharingKey = "soft"
-    plan_name: PlanName = "rounds"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.local or self.value != "leaves" or self.step_rewards != "return":
+        if self.step_rewards != "return":
             raise ConfigError(
-                "algorithm: tree_grpo has a separate advantage for each leaf; local, value and "
-                "step_rewards require turnwise"
+                "algorithm.step_rewards: tree_grpo has an advantage for each leaf; expected "
+                f"'return', got {self.step_rewards!r}"
             )
+
+    @property
+    def credit_sharing(self) -> Sharing:
+        return self.sharing
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)
@@ -45,10 +48,7 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         for root in set(roots.tolist()):
             own = roots == root
             advantages[own] += group_advantages(returns[own], norm_by_std=self.normalize_by_std)
-        found = spread(tree, paths, returns, advantages, self.sharing)
-        scale = np.maximum(found.weight, 1.0) ** (self.weight_exponent - 1.0)
-        figures = (found.adv_pos * scale, found.adv_neg * scale, found.weight * scale)
-        return TreeCredit(*figures, found.returns, found.advantages)
+        return spread(tree, paths, returns, advantages, self.sharing)
 
 
 def _root(path: list[Node]) -> int:

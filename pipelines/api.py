@@ -1,6 +1,6 @@
 """Training and evaluation from Python: in a script, a notebook, or next to a running event loop.
 
-    from agentenv.pipelines import evaluate, train
+    from agentenv import evaluate, train
 
     result = train("train.toml", ["train.num_steps=20"], env=Warehouse, data=rows)
     print(result.success, result.checkpoint)
@@ -28,14 +28,14 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from agentenv.cold_start import write_rows
-from agentenv.config import Tree, read_toml, resolve_config, to_plain
+from agentenv.config import Tree, read_toml, resolve_config
 from agentenv.env import Env, Grader, isolated_shared, registered
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.errors import AgentEnvError, ConfigError, require_train
@@ -45,14 +45,20 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.figures import Summary
-from agentenv.pipelines.evaluation.report import report_of
-from agentenv.pipelines.evaluation.run import chosen_sets, default_folder, run_evaluation
+from agentenv.pipelines.evaluation.run import chosen_sets, default_folder, evaluate_and_report
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.evaluation.subject import LAST, find_subject, is_url, of_env, resolve
-from agentenv.pipelines.run.arguments import EXIT_FAILED, LATEST, check_places
+from agentenv.pipelines.evaluation.subject import (
+    LAST,
+    check_directory,
+    find_subject,
+    is_url,
+    of_env,
+    resolve,
+)
+from agentenv.pipelines.run.arguments import LATEST, check_places
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
-from agentenv.pipelines.run.rundir import INPUTS, LOG_FILE, RunDirectory
+from agentenv.pipelines.run.rundir import INPUTS
 from agentenv.pipelines.run.terminal import (
     View,
     leave_hanging,
@@ -61,7 +67,8 @@ from agentenv.pipelines.run.terminal import (
     without_deepspeed,
 )
 from agentenv.pipelines.run.watchdog import Watchdog
-from agentenv.pipelines.serving import gpus_for_others
+from agentenv.pipelines.serving.gpus import gpus_for_others
+from agentenv.pipelines.setup.session import run_session
 from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool
@@ -214,30 +221,13 @@ def train(
             explain=refuse_verl_keys,
         )
         _refuse_elsewhere(given, built.env.workers, getattr(built.cluster, "workers", 0))
-        backend = ["deepspeed"] if built.learner.backend == "deepspeed" else []
-        require_train("torch", "transformers", *backend)
         which = LATEST if resume is True else str(resume or "")
         folder = Path(built.run.dir) / (built.run.name or name)
-        run = RunDirectory(
-            folder, resume=bool(which), monitor=built.monitor, settings=to_plain(built)
-        )
-        stack.callback(run.close)
-        view.log_to(run.path / LOG_FILE)
-        for line in left_out:
-            view.log(line)
-        code = EXIT_FAILED
-        try:
+        with run_session(built, folder, view, resume=bool(which), left_out=left_out) as run:
             if not which:
                 _keep(folder / INPUTS, kept, model, tokenizer)
-            logging.getLogger().setLevel(built.log.level.upper())
-            with gpus_for_others(built):
-                training = Training(built, run, view, resume=which, subscribers=[controlled])
-                _run_in_thread(training.run_all, view)
-            code = 0
-        finally:
-            run.monitors.finish(code)
-            if not which:
-                run.forget_unless_begun()
+            training = Training(built, run, view, resume=which, subscribers=[controlled])
+            _run_in_thread(training.run_all, view)
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return TrainingResult(folder, summary, env)
 
@@ -273,39 +263,28 @@ def evaluate(
     with _process(View(is_quiet=is_quiet), "writing the evaluation") as (view, stack):
         raw, source, _ = (None, "", "") if config is None else _read(config)
         given = _known_env(env, grader, stack)
-        texts = list(_texts(overrides))
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-")))
         if _is_model(subject):
             _keep(memory, {}, subject, tokenizer)
-            name = Path(str(subject.name_or_path)).name or "model"
-            found = find_subject(str(memory / "model"))._replace(name=name)
+            text = Path(str(subject.name_or_path)).name or "model"
+            found = find_subject(str(memory / "model"))._replace(name=text)
         else:
-            if not is_url(str(subject)):
-                fetch_from_hub(str(subject), "model", view.log)
-            where = str(tokenizer or "")
-            chosen = [] if raw else list(sets)
+            text = str(subject)
+            if not is_url(text):
+                fetch_from_hub(text, "model", view.log)
+            chosen, where = [] if raw else list(sets), str(tokenizer or "")
             found = find_subject(
-                str(subject), sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
+                text, sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
             )
-        if found.model is not None and not found.model.is_dir():
-            raise ConfigError(
-                f"{subject}: no such directory; expected a run, a checkpoint or a model "
-                "directory, http(s)://HOST[:PORT], or a model of transformers"
-            )
+            check_directory(found, text)
+        texts = list(_texts(overrides))
         if data is not None:
             paths, is_rows = _files_or_rows(data, "data")
             if is_rows:
                 paths = str(write_rows(memory / "questions.jsonl", paths))
             texts.append(f"data={json.dumps(paths, ensure_ascii=False)}")
         built = resolve(
-            found,
-            source or str(subject if isinstance(subject, str | Path) else found.name),
-            raw,
-            texts,
-            given.id,
-            EvaluateConfig,
-            resolve_sets,
-            view.log,
+            found, source or text, raw, texts, given.id, EvaluateConfig, resolve_sets, view.log
         )
         built = chosen_sets(built, sets, max_tasks)
         for one in built.sets.values():
@@ -313,16 +292,11 @@ def evaluate(
         if found.model is not None:
             require_train("torch", "transformers")
         folder = default_folder(built, found) if out is None else Path(out)
-
-        async def work() -> Summary:
-            outcome = await run_evaluation(built, found, folder, view)
-            summary = await report_of(folder, view)
-            if outcome.problem is not None:
-                raise outcome.problem
-            return summary
-
         with gpus_for_others(built):
-            summary = _run_in_thread(work, view)
+            work = partial(evaluate_and_report, built, found, folder, view)
+            outcome, summary = _run_in_thread(work, view)
+        if outcome.problem is not None:
+            raise outcome.problem
     return EvaluationResult(folder, summary)
 
 

@@ -8,12 +8,12 @@ policy reads its result. If that fails too, the policy reads the error of its ow
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.remote.endpoint import ChatModel, ModelReply, fenced, shortened
+from agentenv.engines.remote.chat_model import ChatModel, ModelReply, fenced, shortened
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv
@@ -32,9 +32,7 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ""
     max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.0
-    max_input_chars: Annotated[
-        int, Meta(ge=100, description="length of its input texts; longer ones lose their middle")
-    ] = 60_000
+    max_input_chars: ClassVar[int] = 60_000  # of its input texts; longer ones lose their middle
     timeout_s: Annotated[
         float,
         Meta(gt=0, description="deadline of one use, retries included; after it there is no help"),

@@ -17,20 +17,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, RolloutHooks
-from agentenv.branch import Branch
+from agentenv.actor import Actor
+from agentenv.actor_parts import ActorParts
+from agentenv.branch import Branch, Continuation, Retake
+from agentenv.conversation import Context
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.plan import Independent
+from agentenv.hooks import RolloutHooks
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.reference.debugger import DebuggerConfig, HelperConfig, HelperModel, debugged
-from agentenv.rollout import Rollout
 from agentenv.tool_env import ToolEnv
-from agentenv.tree import packed_ids
+from agentenv.tree import TrajectoryTree, packed_ids
 from agentenv.types import Info, Message, SamplingParams, Task
 
 
@@ -41,14 +43,8 @@ class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: Annotated[
         tuple[str, ...], Meta(description="tools whose errors count; empty: all tools")
     ] = ()
-    min_temperature: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="temperature of the retried turn, if sampling.temperature is lower: a "
-            "greedy policy would repeat itself",
-        ),
-    ] = 0.6
+    # of the retried turn, if sampling.temperature is lower: a greedy policy would repeat itself
+    min_temperature: ClassVar[float] = 0.6
 
 
 class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,15 +174,16 @@ class AssistHooks(RolloutHooks):
     training.
     """
 
-    def __init__(self, rollout: Rollout, assist: Assist) -> None:
-        super().__init__(rollout)
-        if not isinstance(rollout.plan, Independent):
+    def __init__(
+        self, actor: ActorParts, tree: TrajectoryTree, plan: RolloutPlan, assist: Assist
+    ) -> None:
+        super().__init__(actor, tree, plan)
+        if not isinstance(plan, Independent):
             raise ConfigError(
-                f"assist: helpers are for evaluation, not for {type(rollout.plan).__name__}: "
+                f"assist: helpers are for evaluation, not for {type(plan).__name__}: "
                 "training requires an append-only context"
             )
         self.assist = assist
-        self._actor, self._tree = rollout.actor, rollout.tree
         self._notes: dict[Branch, Notes] = {}
 
     def _notes_of(self, branch: Branch) -> Notes:
@@ -211,11 +208,11 @@ class AssistHooks(RolloutHooks):
             add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
         return result
 
-    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        if await self._go_back(branch, observation_ids):
-            return True
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> Continuation:
+        if (back := await self._go_back(branch, observation_ids)) is not None:
+            return back
         await self._forget(self._notes_of(branch))  # a copy may keep an interpreter running
-        return await self._refine(branch, observation_ids)
+        return await self._refine(branch, observation_ids) or observation_ids
 
     def sampling(self, branch: Branch) -> SamplingParams:
         sampling, config = super().sampling(branch), self.assist.config.backtracer
@@ -236,21 +233,21 @@ class AssistHooks(RolloutHooks):
         """Keep a copy of the env from before the step, if it can be copied now."""
         assert branch.env is not None
         try:
-            notes.before = await self._actor.envs.fork(branch.env)
+            notes.before = await self.actor.envs.fork(branch.env)
         except EnvError as error:
-            logger.warning("task %s: cannot backtrack to this point: %s", self._tree.task.id, error)
+            logger.warning("task %s: cannot backtrack to this point: %s", self.tree.task.id, error)
             add(notes.counts, backtracer_refused=1)
 
     async def _forget(self, notes: Notes) -> None:
         env, notes.before = notes.before, None
         if env is not None:
-            await self._actor.envs.close(env, self._tree.task.id)
+            await self.actor.envs.close(env, self.tree.task.id)
 
-    async def _go_back(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+    async def _go_back(self, branch: Branch, observation_ids: Sequence[int]) -> Retake | None:
         notes, node = self._notes_of(branch), branch.pending
         errors = [str(record["error"]) for record in notes.records if self._hopeless(record, notes)]
         if notes.before is None or not errors:
-            return False
+            return None
         assert node is not None
         assert branch.env is not None
         node.observation_ids = packed_ids(observation_ids)
@@ -262,10 +259,9 @@ class AssistHooks(RolloutHooks):
             abandoned_tokens=len(node.action_ids),
         )
         old, branch.env, notes.before = branch.env, notes.before, None
-        branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
         notes.again = True
-        await self._actor.envs.close(old, self._tree.task.id)
-        return True
+        await self.actor.envs.close(old, self.tree.task.id)
+        return Retake(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
         """Whether the call failed and no debugger can help: there is none, or its uses are
@@ -280,51 +276,48 @@ class AssistHooks(RolloutHooks):
 
     # Refiner.
 
-    async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+    async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> Context | None:
         notes, config = self._notes_of(branch), self.assist.config.refiner
         if config is None or notes.uses("refiner") >= config.max_uses:
-            return False
+            return None
         size = len(branch.prefix_ids) + len(observation_ids)
         due = size - notes.num_prompt_tokens >= config.min_response_tokens
-        if not due or branch.num_turns >= self.rollout.limits.max_turns:
-            return False
+        if not due or branch.num_turns >= self.actor.limits.max_turns:
+            return None
         assert branch.pending is not None
         summary = await self._summary(branch, notes, observation_ids)
         if not summary:
-            return False
-        assert self.rollout.prompt_messages is not None
-        renderer = self._actor.renderer
-        messages = fresh_prompt(
-            self.rollout.prompt_messages, renderer.neutralise(summary, branch.tools)
-        )
-        prompt_ids = renderer.prompt(messages, branch.tools)
+            return None
+        renderer, talk = self.actor.renderer, branch.conversation
+        messages = fresh_prompt(talk.prompt, renderer.neutralise(summary, talk.tools))
+        prompt_ids = renderer.prompt(messages, talk.tools)
         used = len(prompt_ids) - notes.num_prompt_tokens
         if config.count_tokens == "total":
             used += size - branch.num_prompt_tokens
-        if len(prompt_ids) >= size or used >= self.rollout.limits.max_response_tokens:
-            return False
+        if len(prompt_ids) >= size or used >= self.actor.limits.max_response_tokens:
+            return None
         add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))
-        branch.add_observation(observation_ids)
-        branch.restart(self._tree, prompt_ids, used)
         notes.summary = summary
-        return True
+        branch.pending.observation_ids = packed_ids(observation_ids)
+        talk.replayable = False
+        return Context(prompt_ids, {}, num_used=used)
 
     async def _summary(self, branch: Branch, notes: Notes, observation_ids: Sequence[int]) -> str:
         """A summary of the work in this context, including the summary at its start; empty if the
         refiner returned none."""
         assert self.assist.refiner is not None
         assert branch.pending is not None
-        decode = self._actor.renderer.decode
-        nodes = self._tree.path(branch.pending)[1:]
+        decode = self.actor.renderer.decode
+        nodes = self.tree.path(branch.pending)[1:]
         work = "".join(decode(node.action_ids) + decode(node.observation_ids) for node in nodes)
         work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
         add(notes.counts, refiner_uses=1)
-        model, question = self.assist.refiner, self._tree.task.question
+        model, question = self.assist.refiner, self.tree.task.question
         request = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
         try:
             reply = await model.complete(_REFINER_SYSTEM, request)
         except InfraError as error:
-            logger.warning("task %s: no refined chain: %s", self._tree.task.id, error)
+            logger.warning("task %s: no refined chain: %s", self.tree.task.id, error)
             return ""
         add(notes.counts, refiner_tokens=reply.num_tokens)
         return reply.text if reply.whole else ""

@@ -1,11 +1,11 @@
-"""The common setup of all tests, and the cost of each: pytest --cpu-times FILE."""
+"""The common setup of all tests; their marks are in pyproject.toml."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support import forkserver
+from tests.support import cpu_times, forkserver
 
 # Threads that wait by spinning take the processors from the other worker of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,29 +40,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--cpu-times",
-        metavar="FILE",
-        type=Path,
-        help="write the CPU seconds of each file and test with the processes it started, the "
-        "dearest first; unlike --durations they are about the same on a busy machine",
+        action="store_true",
+        help="write what the tests took into tests/cpu_times.txt",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.cpu_times:
-        config.pluginmanager.register(CpuTimes(config.option.cpu_times))
+    config.pluginmanager.register(cpu_times.CpuTimes(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with real servers first, then other long ones, so that workers end together."""
-    marks = defaultdict(set)
-    for item in items:
-        marks[item.path] |= {mark.name for mark in item.iter_markers()}
-
-    def place(item: pytest.Item) -> int:
-        names = marks[item.path]
-        return 0 if names & {"engine_vllm", "engine_sglang"} else 1 if "slow" in names else 2
-
-    items.sort(key=place)
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with real servers first, then those with the dearest tests, so that workers end
+    together."""
+    cpu_times.mark_heavy(items)
+    seconds = defaultdict[Path, float](float)
+    for name, value in cpu_times.read().items():
+        seconds[config.rootpath / name.partition("::")[0]] += value
+    items.sort(key=lambda item: (not has_server(item.path), -seconds[item.path]))
 
 
 class Files(LoadScopeScheduling):
@@ -88,6 +83,15 @@ def pytest_sessionfinish() -> None:
     forkserver.close_all()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_shared() -> Iterator[None]:
+    """The order of modules changes nothing: none sees the shared resources of the one before, which
+    count in the metrics of a run."""
+    yield
+    if env := sys.modules.get("agentenv.env"):
+        env.forget_shared()
+
+
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Ranks that learners of this module start are forks; see `tests.support.forks`."""
@@ -102,41 +106,3 @@ def forked_ranks() -> Iterator[None]:
 def repeats(request: pytest.FixtureRequest) -> int:
     """Factor on the number of random moments that a test tries."""
     return int(request.config.option.repeats)
-
-
-class CpuTimes:
-    """Adds up user and system time; a process counts where it ended and was waited for, by a
-    fork server too."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.seconds: Counter[str] = Counter()
-        self.before = cpu_seconds()
-
-    def pytest_runtest_logstart(self) -> None:
-        self.before = cpu_seconds()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Any:
-        report = yield
-        now = cpu_seconds()
-        report.cpu_s, self.before = now - self.before, now  # pytest-xdist hands it on
-        return report
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += getattr(report, "cpu_s", 0.0)
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workerinput"):  # of pytest-xdist: the controller writes
-            return
-        files: Counter[str] = Counter()
-        for name, seconds in self.seconds.items():
-            files[name.partition("::")[0]] += seconds
-        blocks = [{"all": files.total()}.items(), files.most_common(), self.seconds.most_common()]
-        lines = [f"{seconds:8.1f}  {name}" for block in blocks for name, seconds in block]
-        self.file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used) + forkserver.cpu_seconds()

@@ -65,7 +65,10 @@ ENTRIES = {
     ),
 }
 NOT_A_TURN = r"envs/.*|agentenv/(tool\w*|env|open_envs|renderer)\.py"
-WINDOW = (r"(?:launchers|pipelines)/rl/training\.py", ("_run_rl", "_reinforce", "reinforce"))
+WINDOW = (
+    r"(?:launchers|pipelines)/rl/training\.py",
+    ("run_rl", "_run_rl", "_reinforce", "reinforce"),
+)
 RUN = [
     "queue.groups_per_step=4",
     "learner.groups_per_minibatch=4",

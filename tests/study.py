@@ -103,8 +103,11 @@ rates = [1.0]
 most_rates = 0
 [arms]
 grpo-4 = { name = "grpo", group_size = 4 }
-spread = { name = "turnwise", plan_name = "spread", initial_rollouts = 2, group_size = 4 }
-prefix = { name = "grpo", group_size = 4, data = { max_samples = 4, prefix_starts = {} } }
+[arms.spread]
+name = "benchmarks.experiments.turnwise:Turnwise"
+plan_name = "spread"
+initial_rollouts = 2
+group_size = 4
 [stages]
 a = { tasks = ["mend"], seeds = [7], rates = [1.0] }
 b = { tasks = ["mend"], seeds = [7, 8] }
@@ -121,4 +124,4 @@ def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
     assert "stage d, mend; baseline grpo-4" in done.stdout
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert len(rows) == 3 * (1 + 1 + 1) + 2 * (1 + 1)  # a run of stage a is one of stage b too
+    assert len(rows) == 2 * (1 + 1 + 1) + 2 * (1 + 1)  # a run of stage a is one of stage b too

@@ -191,16 +191,6 @@ def test_several_calls_of_a_turn_are_read_each_on_its_own() -> None:
     assert PARSERS["lfm"](text, TOOLS) == (CALL, CALL)
 
 
-def test_gemma_writes_bare_keys_and_anything_within_its_quotes() -> None:
-    text = (
-        '<|tool_call>call:search{filter:{a_b:[1,<|"|>x<|"|>],n:null},query:<|"|>{a:"1",\n'
-        '\\ <|"|>,count:-2}<tool_call|>'
-    )
-    filters = {"a_b": [1, "x"], "n": None}
-    (call,) = PARSERS["gemma"](text, TOOLS)
-    assert call.arguments == {"filter": filters, "query": '{a:"1",\n\\ ', "count": -2}
-
-
 MARKERS = [
     *(
         "<think>",

@@ -17,10 +17,8 @@ import numpy as np
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.branch import Branch
-from agentenv.deadline import WorkClock
 from agentenv.endpoint.capture import Endpoint
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
@@ -34,9 +32,10 @@ from agentenv.learners.credit import TreeCredit, tree_credit
 from agentenv.model_files import load_tokenizer
 from agentenv.native import NativeRenderer
 from agentenv.plan import Independent, RolloutPlan
+from agentenv.program_conversation import ProgramConversation
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, Message, NextTurn, SamplingParams, Task
+from agentenv.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -571,12 +570,12 @@ def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
 
 def test_the_next_turn_of_a_program_passes_between_processes() -> None:
     """As environments in separate processes return it."""
-    then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
+    prompt = Message("user", "go on"), PastTurn(0)
+    then = NextTurn(prompt=prompt, kind="edited", tools=({"name": "x"},))
     info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
-    branch = Branch("0", Node(0, None), WorkClock())
-    branch.expect(info)
-    assert branch.next_turn == then
-    assert branch.tools == ({"name": "x"},)
+    talk = ProgramConversation(TagRenderer(CharTokenizer()), 100)
+    talk.begin([], info)
+    assert (talk._next, talk.tools) == (then, ({"name": "x"},))
     assert info == {"other": 1}
 
 

@@ -25,7 +25,7 @@ from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
 from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.pipelines.workers.rollout_worker import RolloutWorker
-from agentenv.tree import GivenTurn, Order, Start, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from tests.support.links import linked
@@ -390,21 +390,6 @@ def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) 
 
     run_virtual(begin())
     assert grown(clustered(go_on, latency_s=1.0)) == grown(alone(0, latency_s=1.0))
-
-
-def test_a_worker_begins_a_tree_at_the_ordered_prefix() -> None:
-    path = next(alone(0).trajectories())
-    turn = GivenTurn(path.turns[0].action_ids, path.turns[0].observation_ids)
-    start = Start(0, True, path.path[0].observation_ids, [turn])
-
-    async def work(cluster: Cluster) -> TrajectoryTree:
-        return await cluster.workers.rollout(TASK, index=1, order=Order(start))
-
-    tree = clustered(work)
-    assert tree.given == [turn]
-    assert grown(tree) == grown(
-        run_virtual(make_actor().rollout(TASK, PLAN, index=1, order=Order(start)))
-    )
 
 
 def test_the_wait_of_a_linked_turn_does_not_count_as_work() -> None:

@@ -16,12 +16,8 @@ from agentenv.config import (
     leave_out_old_kinds,
     load_config,
     read_toml,
-    to_plain,
-    upgrade,
 )
-from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
-from agentenv.old_keys import DELETED, Deleted
 from agentenv.pipelines.config.help import describe
 from agentenv.pipelines.config.rl import TrainConfig
 
@@ -238,39 +234,6 @@ def test_changes_between_two_configurations() -> None:
         "queue.max_staleness: 1 -> 2",
         "sft: None -> {'gate': 'x'}",
     ]
-
-
-@pytest.fixture
-def without_half_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue had a key half_life, 2.5 by default."""
-    gone = {"half_life": Deleted(2.5, "staleness is bounded by queue.max_staleness alone")}
-    monkeypatch.setitem(DELETED, "Inner", gone)
-
-
-@pytest.mark.usefixtures("without_half_life")
-def test_a_deleted_key_is_ignored_at_its_default_and_refused_with_the_reason(
-    tmp_path: Path,
-) -> None:
-    text = 'path = "x"\n[queue]\nhalf_life = 2.5\n[sets.dev]\nhalf_life = 2.5'
-    assert load(tmp_path, text) == load(tmp_path, 'path = "x"\n[sets.dev]')
-    with pytest.raises(ConfigError, match=r"c.toml: sets.dev.half_life = 3: staleness is bounded"):
-        load(tmp_path, 'path = "x"', "sets.dev.half_life=3")
-
-
-@pytest.mark.usefixtures("without_half_life")
-def test_a_configuration_stored_by_an_earlier_version_is_upgraded() -> None:
-    config = Outer(path="x", sets={"dev": Inner()})
-    stored = to_plain(config)
-    stored["queue"]["half_life"] = 2.5
-    stored["sets"]["dev"]["half_life"] = 9.0
-    left = {"path": "x", "sets": {"dev": {"max_staleness": 1, "half_life": 9.0}}}
-    assert upgrade(Outer, stored) == to_plain(config) | left
-    assert list(changes(stored, to_plain(config))) == ["sets.dev.half_life: 9.0 -> None"]
-
-
-def test_a_moved_function_is_found_at_its_new_path() -> None:
-    raw = {"name": "scripted", "script": "envs.quickstart:scripted_turn"}
-    assert build_config(ScriptedConfig, raw, "test") == ScriptedConfig()
 
 
 class Rows(Struct):

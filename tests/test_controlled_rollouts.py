@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
 
-from agentenv.actor import PAUSED, Actor
+from agentenv.actor import Actor
+from agentenv.deadline import WaitKind
 from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
 from agentenv.plan import Independent
-from agentenv.recovery import TURN
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
@@ -81,7 +81,7 @@ def test_the_clock_of_a_paused_rollout_stops() -> None:
         actor.resume()
 
     tree = controlled(actor, pause)
-    assert seen == [PAUSED] * 4
+    assert seen == [WaitKind.PAUSED] * 4
     assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 4
 
 
@@ -94,7 +94,7 @@ def test_each_branch_reports_its_current_wait_and_its_resource_use() -> None:
         assert rollout is not None
         now = rollout.now()
         assert {one.branch for one in now} == {"0", "1", "2", "3"}
-        assert {one.what for one in now} == {TURN}
+        assert {one.what for one in now} == {WaitKind.TURN}
         assert {one.for_s for one in now} == {1.0}
         assert {one.worked_s for one in now} == {1.0}
         await asyncio.sleep(2.5)

@@ -34,25 +34,6 @@ def test_rows_become_tasks(tmp_path: Path) -> None:
     assert (second.id, second.env_id, second.answers) == ("me", "other", ("2", "two"))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"answer": "1"}, "row 2: key 'question'"),
-        ({"question": " ", "answer": "1"}, "row 2: key 'question'"),
-        ({"question": "q"}, "row 2: key 'answer'"),
-        ({"question": "q", "answer": []}, "row 2: key 'answer'"),
-        ({"question": "q", "answer": {"a": 1}}, "row 2: key 'answer'"),
-        ([1], "row 2: expected a JSON object, got list"),
-        ("{", "row 2: not valid JSON"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path: Path, row: object, message: str) -> None:
-    path = write(tmp_path, {"question": "q", "answer": "a"}, row)
-    with pytest.raises(DataError, match=message) as raised:
-        load_tasks(path, "env")
-    assert str(path) in str(raised.value)
-
-
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is empty"):
         load_tasks(write(tmp_path), "env")

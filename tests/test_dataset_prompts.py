@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.dataset import BATCH, PromptFitter
 from agentenv.env import Env
 from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.prompt_fitting import BATCH, PromptFitter
 from agentenv.renderer import TagRenderer
 from agentenv.rows import Overlong
 from agentenv.types import Info, Limits, Message, Task

@@ -17,7 +17,7 @@ from agentenv.pipelines.run.terminal import View
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 
 
-@pytest.mark.slow
+@pytest.mark.promise
 @pytest.mark.timeout(300)
 async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     config = load_config(TrainConfig, CONFIG)
@@ -50,6 +50,6 @@ async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     assert trees["offered"] == (
         trees["trained"] + trees["filtered"] + trees["failed"] + trees["in_flight"]
     )
-    assert training.parts.actor.envs.count == 0
-    assert training.parts.eval_actor.envs.count == 0
+    assert training.loop.parts.actor.envs.count == 0
+    assert training.loop.parts.eval_actor.envs.count == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}

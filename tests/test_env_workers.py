@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.branch import OpenEnvs
-from agentenv.cluster.envs import EnvServer, EnvWorkers, WorkerEnv
+from agentenv.cluster.envs import EnvHost, EnvWorkers, WorkerEnv
 from agentenv.cluster.messages import pack
 from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.link import Link
+from agentenv.open_envs import OpenEnvs
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.environments import EnvSettings, EnvSetup
 from agentenv.pipelines.workers import env_worker
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
 from agentenv.worker_group import BEAT_S, Left
@@ -61,13 +61,13 @@ class Host:
         self._make = make
         self.links: dict[str, Link] = {}
         self.ends: dict[str, Link] = {}
-        self.servers: dict[str, EnvServer] = {}
+        self.servers: dict[str, EnvHost] = {}
         self.serving: dict[str, asyncio.Task[None]] = {}
         self.joined: dict[str, asyncio.Task[Left]] = {}
 
     async def add(self, name: str) -> None:
         self.links[name], self.ends[name] = linked()
-        self.servers[name] = EnvServer(self._make, self.ends[name], TIMEOUT_S)
+        self.servers[name] = EnvHost(self._make, self.ends[name], TIMEOUT_S)
         self.serving[name] = asyncio.create_task(self._serve(name))
         self.joined[name] = asyncio.create_task(self.workers.join(name, self.links[name]))
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,8 @@ from hypothesis import strategies as st
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote import ForeignWeightsError, Request
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
+from agentenv.engines.remote.request import ForeignWeightsError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.env import Grade, close_shared
@@ -36,7 +37,6 @@ from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
 from agentenv.envs.sandbox.sandbox import Sandbox
-from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
@@ -49,7 +49,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.service import Summarizer
+from agentenv.envs.search.summarizer import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
@@ -61,6 +61,7 @@ from agentenv.errors import (
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.link import Link, frame_of
+from agentenv.result_cache import ResultCache
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
@@ -269,34 +270,26 @@ SGLANG = (
 @given(damaged_stream(VLLM[:2], VLLM))
 def test_events_of_vllm(events: list[bytes]) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
+    written(ended("vllm", partial(turn_of, answer, events), EngineError))
 
-    def read() -> Any:
-        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
-        end = answer.finish()
-        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
-        for chunk in chunks:
-            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
-        return end
 
-    written(ended("vllm", read, EngineError))
+def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
+    """The end of a turn whose chunks add up."""
+    chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
+    end = answer.finish()
+    assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
+    for chunk in chunks:
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
+    return end
 
 
 @pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
-    request = Request("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
+    request = ServerRequest("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
     answer = SGLangAnswer("s", request, 20, name_span, 9)
-
-    def read() -> Any:
-        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
-        end = answer.finish()
-        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
-        for chunk in chunks:
-            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
-        return end
-
-    written(ended("sglang", read, EngineError))
+    written(ended("sglang", partial(turn_of, answer, events), EngineError))
 
 
 def framed(data: bytes) -> bytes:
@@ -437,13 +430,13 @@ async def test_services(reply: bytes, server: RawServer) -> None:
     known = (InfraError, ToolError, ConfigError)
     written(await ended_async("searches", backend.search(Query("a")), *known))
     await backend.close()
-    http = HttpClient(server.url, call_s=5.0, wait_s=5.0)
+    http = ServerClient(server.url, call_s=5.0, wait_s=5.0)
     written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
     await ended_async("engines", events_of(http), EngineError)
     await http.close()
 
 
-async def events_of(http: HttpClient) -> None:
+async def events_of(http: ServerClient) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
     async with http.stream("/x", {}) as events:
         async for event in events:
@@ -525,10 +518,10 @@ async def test_files_of_a_cache(
     except ConfigError:
         outcomes["cache", "ConfigError"] += 1
     else:
-        found = [cache.get_as(lambda value: decode(value, list[Hit]), str(n)) for n in range(100)]
+        found = [cache.get(str(n), lambda value: decode(value, list[Hit])) for n in range(100)]
         outcomes["cache", "found" if None not in found else "misses"] += 1
         cache.put("new", b"[]")
-        assert cache.get("new") == b"[]"
+        assert cache.get("new", bytes) == b"[]"
         await cache.close()
     path.unlink()
 

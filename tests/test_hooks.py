@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import RolloutHooks
-from agentenv.branch import Branch
+from agentenv.branch import Branch, Continuation, Retake
+from agentenv.conversation import Context
 from agentenv.env import StepResult
 from agentenv.errors import ConfigError
+from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
-from agentenv.rollout import Rollout
 from agentenv.tree import Trajectory
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -61,16 +61,12 @@ class Rewinding(RolloutHooks):
         self.temperatures = [*getattr(self, "temperatures", []), 0.5 if "~" in branch.name else 1.0]
         return SamplingParams(max_tokens=1, temperature=self.temperatures[-1])
 
-    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> Continuation:
         if "~" not in branch.name:
-            branch.take_back(branch.name + "~1", 1)
-            return True
+            return Retake(branch.name + "~1", 1)
         if branch.num_turns == 2:
-            branch.add_observation(observation_ids)
-            branch.restart(self.rollout.tree, encode("short"), 7)
-            assert branch.num_response_tokens == 7
-            return True
-        return False
+            return Context(encode("short"), {}, num_used=7)
+        return observation_ids
 
 
 def test_a_branch_continues_where_hooks_moved_it() -> None:
@@ -128,7 +124,7 @@ def test_hooks_are_called_at_every_end_including_cancellation() -> None:
 
 
 class Refusing(RolloutHooks):
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, *_: Any) -> None:
         raise ConfigError("not with this plan")
 
 

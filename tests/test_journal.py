@@ -22,6 +22,7 @@ from agentenv.frames import (
     Finished,
     JournalConfig,
     Leased,
+    Mark,
     Recorded,
     Refused,
     Started,
@@ -31,9 +32,10 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
+from agentenv.learners.late_forks import Uniform
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
-from agentenv.tree import Order, Start, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
@@ -108,7 +110,6 @@ def grown(
     *,
     index: int = 3,
     incarnation: int = 1,
-    start: Start | None = None,
 ) -> TrajectoryTree:
     """A tree rolled out with a journal: resumed if the journal has one of that index."""
 
@@ -123,7 +124,6 @@ def grown(
                 index=index,
                 record=written.record(index),
                 recorded=recorded,
-                order=Order(start),
             )
         finally:
             await written.close()
@@ -163,9 +163,7 @@ PLANS: dict[str, RolloutPlan] = {
     "forks": AlwaysFork(group_size=6),
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),
-    "kept": Uniform(group_size=6, num_roots=2, keep_forks=3),
     "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
-    "spread": Spread(group_size=6, num_roots=2, led_cost=0.0),
 }
 
 
@@ -351,9 +349,9 @@ def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) 
     async def scenario() -> None:
         written = journal(tmp_path)
         for index in (0, 1):
-            written.append(Began(index, "t", 0, 1, "s"))
+            written.append(Began(index, "t", 0, 1, "s", Mark(1, index, 0)))
         await written.rotate(0)
-        written.append(Began(2, "t", 0, 1, "s"))
+        written.append(Began(2, "t", 0, 1, "s", Mark(1, 2, 0)))
         await written.rotate(2)
         assert files(tmp_path) == ["000002", "000003"]
         await written.rotate(3)
@@ -370,7 +368,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
         written = journal(tmp_path)
         for index in range(4):
             written.append(Started(index, 1, 2.5))
-        written.append(Began(0, "t", 0, 1, "s"))
+        written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
         assert not any(map(written.started, range(4))), "those of this process are no earlier ones"
         await written.close()
 
@@ -396,7 +394,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
 def test_in_a_journal_without_starts_trees_that_began_count_as_started(tmp_path: Path) -> None:
     async def scenario() -> None:
         old = journal(tmp_path)
-        old.append(Began(5, "t", 0, 1, "s"))
+        old.append(Began(5, "t", 0, 1, "s", Mark(1, 5, 0)))
         old.append(Trained(1, 1, [4]))
         await old.close()
         again = journal(tmp_path, incarnation=2)
@@ -442,7 +440,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
         folder = tmp_path / str(is_working)
         written = Journal(folder, JournalConfig(), settings="s", incarnation=1)
         if is_working:
-            written.append(Began(0, "t", 0, 1, "s"))
+            written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
             await written.commit()
         path = folder / "000001.frames"
         size = path.stat().st_size
@@ -454,9 +452,9 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
             with pytest.raises(ConfigError, match=r"cannot be written: No space left.*free some"):
                 await written.rotate(0)
         assert written.is_broken
-        written.append(Began(1, "t", 0, 1, "s"))
+        written.append(Began(1, "t", 0, 1, "s", Mark(1, 1, 0)))
         with pytest.raises(ConfigError, match="cannot be written: No space left"):
-            await asyncio.wait_for(written.commit(), 10)
+            await written.commit()
         await written.close()  # it was told
         assert path.stat().st_size == size
         again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
@@ -495,8 +493,8 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
     """And their replacements are known."""
     for refused in ([], [4], [5]):
         written = journal(tmp_path)
-        written.append(Began(4, "t", 0, 1, "s"))
-        written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0)))
+        written.append(Began(4, "t", 0, 1, "s", Mark(1, 4, 0)))
+        written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0), Mark(1, 4, 1)))
         written.append(Refused(3, refused))
         await written.close()
         again = journal(tmp_path)
@@ -529,7 +527,7 @@ async def test_written_frames_are_synced_within_sync_s(
     written.append(Leased(0, [0]))
     await written.commit()
     assert not synced.is_set()
-    await asyncio.wait_for(synced.wait(), 10)
+    await synced.wait()
     await written.close()
 
 
@@ -578,7 +576,7 @@ async def test_a_bug_of_the_journal_is_raised_at_commit_and_close(
     monkeypatch.setattr(Journal, "_put", bug)
     written.append(Leased(0, [0]))
     with pytest.raises(KeyError, match="a bug"):
-        await asyncio.wait_for(written.commit(), 10)
+        await written.commit()
     with pytest.raises(KeyError, match="a bug"):
         await written.close()
 

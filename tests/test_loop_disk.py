@@ -54,7 +54,7 @@ FILES = {
 ALLOWED = {
     "agentenv/engines/remote/client.py _send: _lacks_descriptors": NO_DISK,
     "agentenv/engines/pool/weight_transfer.py _form: sender.open": NO_DISK,
-    "agentenv/engines/pool/__init__.py start: read_eos_ids": BEFORE,
+    "agentenv/engines/pool/pooled_engine.py start: read_eos_ids": BEFORE,
     "agentenv/supervisor.py start: self._reception.open": NO_DISK,
     "agentenv/worker_pool.py load: self._give": NO_DISK,
     "envs/grading/equality.py start: install_hint": "of an error that ends the start",

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agentenv.cluster.engines import _Held
-from agentenv.cluster.messages import Alive, Ended, Figures, Notice, pack
+from agentenv.cluster.messages import Alive, Notice, RolloutEnded, WorkerFigures, pack
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
@@ -111,12 +111,12 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
-        link.send(pack(Alive(Figures())))
+        link.send(pack(Alive(WorkerFigures())))
         await asyncio.sleep(0.1)
         workers.leave("a", 0.2)
         with suppress(EOFError):
             while True:
-                await asyncio.wait_for(link.receive(), 5)
+                await link.receive()
         for number in range(3):
             link.send(pack(Notice(f"frame {number}")))
             await asyncio.sleep(0.03)
@@ -148,7 +148,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
     async with server:
         link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         with pytest.raises(EOFError):
-            await asyncio.wait_for(link.receive(), 5)
+            await link.receive()
         for _ in range(100):
             if ends:
                 break
@@ -233,7 +233,7 @@ def test_too_many_failures_end_the_run_even_without_a_live_tree() -> None:
         await cluster.rollout(0)
         (worker,) = cluster.workers.workers.values()
         assert not worker.trees
-        cluster.ends["a"].send(pack(Ended(a_bug)))
+        cluster.ends["a"].send(pack(RolloutEnded(a_bug)))
         await asyncio.sleep(1.0)
         with pytest.raises(TooManyFailuresError, match="too many"):
             await cluster.rollout(1)

@@ -14,7 +14,7 @@ from agentenv.native import NativeRenderer
 from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
-from agentenv.tree import GivenTurn, Order, Start, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Message, SamplingParams, Task, ToolCall
 from tests.support import chat_models
 from tests.support.trl_templates import ends_of, tokenizer_of
@@ -53,15 +53,13 @@ def policy(prompt: str, rng: Random) -> str:
     return said.removeprefix("<think>") if prompt.endswith("<think>\n") else said
 
 
-def grow(
-    template: str, max_tool_calls: int = 8, order: Order | None = None
-) -> tuple[TrajectoryTree, NativeRenderer]:
+def grow(template: str, max_tool_calls: int = 8) -> tuple[TrajectoryTree, NativeRenderer]:
     tokenizer = chat_models.make_tokenizer(template)
     renderer = NativeRenderer(tokenizer)
     engine = ScriptedEngine(ScriptedConfig(max_model_len=9000), tokenizer, script=policy)
     limits = Limits(max_tool_calls=max_tool_calls)
     actor = Actor(engine, renderer, SearchEnv, limits, SamplingParams(max_tokens=1), seed=7)
-    return run_virtual(actor.rollout(TASK, Independent(2), order=order)), renderer
+    return run_virtual(actor.rollout(TASK, Independent(2))), renderer
 
 
 @pytest.mark.parametrize("template", [chat_models.QWEN3, chat_models.QWQ])
@@ -80,23 +78,6 @@ def test_a_rollout_in_native_tool_calls(template: str) -> None:
         trained = [token for token, mask in ids if mask]
         assert renderer.decode(trained) == "".join(sampled)
         assert renderer.decode(trajectory.token_ids).count("<|im_start|>assistant") == 2
-
-
-@pytest.mark.parametrize("template", [chat_models.QWEN3, chat_models.QWQ])
-def test_a_tree_begins_after_a_given_native_call(template: str) -> None:
-    whole, _ = grow(template)
-    path = next(whole.trajectories())
-    turn = GivenTurn(path.turns[0].action_ids, path.turns[0].observation_ids)
-    start = Start(0, True, path.path[0].observation_ids, [turn])
-    tree, renderer = grow(template, order=Order(start))
-    assert tree.given == [turn]
-    for trajectory in tree.trajectories():
-        assert trajectory.token_ids == path.token_ids
-        ids = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-        trained = renderer.decode([token for token, mask in ids if mask])
-        assert trained.endswith("known</think>It is Lima<|im_end|>")
-        assert "tool_call" not in trained
-        assert trajectory.reward == 1.0, "the grader has seen the given call"
 
 
 class OneSearch:

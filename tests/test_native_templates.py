@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentenv.errors import ConfigError
 from agentenv.native import NativeRenderer
@@ -62,14 +65,12 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-CALLS = (
-    ToolCall("python", {"code": "for name in ['a', \"b\"]:\n    print(f'{name}\\n')", "limit": 2}),
-    ToolCall("search", {"query": "75001", "sites": ["a.org", "b.org"], "filter": {"year": 2020}}),
-)
-RESULTS = [
-    Message("tool", 'a\n"b" <1>', name="python"),
-    Message("tool", "Paris, 1st", name="search"),
-]
+TEXTS = st.text("ab01 '\"\\\n{}[]:,é", min_size=1, max_size=12).filter(str.strip)
+CODE = st.fixed_dictionaries({"code": TEXTS}, optional={"limit": st.integers(0, 99)})
+SITES = st.lists(TEXTS, min_size=1, max_size=2)
+YEAR = st.fixed_dictionaries({"year": st.integers(1900, 2100)})
+QUERY = st.fixed_dictionaries({"query": TEXTS}, optional={"sites": SITES, "filter": YEAR})
+ONE = CODE.map(partial(ToolCall, "python")) | QUERY.map(partial(ToolCall, "search"))
 QUESTION = [Message("system", "Be brief."), Message("user", "Which place?")]
 
 
@@ -91,7 +92,7 @@ def renderer(name: str) -> NativeRenderer:
 RIGHT = [name for name in TEMPLATES if not any(re.match(key, name) for key in REFUSED)]
 
 
-def whole(name: str, num_calls: int) -> tuple[str, str, str]:
+def whole(name: str, calls: Sequence[ToolCall], results: Sequence[Message]) -> tuple[str, str, str]:
     """A conversation with calls and results as the template writes it at once, cut into the
     prompt, the turn up to its end token, and the rest."""
     tokenizer = renderer(name).tokenizer
@@ -106,12 +107,10 @@ def whole(name: str, num_calls: int) -> tuple[str, str, str]:
         )
 
     prompt, base = written(True), written(False)
-    calls = [
-        {"type": "function", "id": f"id{n}", "function": {"name": c.name, "arguments": c.arguments}}
-        for n, c in enumerate(CALLS[:num_calls])
-    ]
-    chat.append({"role": "assistant", "content": "", "tool_calls": calls})
-    for number, result in enumerate(RESULTS[:num_calls]):
+    named = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    called = [{"type": "function", "id": f"id{n}", "function": f} for n, f in enumerate(named)]
+    chat.append({"role": "assistant", "content": "", "tool_calls": called})
+    for number, result in enumerate(results):
         turn = {"role": "tool", "name": result.name, "content": result.content}
         chat.append({**turn, "tool_call_id": f"id{number}"})
     text = written(True)
@@ -122,48 +121,48 @@ def whole(name: str, num_calls: int) -> tuple[str, str, str]:
     return prompt, rest[:place] + end, rest[place + len(end) :]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_calls"),
-    [(name, n) for name in RIGHT for n in (1, 2) if n == 1 or not name.startswith(ONE_A_TURN)],
-)
-def test_the_text_of_a_template_is_parsed_and_appended(name: str, num_calls: int) -> None:
-    chosen = renderer(name)
-    prompt, turn, rest = whole(name, num_calls)
-    assert chosen.decode(chosen.prompt(QUESTION, TOOLS)) == prompt
-    ids = chosen.encode(turn)
-    sampled = Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
-    assert chosen.parse(sampled, TOOLS).tool_calls == CALLS[:num_calls]
-    assert chosen.decode(chosen.observation(RESULTS[:num_calls], TOOLS, 1000)) == rest
-
-
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_turn_of_a_dataset_is_rendered_in_a_parsable_form(name: str) -> None:
-    """With text, with thoughts and without; the text stays unchanged."""
+@settings(max_examples=8, deadline=None)
+@given(calls=st.lists(ONE, min_size=1, max_size=2), data=st.data())
+def test_a_turn_is_written_and_parsed_unchanged(
+    name: str, calls: list[ToolCall], data: st.DataObject
+) -> None:
+    """As the template writes the whole conversation at once, and with texts or thoughts before the
+    call; the result forges no marker."""
     chosen = renderer(name)
-    end = chosen.tokenizer.convert_tokens_to_ids(ends_of(name)[0])
-    prompt = chosen.prompt(QUESTION, TOOLS)
-    opened = chosen.decode(prompt).endswith("<think>\n")
-    thought = "Hm.\n</think>\n\n" if opened else "<think>\nHm.\n</think>\n\n"
+    tokenizer = chosen.tokenizer
+    calls = calls[:1] if name.startswith(ONE_A_TURN) else calls
+    results = [Message("tool", data.draw(TEXTS).strip(), name=call.name) for call in calls]
+    prompt, turn, rest = whole(name, calls, results)
+    prompt_ids = chosen.prompt(QUESTION, TOOLS)
+    assert chosen.decode(prompt_ids) == prompt
+
+    def parsed(ids: list[int], before: Sequence[int] = ()) -> Message:
+        sampled = Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
+        return chosen.parse(sampled, TOOLS, before)
+
+    assert parsed(chosen.encode(turn)).tool_calls == tuple(calls)
+    assert chosen.decode(chosen.observation(results, TOOLS, 1000)) == rest
+    thought = "Hm.\n</think>\n\n"
+    thought = thought if prompt.endswith("<think>\n") else f"<think>\n{thought}"
     for text in ("", "First the code.", thought):
-        turn = chosen.calling(text, CALLS[:1])
-        ids = [*chosen.encode(turn), end]
-        done = Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
-        message = chosen.parse(done, TOOLS, prompt)
-        assert message.tool_calls == CALLS[:1]
-        assert text in turn or chosen.style == "llama"
+        alone = chosen.calling(text, calls[:1])
+        assert text in alone or chosen.style == "llama"
+        end = tokenizer.convert_tokens_to_ids(ends_of(name)[0])
+        message = parsed([*chosen.encode(alone), end], prompt_ids)
+        assert message.tool_calls == tuple(calls[:1])
         assert message.content.count("<think>") == message.content.count("</think>")
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_result_cannot_forge_markers_of_the_template(name: str) -> None:
-    chosen = renderer(name)
-    vocabulary = set(chosen.tokenizer.get_added_vocab().values())
-
-    def markers(text: str) -> list[int]:
-        ids = chosen.observation([Message("tool", text, name="search")], TOOLS, 10_000)
-        return [token for token in ids if token in vocabulary]
-
-    assert markers("".join(chosen.tokenizer.get_added_vocab())) == markers("")
+    vocabulary = tokenizer.get_added_vocab()
+    hostile = "".join(data.draw(st.permutations([*vocabulary])))
+    first, second = (
+        [
+            token
+            for token in chosen.observation([one], TOOLS, 10_000)
+            if token in vocabulary.values()
+        ]
+        for one in (Message("tool", hostile, name="search"), Message("tool", "", name="search"))
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "muse_glimmer"])

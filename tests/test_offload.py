@@ -63,6 +63,7 @@ PROGRAMS = (
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
     *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
+    *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
     "envs/sandbox/snapshot_hook.py",
 )
 
@@ -86,12 +87,10 @@ ALLOWED = {
     "agentenv/gym.py: new_event_loop": "the same",
     "pipelines/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "pipelines/run/watchdog.py: time.time": "when a wait began, for people",
+    "pipelines/run/waits.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
-    "pipelines/run/otel.py: time.monotonic": "of a thread of its own, when it tries again",
-    "pipelines/run/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentenv.errors import ConfigError
-from agentenv.renderer import Instruction, PromptConfig, load_instruction, preset, presets
+from agentenv.instruction import Instruction
+from agentenv.prompt import PromptConfig, load_instruction, preset, presets
 from agentenv.types import Message, Task
 
 TASK = Task("t", "x", "Capital of Peru?", ("Lima",))

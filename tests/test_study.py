@@ -117,12 +117,3 @@ def test_every_arm_of_the_study_is_a_valid_configuration(tmp_path: Path, task: s
         )
         assert built.learner.learning_rate == 0.5 * configuration(task)["learner"]["learning_rate"]
     assert max(sampled) <= 1.1 * min(sampled)
-
-
-@pytest.mark.parametrize("name", ["study.toml", "prefix_starts.toml"])
-def test_the_documentation_names_the_digest_of_the_plan_and_the_tasks(
-    name: str, tmp_path: Path
-) -> None:
-    page = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
-    digest = Study(tmp_path, command.FILE.with_name(name)).digest
-    assert f"digest {digest[:12]}" in page.read_text(encoding="utf-8")

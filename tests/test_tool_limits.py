@@ -16,7 +16,7 @@ from agentenv.env import Grade, close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
 from agentenv.types import Limits, Message, Task, ToolCall, ToolResult

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 
 from agentenv.engine import EngineStart
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
-from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
-from agentenv.engines.pool.turn import Turn
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.engines.token_routes import TokensEngine, _sglang_body
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import DataError
 from agentenv.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end
 from agentenv.pipelines.supervised.dialogues import Conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, Message, SamplingParams
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
@@ -113,7 +115,7 @@ async def test_every_engine_stops_at_the_end_tokens_of_the_renderer(model: Model
     ends = read_eos_ids(model.folder, tokenizer)
     assert TagRenderer(tokenizer, eos_ids=ends).eos_ids == {one, two, three}
     assert read_architecture(model.folder, tokenizer).eos_ids == ends
-    turn = Turn([1], SamplingParams(max_tokens=4), None, 1, ends, None)
+    turn = PooledTurn([1], SamplingParams(max_tokens=4), None, 1, ends, None)
     assert set(turn.request("id", "", 1).stop_token_ids) == ends
     there = TokensEngine(OpenAIConfig(url="http://127.0.0.1:9"), ends)
     sampling = SamplingParams(max_tokens=4)

@@ -15,7 +15,7 @@ from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 import agentenv.gym
 from agentenv import register
 from agentenv.errors import ConfigError, EnvError
-from agentenv.types import Message, Task
+from agentenv.types import Message
 from tests.support.toy import CountingEnv
 from tests.test_gym import ENV_ID, TASKS
 
@@ -182,22 +182,10 @@ def test_the_concurrency_of_environments_is_bounded() -> None:
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_envs must be at least 1, not 0"):
         make(0)
-    with pytest.raises(ConfigError, match="pass either tasks"):
-        make(2, tasks=[])
     vector = make(2)
     vector.reset()
     with pytest.raises(ConfigError, match="1 actions for 2 envs"):
         vector.step([CALL])
     with pytest.raises(ConfigError, match="3 seeds for 2 envs"):
         vector.reset(seed=[1, 2, 3])
-    with pytest.raises(ConfigError, match="a number below 5, got 9"):
-        vector.reset(options={"task": 9})
-    vector.close()
-
-
-def test_tasks_can_be_read_from_a_file(tmp_path: Any) -> None:
-    (tmp_path / "data.jsonl").write_text('{"question": "Why?", "answer": "x"}')
-    vector = make(2, tasks=None, data=str(tmp_path / "data.jsonl"))
-    assert vector.reset()[0] == ("Why?", "Why?")
-    assert isinstance(vector.envs[0].tasks[0], Task)
     vector.close()

@@ -28,7 +28,7 @@ def test_the_lock_file_has_every_checksum_and_no_host() -> None:
     assert not [name for name, one in packages.items() if "integrity" not in one]
 
 
-@pytest.mark.slow
+@pytest.mark.viewer
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no npm: apt-get install npm")
 def test_the_page_is_built_from_its_source(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 HERE = "a queue or a lock in this process"
 ALLOWED = {
     "pipelines/run/terminal.py LogFile._write: self._lines.get": HERE,
-    "agentenv/actor.py Actor.until_resumed: self._unpaused.wait": PERSON,
-    "agentenv/branch.py Branch.held: event.wait": SAME,
+    "agentenv/actor_parts.py ActorParts.until_resumed: self._unpaused.wait": PERSON,
+    "agentenv/growth.py Growth.take_turns: held.wait": SAME,
+    "agentenv/rollout.py Rollout._close: held.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self.changed.wait": "until one is up or none will",
     "agentenv/link.py Link.receive: self._reader.readexactly": BEATS,
     "agentenv/deadline.py admitted: places.acquire": SAME,
@@ -88,7 +89,6 @@ ALLOWED = {
     "envs/program.py ProgramEnv._next: self._program.wait": "asyncio.wait with the limits, below",
     "envs/sandbox/program.py Program._received: socket.recv_fds": "the socket never blocks",
     "envs/sandbox/program.py Program._leave: socket.recv_fds": "the same; STOP_S, above",
-    "envs/sandbox/program.py _pump: writer.drain": "the end of the program, or of the endpoint",
     "envs/sandbox/program_init.py main: control.recv": CHILD,
     "envs/sandbox/program_init.py _forward: listener.accept": "a thread, in the sandbox",
     "envs/sandbox/program_init.py _pump: source.recv": "the same",
@@ -117,7 +117,6 @@ ALLOWED = {
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
     "pipelines/rl/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
-    "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,
     "agentenv/endpoint/capture.py Session.next: self._came.wait": "its env, and the program's end",

@@ -5,9 +5,9 @@ to the servers directly.
 
     worker   LeasedEngine.generate --Acquire--> Leases   controller: EnginePool
                 |      ^                        |
-                |      +--- Granted, ServerPause, Abort
+                |      +--- Granted, ServerPause, SlotAbort
                 +-- HTTP --> server
-                +-- Release ---------------------> the outcome
+                +-- SlotRelease -----------------> the outcome
 
 The controller manages the pool: the choice of servers, their load, the order of turns, and the
 weights. So tokens never pass through the controller, and a lost worker only leaves slots, which
@@ -16,9 +16,9 @@ become free again.
 Any other engine, and servers that only one process may use (PooledEngineConfig.is_shared), are
 called by the controller:
 
-    worker   LinkedEngine.generate --Sample-->  Turns   controller: one coroutine per turn
-                  ^                                |
-                  +--- Tokens, TurnPause, Turn, Refused
+    worker   LinkedEngine.generate --SampleTurn-->  Turns   controller: one coroutine per turn
+                  ^                                   |
+                  +--- Tokens, TurnPause, SampledTurn, RequestRefused
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.cluster.messages import (
-    Abort,
     Acquire,
     FirstToken,
     Granted,
     OfPlace,
     Quit,
-    Refused,
-    Release,
-    Sample,
+    RequestRefused,
+    SampledTurn,
+    SampleTurn,
     ServerPause,
+    SlotAbort,
+    SlotRelease,
     Tokens,
-    Turn,
     TurnPause,
     pack,
 )
@@ -51,7 +51,7 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.link import Link
@@ -70,12 +70,13 @@ class _Pending:
         self.clock = work_clock()
 
 
-class LinkedEngine:
+class LinkedEngine(Engine):
     """The worker's end, an Engine. `handle` takes the controller's messages about turns; the
     receiver of messages sets `policy_version`."""
 
+    policy_version = 0
+
     def __init__(self, link: Link) -> None:
-        self.policy_version = 0
         self._link = link
         self._pending: dict[int, _Pending] = {}
         self._num_requests = 0
@@ -96,7 +97,11 @@ class LinkedEngine:
         listens = on_tokens is not None
         pending = self._pending[number] = _Pending(on_tokens)
         self._link.send(
-            pack(Sample(number, ids.tobytes(), sampling, session, listens, stream_interval, order))
+            pack(
+                SampleTurn(
+                    number, ids.tobytes(), sampling, session, listens, stream_interval, order
+                )
+            )
         )
         try:
             return await pending.done
@@ -107,7 +112,7 @@ class LinkedEngine:
             pending.wait.end()
             del self._pending[number]
 
-    def handle(self, message: Tokens | TurnPause | Turn | Refused) -> None:
+    def handle(self, message: Tokens | TurnPause | SampledTurn | RequestRefused) -> None:
         """Handle a message about a turn; ignored if the turn was cancelled."""
         pending = self._pending.get(message.number)
         if pending is None or pending.done.done():
@@ -120,22 +125,13 @@ class LinkedEngine:
                 (pending.wait.begin if message.is_paused else pending.wait.end)()
                 if message.lost_s and pending.clock is not None:
                     pending.clock.discard_last(message.lost_s)
-            case Turn():
+            case SampledTurn():
                 pending.done.set_result(message.completion)
-            case Refused():
+            case RequestRefused():
                 error = raised(message.kind, message.text)
                 if isinstance(error, EngineError) and message.is_final:
                     error.is_final = True
                 pending.done.set_exception(error)
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        raise NotImplementedError("the controller loads weights")
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None:
-        """Do nothing: the controller's engine continues."""
 
 
 class Turns:
@@ -145,7 +141,7 @@ class Turns:
         self._engine, self._link = engine, link
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    def sample(self, request: Sample) -> None:
+    def sample(self, request: SampleTurn) -> None:
         """Begin a turn."""
         self._running[request.number] = asyncio.create_task(self._sample(request))
 
@@ -161,8 +157,8 @@ class Turns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, request: Sample) -> None:
-        message: Turn | Refused
+    async def _sample(self, request: SampleTurn) -> None:
+        message: SampledTurn | RequestRefused
         clock = ReportingClock(partial(self._stand, request.number))
         try:
             with working(clock):
@@ -175,9 +171,9 @@ class Turns:
                     order=request.order,
                 )
                 clock.report = None
-            message = Turn(request.number, completion)
+            message = SampledTurn(request.number, completion)
         except Exception as error:  # the rollout raises it
-            message = Refused(
+            message = RequestRefused(
                 request.number, *named(error), is_final=getattr(error, "is_final", False)
             )
         finally:
@@ -203,7 +199,7 @@ class Lease(Slot):
         self.number, self.on, self.on_trial = message.number, message.server, message.on_trial
         self.version = message.policy_version
         self.answers: list[tuple[int, float]] = []
-        self.end: Abort | None = None  # set when the controller has aborted the slot
+        self.end: SlotAbort | None = None  # set when the controller has aborted the slot
         self._link = link
 
     @property
@@ -219,7 +215,7 @@ class Lease(Slot):
             return super().closed()
         return Lost(ServerLostError.kind, f"{self.name}: {self.reason}")
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, message: SlotAbort) -> None:
         self.reason, self.end = message.reason, message
         self.abort_all()
 
@@ -241,7 +237,6 @@ class LeasedEngine(TurnEngine[Lease]):
         """`make` creates the client of a URL; `options`: see TurnEngine. `counts` are those since
         the last report to the controller."""
         super().__init__(model_path, **options)
-        self.policy_version = 0
         self._link, self._make = link, make
         self._clients: dict[int, tuple[bytes, Server]] = {}  # (connection data, client)
         self._waiting: dict[int, asyncio.Future[Lease]] = {}
@@ -256,14 +251,14 @@ class LeasedEngine(TurnEngine[Lease]):
         match message:
             case Granted():
                 self._take(message)
-            case Refused():
+            case RequestRefused():
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
                 lease.version = message.policy_version
                 if message.is_paused is not lease.is_paused:
                     (lease.pause if message.is_paused else lease.resume)()
-            case Abort():
+            case SlotAbort():
                 if message.is_dead:
                     self._death = message.reason
                 if lease:
@@ -312,17 +307,11 @@ class LeasedEngine(TurnEngine[Lease]):
         del self._held[slot.number]
         counts = dict(self.counts)
         self.counts.clear()
-        left = Release(
+        left = SlotRelease(
             slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
         )
         self._link.send(pack(left))
         return outcome
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        raise NotImplementedError("the controller loads weights")
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
     async def close(self) -> None:
         """Drop the connections; the servers continue."""
@@ -339,7 +328,7 @@ class _Held(asyncio.Future[None]):
     def __init__(self, pool: EnginePool, link: Link, number: int, server: PooledServer) -> None:
         super().__init__()
         self.number, self.server = number, server
-        self.is_over = False  # an Abort was sent
+        self.is_over = False  # a SlotAbort was sent
         self._link, self._pool = link, pool
 
     def cancel(self, msg: object = None) -> bool:
@@ -348,7 +337,7 @@ class _Held(asyncio.Future[None]):
         self.is_over = True
         reason = self.server.reason or "its weight version is uncertain"
         is_dead = self._pool.reason is not None
-        self._link.send(pack(Abort(self.number, reason, self.server.is_asleep, is_dead)))
+        self._link.send(pack(SlotAbort(self.number, reason, self.server.is_asleep, is_dead)))
         return True
 
     def begin(self) -> None:
@@ -370,12 +359,12 @@ class Leases:
         self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    def handle(self, message: Acquire | FirstToken | Release) -> None:
+    def handle(self, message: Acquire | FirstToken | SlotRelease) -> None:
         """Handle a message of the worker."""
         if isinstance(message, Acquire):
             return self._seek(message)
         held = self._held.get(message.number)
-        if isinstance(message, Release):
+        if isinstance(message, SlotRelease):
             for name, number in message.counts.items():  # twice as fast as Counter.update
                 self._pool.counts[name] += number
             if held:
@@ -434,7 +423,7 @@ class Leases:
         self._waiting.pop(number).cancel()
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        self._link.send(pack(Refused(number, *named(error), is_final=False)))
+        self._link.send(pack(RequestRefused(number, *named(error), is_final=False)))
 
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
@@ -453,7 +442,7 @@ class Leases:
         held.set_result(None)
         self._pool.queue.free(held.server)
 
-    def _settle(self, held: _Held, left: Release) -> None:
+    def _settle(self, held: _Held, left: SlotRelease) -> None:
         """Update the state of the server from a worker's requests. Results after an abort are
         ignored for its state, since the server may have restarted meanwhile."""
         server, outcome = held.server, left.outcome

@@ -1,16 +1,16 @@
 """Environments in separate processes: the host's end and the process's end of the link.
 
-    EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
+    EnvWorkers.make(task) --> WorkerEnv, an Env --EnvCall--> EnvHost: the process with the fewest
                                   ^                        |            environments
-                                  +---- Begun, Awaits, Gave, Failed
+                                  +---- Begun, Awaits, Gave, EnvFailed
 
     host                              process
-    Call(call, env, method)  ----->   the calls of agentenv.env.Env
+    EnvCall(call, env, ..)   ----->   the calls of agentenv.env.Env
                              <-----   Begun      the process begins the call
                              <-----   Awaits     the call's current wait, and whether its clock runs
                              <-----   Gave       its result
-                             <-----   Failed     its error
-    Cancel(call)             ----->   the call is cancelled
+                             <-----   EnvFailed  its error
+    EnvCancel(call)          ----->   the call is cancelled
                              <-----   Alive, Notice see agentenv/cluster/messages.py
 
 `env` and `call` are numbers of an environment and of a call, unique on the link.
@@ -34,7 +34,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
-from agentenv.cluster.messages import Alive, Figures, Notice, pack
+from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack
 from agentenv.deadline import (
     Deadline,
     ReportingClock,
@@ -62,7 +62,7 @@ from agentenv.worker_group import Left, Worker, WorkerGroup, named, raised, serv
 Method = Literal["reset", "step", "finish", "fork", "close"]
 
 
-class Call(Struct, array_like=True, frozen=True, tag=1):
+class EnvCall(Struct, array_like=True, frozen=True, tag=1):
     """A call of `method` of Env, with its arguments; `copy` is the number of a fork. A reset
     creates the environment, unless the process has it; a close cancels all other calls of the
     environment and waits for them."""
@@ -78,7 +78,7 @@ class Call(Struct, array_like=True, frozen=True, tag=1):
     copy: int = -1
 
 
-class Cancel(Struct, array_like=True, frozen=True, tag=6):
+class EnvCancel(Struct, array_like=True, frozen=True, tag=6):
     """Cancel a call; not answered."""
 
     call: int
@@ -113,7 +113,7 @@ class Gave(Struct, array_like=True, frozen=True, tag=13):
     info: Info = {}
 
 
-class Failed(Struct, array_like=True, frozen=True, tag=14):
+class EnvFailed(Struct, array_like=True, frozen=True, tag=14):
     """The error of a call (`named` of agentenv/worker_group.py), and the traceback of a bug."""
 
     call: int
@@ -122,8 +122,8 @@ class Failed(Struct, array_like=True, frozen=True, tag=14):
     trace: str = ""
 
 
-read_call = msgspec.msgpack.Decoder(Call | Cancel).decode
-read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Notice).decode
+read_call = msgspec.msgpack.Decoder(EnvCall | EnvCancel).decode
+read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | EnvFailed | Alive | Notice).decode
 
 
 PLACE = "an environment process"
@@ -153,7 +153,7 @@ class _Process(Worker):
         self.calls: dict[int, _Pending] = {}
         self.num_envs = 0
         self.num_answered = 0
-        self.figures = Figures()
+        self.figures = WorkerFigures()
         self.why_gone = ""
 
 
@@ -191,7 +191,7 @@ class EnvWorkers(WorkerGroup[_Process]):
         """A new number for an environment or a call."""
         return next(self._numbers)
 
-    async def request(self, process: _Process, call: Call, task_id: str) -> Gave:
+    async def request(self, process: _Process, call: EnvCall, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
         lost."""
         if process.why_gone:
@@ -203,7 +203,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             try:
                 return await pending.answer
             except asyncio.CancelledError:
-                process.link.send(pack(Cancel(call.call)))
+                process.link.send(pack(EnvCancel(call.call)))
                 raise
             finally:
                 pending.wait.end()
@@ -236,7 +236,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             case Gave():
                 worker.num_answered += 1
                 pending.answer.set_result(message)
-            case Failed():
+            case EnvFailed():
                 worker.num_answered += 1
                 error = raised(message.kind, message.text)
                 if message.trace:
@@ -324,7 +324,7 @@ class WorkerEnv:
             gave = await self._request("fork", copy=other._number)
         except BaseException:  # the copy may exist already
             if self._process is not None:
-                unwanted = Call(self._workers.number(), other._number, "close")
+                unwanted = EnvCall(self._workers.number(), other._number, "close")
                 self._process.link.send(pack(unwanted))
             raise
         assert self._process is not None
@@ -351,7 +351,7 @@ class WorkerEnv:
         if self._process is None or is_over:
             what = _name(method)
             raise EnvError(f"task {self._task.id}: {what} before its reset or after its close")
-        call = Call(self._workers.number(), self._number, method, **arguments)
+        call = EnvCall(self._workers.number(), self._number, method, **arguments)
         return await self._workers.request(self._process, call, self._task.id)
 
 
@@ -360,7 +360,7 @@ LAST_S = 10.0  # for environments to close after the end of the link
 logger = logging.getLogger(__name__)
 
 
-class EnvServer:
+class EnvHost:
     """Creates environments by `make_env`, and runs the calls of the other end. A close is cancelled
     after `timeout_s` seconds of work."""
 
@@ -389,7 +389,7 @@ class EnvServer:
 
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
         request = read_call(frame)
-        if isinstance(request, Cancel):
+        if isinstance(request, EnvCancel):
             if request.call in self._calls:
                 self._calls[request.call].cancel()
             return
@@ -408,10 +408,10 @@ class EnvServer:
             if not self._of[env]:
                 del self._of[env]
 
-    async def _answer(self, request: Call, before: list[asyncio.Task[None]]) -> None:
+    async def _answer(self, request: EnvCall, before: list[asyncio.Task[None]]) -> None:
         self._link.send(pack(Begun(request.call)))
         self._link.flush()  # user code may now block the loop
-        answer: Gave | Failed
+        answer: Gave | EnvFailed
         clock = _LabeledClock(partial(self._awaits, request.call))
         try:
             with working(clock):
@@ -423,11 +423,11 @@ class EnvServer:
             trace = ""
             if isinstance(error, CrashError):
                 trace = "".join(format_exception(error)).rstrip()
-            answer = Failed(request.call, *named(error), trace)
+            answer = EnvFailed(request.call, *named(error), trace)
         self._link.send(pack(answer))
         self._link.flush()
 
-    async def _call(self, request: Call, before: list[asyncio.Task[None]]) -> Gave:
+    async def _call(self, request: EnvCall, before: list[asyncio.Task[None]]) -> Gave:
         number, what = request.call, _name(request.method)
         if request.method == "close":
             return await self._close(request, before)
@@ -448,7 +448,7 @@ class EnvServer:
         step = check_step(await guarded(env.step(request.action), what))
         return Gave(number, env.fork_mode, *step)
 
-    async def _reset(self, request: Call) -> Gave:
+    async def _reset(self, request: EnvCall) -> Gave:
         env = self._envs.get(request.env)
         if env is None:
             assert request.task is not None
@@ -463,7 +463,7 @@ class EnvServer:
         observation, info = check_reset(await guarded(resetting, "the environment's reset"))
         return Gave(request.call, env.fork_mode, observation, info=info)
 
-    async def _close(self, request: Call, before: list[asyncio.Task[None]]) -> Gave:
+    async def _close(self, request: EnvCall, before: list[asyncio.Task[None]]) -> Gave:
         for task in before:
             task.cancel()
         await asyncio.gather(*before, return_exceptions=True)
@@ -477,7 +477,7 @@ class EnvServer:
         self._link.send(pack(Awaits(call, what, is_paused, lost_s)))
 
     def _beat(self) -> bytes:
-        return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
+        return pack(Alive(WorkerFigures(num_open_envs=len(self._envs), env=shared_stats())))
 
 
 class _LabeledClock(ReportingClock):

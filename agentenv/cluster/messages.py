@@ -7,20 +7,20 @@
                                   <-----  Raised   the error of its rollout
     Drop(number)                  ----->           cancel the rollout of a tree
                                   <-----  Acquire     request a slot on a server of the pool
-    Granted, Refused              ----->           the server and its connection data, or an error
-    ServerPause, Abort            ----->           events of the server
+    Granted, RequestRefused       ----->           the server and its connection data, or an error
+    ServerPause, SlotAbort        ----->           events of the server
                                   <-----  FirstToken    its first token has arrived
-                                  <-----  Release    the slot is free, with the outcome
-                                  <-----  Sample   request a turn of an engine that is not a pool
+                                  <-----  SlotRelease   the slot is free, with the outcome
+                                  <-----  SampleTurn  request a turn of an engine that is not a pool
     Tokens, TurnPause,            ----->           events and result of the turn
-    Turn, Refused
+    SampledTurn, RequestRefused
                                   <-----  Quit     cancel a slot or turn
     Steer                         ----->           pause or resume all rollouts
     CancelTree(number, reason)    ----->           a user cancels that tree
     GetWaits(number)              ----->           request the current waits of its branches
                                   <-----  CurrentWaits
     Over                          ----->           the run has ended
-                                  <-----  Ended    a rollout has ended, or failed
+                                  <-----  RolloutEnded  a rollout has ended, or failed
                                   <-----  Alive    every BEAT_S seconds, with statistics
                                   <-----  Notice   a message for the user
                                   <-----  Leaving  its machine is about to shut down
@@ -34,10 +34,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from agentenv.branch import BranchNow
 from agentenv.engines.pool.server import Outcome
 from agentenv.failures import Failure
-from agentenv.rollout import BranchNow
-from agentenv.tree import Order
 from agentenv.types import Chunk, Completion, SamplingParams, Task
 from agentenv.untrusted import packed
 
@@ -52,7 +51,6 @@ class Grow(Struct, array_like=True, frozen=True, tag=1):
     policy_version: int
     session: str = ""
     recorded: bytes | None = None
-    order: Order | None = None
 
 
 class Drop(Struct, array_like=True, frozen=True, tag=2):
@@ -76,14 +74,14 @@ class TurnPause(Struct, array_like=True, frozen=True, tag=4):
     lost_s: float = 0.0
 
 
-class Turn(Struct, array_like=True, frozen=True, tag=5):
+class SampledTurn(Struct, array_like=True, frozen=True, tag=5):
     """A completed turn."""
 
     number: int
     completion: Completion
 
 
-class Refused(Struct, array_like=True, frozen=True, tag=6):
+class RequestRefused(Struct, array_like=True, frozen=True, tag=6):
     """The error of the engine (`named` of agentenv/worker_group.py)."""
 
     number: int
@@ -113,7 +111,7 @@ class ServerPause(Struct, array_like=True, frozen=True, tag=9):
     policy_version: int
 
 
-class Abort(Struct, array_like=True, frozen=True, tag=10):
+class SlotAbort(Struct, array_like=True, frozen=True, tag=10):
     """Abort the requests of the slot: the server is lost, unused from now on, or asleep.
     `is_dead`: the whole pool is lost."""
 
@@ -147,8 +145,8 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
     worker may reconnect."""
 
 
-OfTurn = Tokens | TurnPause | Turn | Refused
-OfPlace = Granted | ServerPause | Abort | Refused
+OfTurn = Tokens | TurnPause | SampledTurn | RequestRefused
+OfPlace = Granted | ServerPause | SlotAbort | RequestRefused
 WorkerRequest = Grow | Drop | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 
@@ -168,7 +166,7 @@ class Raised(Struct, array_like=True, frozen=True, tag=2):
     text: str
 
 
-class Sample(Struct, array_like=True, frozen=True, tag=3):
+class SampleTurn(Struct, array_like=True, frozen=True, tag=3):
     """Request a turn of the engine. `prompt` has token ids, int32; `listens`: send Tokens; the
     others are arguments of `Engine.generate`."""
 
@@ -187,7 +185,7 @@ class Quit(Struct, array_like=True, frozen=True, tag=4):
     number: int
 
 
-class Figures(Struct, array_like=True):
+class WorkerFigures(Struct, array_like=True):
     """Statistics of a worker. `hits` and `probe_waits_s` are those of
     `agentenv.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and `num_cut` count
     since its start. `behind` names the longest wait of its rollouts; empty: no rollouts."""
@@ -203,7 +201,7 @@ class Figures(Struct, array_like=True):
 
 
 class Alive(Struct, array_like=True, frozen=True, tag=5):
-    figures: Figures
+    figures: WorkerFigures
 
 
 class Notice(Struct, array_like=True, frozen=True, tag=6):
@@ -226,9 +224,9 @@ class FirstToken(Struct, array_like=True, frozen=True, tag=8):
     number: int
 
 
-class Release(Struct, array_like=True, frozen=True, tag=9):
+class SlotRelease(Struct, array_like=True, frozen=True, tag=9):
     """The slot is free again. `answers` has tokens and seconds of the completed requests, `outcome`
-    is that of the last one; `counts` are those of the worker's engine since the last Release."""
+    is that of the last one; `counts` are those of the worker's engine since the last one."""
 
     number: int
     num_requests: int
@@ -251,7 +249,7 @@ class CurrentWaits(Struct, array_like=True, frozen=True, tag=11):
     branches: list[BranchNow]
 
 
-class Ended(Struct, array_like=True, frozen=True, tag=12):
+class RolloutEnded(Struct, array_like=True, frozen=True, tag=12):
     """A rollout has ended, with a failure or without."""
 
     failure: Failure | None
@@ -260,16 +258,16 @@ class Ended(Struct, array_like=True, frozen=True, tag=12):
 Answer = (
     TreeFrame
     | Raised
-    | Sample
+    | SampleTurn
     | Quit
     | Alive
     | Notice
     | Acquire
     | FirstToken
-    | Release
+    | SlotRelease
     | Leaving
     | CurrentWaits
-    | Ended
+    | RolloutEnded
 )
 
 pack = packed

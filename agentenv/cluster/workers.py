@@ -23,9 +23,10 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from agentenv.actor import Actor
+from agentenv.branch import BranchNow
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
-from agentenv.cluster.messages import Figures, pack
+from agentenv.cluster.messages import WorkerFigures, pack
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError
@@ -33,8 +34,7 @@ from agentenv.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost,
 from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.rollout import BranchNow
-from agentenv.tree import Order, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import (
     NUM_LOSSES,
@@ -59,7 +59,6 @@ class _Growing:
     index: int
     session: str
     recorded: Recorded | None  # to resume from
-    order: Order | None
 
     def __post_init__(self) -> None:
         self.frames = TreeFrames()  # since it has the worker
@@ -89,7 +88,7 @@ class _Worker(Worker):
         self.turns = Turns(engine, link)
         self.leases = Leases(engine, link) if isinstance(engine, EnginePool) else None
         self.trees: dict[int, _Growing] = {}
-        self.figures = Figures()
+        self.figures = WorkerFigures()
         self.num_ended = 0
         self.has_come_further = False  # one of its trees made progress
         self.idle = asyncio.Event()  # it has no trees
@@ -153,13 +152,12 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         index: int,
         session: str = "",
         recorded: Recorded | None = None,
-        order: Order | None = None,
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on successive workers if some are lost; returns when the tree is in
         the journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
-        growing = _Growing(task, index, session, recorded, order)
+        growing = _Growing(task, index, session, recorded)
         if self.journal is not None:
             self._poison.recall(index, self.journal.losses.pop(index, 0))
         try:
@@ -172,7 +170,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if found is not None and found.is_finished:
                     break
                 self.report(f"tree {index} arrived incomplete from its worker and restarts")
-                growing = _Growing(task, index, session, None, order)
+                growing = _Growing(task, index, session, None)
         finally:
             self._release(growing)
         if self.journal is not None:
@@ -193,7 +191,6 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             record=record,
             recorded=growing.recorded,
             cancelled=growing.cancelled,
-            order=growing.order,
         )
         self._remember(growing.index, num_lost)  # also if it is requested again, for other weights
         return tree
@@ -231,7 +228,6 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             self._actor.engine.policy_version,
             growing.session,
             None if recorded is None else pack_recorded(recorded),
-            growing.order,
         )
         worker.link.send(pack(grow))
 
@@ -314,9 +310,9 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         match message:
             case messages.TreeFrame():
                 self._frame(worker, message)
-            case messages.Sample():
+            case messages.SampleTurn():
                 worker.turns.sample(message)
-            case messages.Acquire() | messages.FirstToken() | messages.Release():
+            case messages.Acquire() | messages.FirstToken() | messages.SlotRelease():
                 assert worker.leases is not None, "slots are those of a pool"
                 worker.leases.handle(message)
             case messages.Quit():
@@ -336,7 +332,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self.leave(worker.name, message.within_s)
             case messages.Notice():
                 self.report(f"{worker.name}: {message.text}")
-            case messages.Ended():
+            case messages.RolloutEnded():
                 self._count(worker, message)
             case messages.CurrentWaits():
                 growing = worker.trees.get(message.number)
@@ -344,7 +340,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if reply is not None and not reply.done():
                     reply.set_result(message.branches)
 
-    def _count(self, worker: _Worker, message: messages.Ended) -> None:
+    def _count(self, worker: _Worker, message: messages.RolloutEnded) -> None:
         """Count a failure. If there are too many over all workers, a requested tree raises."""
         try:
             self._actor.failures.add(message.failure, who=worker.name)
@@ -487,7 +483,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         """The total over all workers, from their last statistics."""
         return sum(one.figures.num_open_envs for one in self.workers.values())
 
-    def figures(self) -> list[Figures]:
+    def figures(self) -> list[WorkerFigures]:
         """The last statistics of each connected worker."""
         return [one.figures for one in self.workers.values()]
 

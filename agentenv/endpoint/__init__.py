@@ -21,7 +21,7 @@ rollout.
     call = await session.next()                 wait for its next call; the environment must also
                                                 wait for the end of the process
     reset   ->  call.messages, {"tools": call.tools, "turn": call.turn}
-    step    ->  session.answer(action)          the reply to the call, by the action of the rollout
+    step    ->  session.reply(action)           the reply to the call, by the action of the rollout
                 call = await session.next()
                 call.messages, 0.0, False, False, {"turn": call.turn}
     fork    ->  other = endpoint.open(after=session, same=same)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from agentenv.endpoint.chat import common, read_tools
 from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
     MAX_MESSAGES,
-    MAX_TOOLS,
     Answer,
     ApiError,
     Call,
@@ -22,7 +22,6 @@ from agentenv.endpoint.messages import (
     number,
     objects,
     read_call,
-    read_tool,
     stops,
     text_of,
 )
@@ -49,23 +48,14 @@ class Anthropic:
             raise ApiError(
                 "invalid", "expected the maximum number of tokens to sample", "max_tokens"
             )
-        chosen = get(body, "tool_choice", dict, {}).get("type")
         metadata = get(body, "metadata", dict, {})
         return checked(
             Request(
-                model=get(body, "model", str, ""),
+                **common(body) | {"session": get(metadata, "user_id", str, "", "metadata.")},
                 messages=tuple(messages),
-                tools=() if chosen == "none" else _tools(body),
-                stream=get(body, "stream", bool, False),
+                tools=read_tools(body, kind="custom", schema="input_schema"),
                 max_tokens=max_tokens,
-                temperature=number(body, "temperature", float, 0, 100),
-                top_p=number(body, "top_p", float, 1e-9, 1),
-                top_k=number(body, "top_k", int, 1, 1 << 24),
                 stop=stops(body, "stop_sequences"),
-                seed=number(body, "seed", int, -(2**63), 2**64 - 1),
-                session=get(metadata, "user_id", str, "", "metadata."),
-                raw=get(body, "raw", bool, False),
-                body=body,
             )
         )
 
@@ -166,16 +156,6 @@ def _usage(answer: Answer) -> Json:
         "input_tokens": prompt, "output_tokens": answer.num_tokens,
         "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
     }  # fmt: skip
-
-
-def _tools(body: Json) -> tuple[Json, ...]:
-    found = []
-    for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
-        if tool.get("type", "custom") not in ("custom", None):
-            what = f"expected a client tool, got the type {tool.get('type')!r:.60}"
-            raise ApiError("unsupported", what, f"tools[{place}].type")
-        found.append(read_tool(tool, "input_schema", f"tools[{place}]."))
-    return tuple(found)
 
 
 def _messages(raw: Json, where: str) -> Iterator[Given]:

@@ -23,16 +23,20 @@ continuation, those turns are discarded: they stay on the tree, but are not trai
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from agentenv.disk import own_folder
 from agentenv.endpoint.messages import (
     Answer,
     ApiError,
@@ -48,10 +52,12 @@ from agentenv.endpoint.messages import (
 from agentenv.endpoint.server import ApiServer, Delta
 from agentenv.env import shared
 from agentenv.errors import AgentEnvError, EnvError, OutageError
-from agentenv.types import Kind, Message, NextTurn
+from agentenv.offload import in_thread
+from agentenv.types import Kind, Message, NextTurn, PastTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
+PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
@@ -185,7 +191,7 @@ class Session:
         if self._closed:
             raise EnvError(self._closed)
 
-    def answer(self, action: Message) -> None:
+    def reply(self, action: Message) -> None:
         """Reply to the call from `next` with the rollout's action."""
         call, turn = self._current, action.turn
         if call is None or turn is None:
@@ -226,7 +232,7 @@ class Session:
         self._waiting.clear()
         self._came.set()
 
-    # for the server
+    # for the server, as its `Handler`
 
     def new_id(self) -> str:
         return f"{len(self._turns)}_{self.counts['calls']}"
@@ -234,7 +240,7 @@ class Session:
     async def count(self, request: Request) -> int:
         raise ApiError("no_route", "tokens are not counted for a branch")
 
-    async def wait_for_answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
@@ -394,13 +400,13 @@ class Session:
                 return number
         return None
 
-    def _references(self, given: tuple[Given, ...]) -> Iterable[Message | int]:
+    def _references(self, given: tuple[Given, ...]) -> Iterable[Message | PastTurn]:
         """The messages; a turn that was returned as served becomes its number."""
         known = {turn.context[-1]: number for number, turn in enumerate(self._turns)}
         whole = {turn.context: number for number, turn in enumerate(self._turns)}
         for place, one in enumerate(given):
             if one.role == "assistant" and one in known:
-                yield whole.get(given[: place + 1], known[one])
+                yield PastTurn(whole.get(given[: place + 1], known[one]))
             else:
                 yield as_message(one, given[:place])
 
@@ -490,15 +496,6 @@ def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
     return any(quoted in one.text for one in given if one.role != "assistant")
 
 
-class _Handler:
-    """The server's handler for a session."""
-
-    def __init__(self, session: Session) -> None:
-        self.new_id, self.count = session.new_id, session.count
-        self.answer = session.wait_for_answer
-        self.rewarded, self.resumed = session.rewarded, session.resumed
-
-
 class Endpoint:
     """One HTTP server for all branches of a process, each with its own key."""
 
@@ -507,6 +504,8 @@ class Endpoint:
         self._server = ApiServer(self._find, lambda: [MODEL])
         self._starting = asyncio.Lock()
         self._counts: Counter[str] = Counter()
+        self._kept = ExitStack()
+        self.socket = Path()  # the Unix socket of programs in sandboxes, after `start`
 
     @property
     def port(self) -> int:
@@ -514,10 +513,21 @@ class Endpoint:
         return self._server.port
 
     async def start(self) -> None:
-        """Listen on loopback. Idempotent. Raises ConfigError."""
+        """Listen on loopback and at a Unix socket. Idempotent. Raises ConfigError."""
         async with self._starting:
             if not self._server.port:
-                await self._server.start()
+                short = await in_thread(self._make_folder)
+                await self._server.start(path=str(short / self.socket.name))
+                await in_thread(self.socket.chmod, 0o666)  # programs may have other users
+
+    def _make_folder(self) -> Path:
+        """Create the folder of the socket; returns a short path to it, since names of sockets have
+        at most 107 bytes. Blocks."""
+        folder = self._kept.enter_context(own_folder(None, PREFIX))
+        self.socket = folder / "socket"
+        opened = os.open(folder, os.O_RDONLY)
+        self._kept.callback(os.close, opened)
+        return Path(f"/proc/self/fd/{opened}")
 
     def open(
         self,
@@ -542,7 +552,7 @@ class Endpoint:
     def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
         """A function that serves a connection: all its calls belong to this session, regardless of
         their keys."""
-        return partial(self._server.adopt, _Handler(session))
+        return partial(self._server.adopt, session)
 
     def forget(self, session: Session) -> None:
         """Close a session; from now on its key is rejected."""
@@ -559,12 +569,13 @@ class Endpoint:
         for session in list(self._sessions.values()):
             self.forget(session)
         await self._server.close()
+        await in_thread(self._kept.close)
 
-    def _find(self, key: str) -> _Handler:
+    def _find(self, key: str) -> Session:
         session = self._sessions.get(key)
         if session is None:
             raise ApiError("no_key", "no branch has this key, or it has ended")
-        return _Handler(session)
+        return session
 
 
 MODEL = {

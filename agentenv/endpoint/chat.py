@@ -47,12 +47,11 @@ class Chat:
         refuse_set(body, presence_penalty=0, frequency_penalty=0, logit_bias={},
                    response_format={"type": "text"}, functions=[], top_logprobs=0)  # fmt: skip
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
-        tools = read_tools(body, "function")
         options = get(body, "stream_options", dict, {})
         return checked(
             Request(
                 messages=tuple(_message(one, f"messages[{i}]") for i, one in enumerate(found)),
-                tools=() if body.get("tool_choice") == "none" else tools,
+                tools=read_tools(body, nested="function"),
                 usage_in_stream=get(options, "include_usage", bool, False),
                 n=number(body, "n", int, 1, MAX_CHOICES) or 1,
                 max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
@@ -130,7 +129,7 @@ class ChatWriter:
 
 
 def common(body: Json) -> Json:
-    """The keys that both of OpenAI's APIs share."""
+    """The keys that the APIs share."""
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
@@ -146,17 +145,22 @@ def common(body: Json) -> Json:
     }
 
 
-def read_tools(body: Json, nested: str) -> tuple[Json, ...]:
-    """The tools; each inside the key `nested`, unless that is empty."""
+def read_tools(
+    body: Json, *, kind: str = "function", nested: str = "", schema: str = "parameters"
+) -> tuple[Json, ...]:
+    """The tools, unless the choice of tools is none: of this type, in the key `nested` if any, with
+    their JSON schema in the key `schema`."""
     found = []
     for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
         where = f"tools[{place}]."
-        if tool.get("type", "function") != "function":
-            what = f"expected a function, got the type {tool.get('type')!r}"
+        if (tool.get("type") or kind) != kind:
+            what = f"expected the type {kind}, got {tool.get('type')!r:.60}"
             raise ApiError("unsupported", what, where + "type")
         own = get(tool, nested, dict, {}, where) if nested else tool
-        found.append(read_tool(own, "parameters", where + (nested and nested + ".")))
-    return tuple(found)
+        found.append(read_tool(own, schema, where + (nested and nested + ".")))
+    choice = body.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    return () if choice == "none" else tuple(found)
 
 
 def read_role(raw: Json, where: str) -> Role:

@@ -30,7 +30,7 @@ from agentenv.endpoint.messages import (
     served,
 )
 from agentenv.endpoint.server import Delta
-from agentenv.engine import MIN_TEMPERATURE, PARTIAL, Engine
+from agentenv.engine import MIN_TEMPERATURE, Engine
 from agentenv.errors import (
     ConfigError,
     CrashError,
@@ -40,6 +40,7 @@ from agentenv.errors import (
     EnvError,
 )
 from agentenv.renderer import ContextRenderer, context_ids
+from agentenv.stop_strings import PARTIAL
 from agentenv.types import Chunk, Completion, Message, SamplingParams
 
 STREAM_INTERVAL = 4  # tokens

@@ -49,7 +49,7 @@ class Responses:
         return checked(
             Request(
                 messages=tuple(messages),
-                tools=() if body.get("tool_choice") == "none" else read_tools(body, ""),
+                tools=read_tools(body),
                 max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
                 stop=stops(body, "stop"),
                 logprobs=LOGPROBS in include,

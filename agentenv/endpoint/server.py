@@ -79,8 +79,11 @@ class Listener:
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    async def listen(self, app: web.Application, host: str, port: int) -> None:
-        """Listen; port 0 is any free one. Raises ConfigError."""
+    async def listen(
+        self, app: web.Application, host: str, port: int, path: str | None = None
+    ) -> None:
+        """Listen, also at the Unix socket `path` if any; port 0 is any free one. Raises
+        ConfigError."""
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -95,6 +98,8 @@ class Listener:
                 reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
         self.port = self._runner.addresses[0][1]
+        if path is not None:
+            await web.UnixSite(self._runner, path, backlog=BACKLOG).start()
 
     async def close(self) -> None:
         """Stop listening, and cancel running requests. Idempotent."""
@@ -115,8 +120,8 @@ class ApiServer(Listener):
         self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()  # by transport
         self._adopting: dict[Any, Handler] = {}  # by protocol, before it has a transport
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 is any free one. Raises ConfigError."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
+        """Listen, as in `listen`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.router.add_get("/health", _healthy)
         app.router.add_get("/v1/models", self._list)
@@ -126,7 +131,7 @@ class ApiServer(Listener):
         app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/resume", self._resume)
-        await self.listen(app, host, port)
+        await self.listen(app, host, port, path)
 
     async def _list(self, http: web.Request) -> web.Response:
         self._handler(http)

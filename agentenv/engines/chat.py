@@ -15,15 +15,15 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.engines.remote.endpoint import (
+from agentenv.engines.remote.chat_model import (
     CHAT_PATH,
     ChatChoice,
     ChatReply,
     ChatUsage,
-    Json,
     read_chat,
 )
+from agentenv.engines.remote.client import MalformedReplyError
+from agentenv.engines.remote.endpoint import Json
 from agentenv.env import check_observation
 from agentenv.errors import CrashError, EngineError, ForeignError
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
@@ -40,7 +40,7 @@ MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start
            "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
 
 
-class Piece(Struct, frozen=True, kw_only=True):
+class ChatPiece(Struct, frozen=True, kw_only=True):
     """A text of the conversation: the prompt, a turn of the policy, or results.
 
     `messages` are those of the prompt or the results, `calls` the native tool calls of a turn as
@@ -63,14 +63,14 @@ class Pieces:
     """All pieces of a process by their identifying ids."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[ChatPiece] = []
 
-    def add(self, piece: Piece, num_tokens: int) -> list[int]:
+    def add(self, piece: ChatPiece, num_tokens: int) -> list[int]:
         """The ids of a piece: one per token, and at least one."""
         self._pieces.append(piece)
         return [len(self._pieces)] + [FILL] * (num_tokens - 1)
 
-    def read(self, ids: Sequence[int]) -> list[Piece]:
+    def read(self, ids: Sequence[int]) -> list[ChatPiece]:
         """The pieces of these ids, in order."""
         return [self._pieces[i - 1] for i in ids if i != FILL]
 
@@ -97,7 +97,7 @@ class ChatRenderer:
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         messages = with_tools(messages, tools, self.tools_in_prompt)
         text = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
-        piece = Piece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))
+        piece = ChatPiece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))
         return self.pieces.add(piece, estimated_tokens(text))
 
     def check_tools(self, tools: ToolSchemas) -> None:
@@ -146,7 +146,7 @@ class ChatRenderer:
             for one in messages
         )
         text = _results(kept) + "".join(f"\n\nuser: {one}\n\n" for one in _texts_of_user(kept))
-        return self.pieces.add(Piece(text=text, messages=kept), estimated_tokens(text))
+        return self.pieces.add(ChatPiece(text=text, messages=kept), estimated_tokens(text))
 
     def _check_answered(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> None:
         """Raises CrashError for a call without a result, which the endpoint would reject."""
@@ -161,7 +161,7 @@ class ChatRenderer:
         return "".join(piece.text for piece in self.pieces.read(token_ids))
 
     def encode(self, text: str) -> list[int]:
-        return self.pieces.add(Piece(text=text), estimated_tokens(text))
+        return self.pieces.add(ChatPiece(text=text), estimated_tokens(text))
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break tags and the structural strings of common models."""
@@ -179,7 +179,7 @@ def _results(messages: Sequence[Message]) -> str:
     return "".join(RESULT_OPEN + text + RESULT_CLOSE for text in results)
 
 
-def _shown_results(piece: Piece) -> str:
+def _shown_results(piece: ChatPiece) -> str:
     """A piece without its user messages."""
     return _results(piece.messages) if piece.messages else piece.text
 
@@ -269,7 +269,7 @@ class ChatEngine(EndpointEngine):
 
     # requests
 
-    def _body(self, pieces: Sequence[Piece], sampling: SamplingParams) -> Json:
+    def _body(self, pieces: Sequence[ChatPiece], sampling: SamplingParams) -> Json:
         config = self.config
         body: Json = {
             "model": self.endpoint.model,
@@ -299,7 +299,7 @@ class ChatEngine(EndpointEngine):
             return chosen
         return "continue" if self.endpoint.known else "turns"
 
-    def _messages(self, pieces: Sequence[Piece]) -> list[Json]:
+    def _messages(self, pieces: Sequence[ChatPiece]) -> list[Json]:
         """The conversation in the API's form."""
         chat: list[Json] = [{"role": m.role, "content": m.content} for m in pieces[0].messages]
         rest = pieces[1:]
@@ -350,7 +350,7 @@ class ChatEngine(EndpointEngine):
         num_prompt = usage.prompt_tokens or 0
         self.endpoint.counts["sampled_tokens"] += num_tokens
         self.endpoint.counts["prompt_tokens"] += num_prompt
-        piece = Piece(
+        piece = ChatPiece(
             text=text,
             content=content,
             thoughts=thoughts if self.is_ours else "",
@@ -387,7 +387,7 @@ def _ended(reply: Any) -> ChatReply:
     return found
 
 
-def _native_messages(pieces: Sequence[Piece]) -> list[Json]:
+def _native_messages(pieces: Sequence[ChatPiece]) -> list[Json]:
     """Turns with their calls, results and user messages."""
     chat: list[Json] = []
     calls: tuple[Json, ...] = ()

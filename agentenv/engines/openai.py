@@ -1,25 +1,23 @@
-"""Engines over an OpenAI-compatible endpoint, for inference only: their keys, their common base,
-and the engine for token ids (for chat messages: agentenv/engines/chat.py).
+"""An OpenAI-compatible endpoint as an engine, for inference only: its keys, and the common base of
+the engines for token ids (token_routes.py) and for chat messages (chat.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
-from agentenv.engine import EngineConfig
-from agentenv.engines.remote import ServerLostError
-from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
-from agentenv.engines.remote.endpoint import Endpoint
-from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
-from agentenv.untrusted import convert
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig
+from agentenv.engines.remote.client import FailedError, RequestRefusedError, SilentServerError
+from agentenv.engines.remote.endpoint import ModelEndpoint
+from agentenv.engines.remote.request import ServerLostError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.types import Completion, VersionSpan
 
 
 class OpenAIConfig(
@@ -74,7 +72,7 @@ class OpenAIConfig(
         dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)
 
-    has_weights: ClassVar[bool] = False
+    capabilities: ClassVar = EngineCapabilities(has_weights=False)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -84,16 +82,16 @@ class OpenAIConfig(
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
 
 
-class EndpointEngine:
-    """Common base of the engines over an Endpoint. An endpoint that rejects everything, or that is
-    unreachable, ends the run: EngineDeadError.
+class EndpointEngine(Engine):
+    """Common base of the engines over a ModelEndpoint. An endpoint that rejects everything, or that
+    is unreachable, ends the run: EngineDeadError.
     """
 
     policy_version = 0
 
     def __init__(self, config: OpenAIConfig) -> None:
         self.config = config
-        self.endpoint = Endpoint(config, "engine")
+        self.endpoint = ModelEndpoint(config, "engine")
         self._dead = ""  # the reason
 
     @property
@@ -112,7 +110,7 @@ class EndpointEngine:
         )
 
     def stats(self) -> dict[str, float]:
-        """See Endpoint.counts."""
+        """See ModelEndpoint.counts."""
         return dict(self.endpoint.counts)
 
     async def close(self) -> None:
@@ -127,158 +125,16 @@ class EndpointEngine:
             raise EngineDeadError(self._dead)
         try:
             yield
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if error.status not in HOPELESS:
                 raise
             self._dead = str(error)
             raise EngineDeadError(self._dead) from error
-        except ServerLostError as error:
-            # An unreachable server ends the run; a slow or busy one does not.
-            if "connection lost" not in str(error):
-                raise
+        except (FailedError, SilentServerError):
+            raise
+        except ServerLostError as error:  # unreachable; a slow or busy one does not end the run
             self._dead = f"{error}; after {self.config.num_retries} retries"
             raise EngineDeadError(self._dead) from error
-
-
-class TokensEngine(EndpointEngine):
-    """Token ids in, token ids out, on a running server: vLLM by /v1/completions, SGLang by
-    /generate. Log-probs and entropies are not requested and are NaN. A turn also ends at any of
-    `eos_ids`, independently of the server's end tokens."""
-
-    def __init__(self, config: OpenAIConfig, eos_ids: Collection[int] = ()) -> None:
-        super().__init__(config)
-        self._ends = {"stop_token_ids": sorted(eos_ids)} if eos_ids else {}
-
-    async def start(self) -> None:
-        """Connect. Raises ConfigError for an endpoint without token ids."""
-        await super().start()
-        if not self.endpoint.known:
-            raise ConfigError(
-                f"engine.tokenizer: {self.endpoint.api.name} is served by "
-                f"{self.endpoint.owner or 'an unknown server'}, which does not support token ids "
-                "in and out; omit the tokenizer to use chat messages"
-            )
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
-    ) -> Completion:
-        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
-        sglang = self.endpoint.owner == "sglang"
-        body = self._body(prompt_ids, sampling)
-        if sglang:
-            body = _sglang_body(prompt_ids, sampling, self._ends)
-        path, read = ("/generate", _read_sglang) if sglang else ("/completions", _read)
-        with self._alive():
-            done = await self.endpoint.send(path, body, read, f"{sampling.seed}/{session}")
-        if on_tokens is not None:
-            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
-        self.endpoint.counts["sampled_tokens"] += len(done.token_ids)
-        self.endpoint.counts["prompt_tokens"] += len(prompt_ids)
-        return done
-
-    def _body(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
-        return {
-            "model": self.endpoint.model,
-            "prompt": list(prompt_ids),
-            "max_tokens": sampling.max_tokens,
-            **_sampling(sampling, self._ends),
-            "include_stop_str_in_output": True,
-            "return_token_ids": True,
-            **({} if sampling.seed is None else {"seed": sampling.seed % 2**63}),
-            **self.config.extra_body,
-        }
-
-
-def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
-    """The keys that both servers accept."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": list(sampling.stop),
-        **ends,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-    }
-
-
-def _sglang_body(
-    prompt_ids: Sequence[int], sampling: SamplingParams, ends: Mapping[str, list[int]]
-) -> dict[str, Any]:
-    params = _sampling(sampling, ends)
-    params |= {"max_new_tokens": sampling.max_tokens, "no_stop_trim": True}
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed % 2**31
-    return {"input_ids": list(prompt_ids), "sampling_params": params}
-
-
-class _Choice(Struct):
-    """Of /completions."""
-
-    token_ids: list[TokenId] | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-
-
-class _Reply(Struct):
-    choices: Annotated[list[_Choice], Meta(min_length=1)]
-
-
-class _Reason(Struct):
-    type: str
-    matched: Any = None
-
-
-class _Meta(Struct):
-    finish_reason: _Reason
-
-
-class _Generated(Struct):
-    """A reply of SGLang's /generate."""
-
-    output_ids: list[TokenId]
-    meta_info: _Meta
-
-
-def _read(reply: Any) -> Completion:
-    try:
-        choice = convert(reply, _Reply).choices[0]
-    except ForeignError as error:
-        raise MalformedReplyError(f"not a completion ({error}): {_shown(reply)}") from error
-    if choice.token_ids is None:
-        raise MalformedReplyError(
-            f"a completion without token_ids: {_shown(reply)}; token_ids require vLLM 0.11 or newer"
-        )
-    return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
-
-
-def _read_sglang(reply: Any) -> Completion:
-    try:
-        found = convert(reply, _Generated)
-    except ForeignError as error:
-        raise MalformedReplyError(f"output_ids are missing ({error}): {_shown(reply)}") from error
-    why = found.meta_info.finish_reason
-    return _completion(found.output_ids, why.type, why.matched)
-
-
-def _shown(reply: Any) -> str:
-    return repr(msgspec.json.encode(reply)[:200])
-
-
-def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:
-    if reason not in ("stop", "length") or not ids:
-        raise EngineError(f"the server ended a turn of {len(ids)} tokens with {reason!r}")
-    kind: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
-    return unmeasured(ids, kind, stop if isinstance(stop, str) else None)
 
 
 def unmeasured(ids: list[int], reason: Literal["stop", "length"], stop: str | None) -> Completion:

@@ -15,7 +15,14 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from agentenv.engine import EngineConfig, EngineStart, check_request, extend_spans
+from agentenv.engine import (
+    Engine,
+    EngineCapabilities,
+    EngineConfig,
+    EngineStart,
+    check_request,
+    extend_spans,
+)
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.offload import in_thread
@@ -34,7 +41,7 @@ class ScriptedConfig(
 ):
     """Configuration of the scripted engine."""
 
-    is_exact: ClassVar[bool] = True  # it has no model that could differ
+    capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ
 
     script: Annotated[
         str,
@@ -60,12 +67,14 @@ class ScriptedConfig(
         return engine
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """An engine whose turns come from `script` (or from the function that the config names).
 
     Log-probabilities and entropies are pseudo-random, from the request's seed. A turn that does not
     end with a stop string gets the tokenizer's end-of-sequence token, or the first of `eos_ids`.
     """
+
+    policy_version = 0
 
     def __init__(
         self,
@@ -80,14 +89,10 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self.script = script or _load_script(config.script)
-        self._version = policy_version
+        self.policy_version = policy_version
         self._closed = False
         self._running = 0
         self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     async def generate(
         self,
@@ -124,7 +129,7 @@ class ScriptedEngine:
                 await asyncio.sleep((end - start) / self.config.tokens_per_s)
             if self._closed:
                 raise EngineDeadError("the scripted engine was closed")
-            extend_spans(turn.version_spans, VersionSpan(self._version, start, end))
+            extend_spans(turn.version_spans, VersionSpan(self.policy_version, start, end))
             self._stats["sampled_tokens"] += end - start
             if on_tokens is not None and end - start == stream_interval:
                 on_tokens(
@@ -137,7 +142,7 @@ class ScriptedEngine:
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Set the version; there are no weights."""
-        self._version = policy_version
+        self.policy_version = policy_version
 
     def stats(self) -> dict[str, float]:
         return {**self._stats, "running": float(self._running), "waiting": 0.0}

@@ -18,11 +18,10 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
+from agentenv.engine import EngineCapabilities, check_request
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote.base import HEALTH_S, AnswerParser, LabeledSpan, top_k_entropies
+from agentenv.engines.remote.client import Count, Logprob, RequestRefusedError, ServerClient
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
     SGLANG_TRIED,
@@ -33,9 +32,16 @@ from agentenv.engines.remote.probes import (
     probe_sglang,
     read_metrics,
 )
+from agentenv.engines.remote.request import (
+    BusyError,
+    PartEnd,
+    ServerLoad,
+    ServerLostError,
+    ServerRequest,
+)
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
-from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.errors import EngineError, ForeignError
 from agentenv.server_config import SGLANG_RESERVED
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from agentenv.untrusted import decode
@@ -57,7 +63,7 @@ class Reason(Struct, frozen=True):
     status_code: int | None = None
 
 
-class Failure(Struct, frozen=True):
+class SGLangFailure(Struct, frozen=True):
     """An error in place of tokens."""
 
     message: str | None = None
@@ -82,7 +88,7 @@ class Event(Struct, frozen=True):
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
-    error: Failure | str | None = None
+    error: SGLangFailure | str | None = None
 
 
 def is_truncated(sampling: SamplingParams) -> bool:
@@ -93,7 +99,7 @@ def is_truncated(sampling: SamplingParams) -> bool:
     )
 
 
-def check_turn(request: Request, facts: SGLangFacts) -> None:
+def check_turn(request: ServerRequest, facts: SGLangFacts) -> None:
     """Raises EngineError for a request that SGLang would reject, clamp or handle differently, or
     that would crash it."""
     sampling = request.sampling
@@ -122,7 +128,7 @@ def _top_k(sampling: SamplingParams, facts: SGLangFacts) -> int:
 
 
 def request_body(
-    request: Request, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
+    request: ServerRequest, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
 ) -> dict[str, Any]:
     """JSON of POST /generate. Every sampling field is set, so that no default of the model's
     generation_config or of the server applies. Each rid is new, and none is a prefix of another:
@@ -164,13 +170,13 @@ def request_body(
     return body
 
 
-class SGLangAnswer(Answer):
+class SGLangAnswer(AnswerParser):
     """An event has the tokens since the last one; `completion_tokens` counts from the start."""
 
     def __init__(
         self,
         server: str,
-        request: Request,
+        request: ServerRequest,
         entropy_top_k: int,
         name_span: Callable[[str, int, int], VersionSpan],
         vocab_size: int,
@@ -191,7 +197,11 @@ class SGLangAnswer(Answer):
             raise ServerLostError(text) from error
         meta = found.meta_info
         if found.error is not None or meta is None:
-            failure = found.error if isinstance(found.error, Failure) else Failure(found.error)
+            failure = (
+                found.error
+                if isinstance(found.error, SGLangFailure)
+                else SGLangFailure(found.error)
+            )
             raise self._refusal(failure.message, failure.code)
         if meta.finish_reason is not None:
             self._end(meta, meta.finish_reason)
@@ -268,7 +278,7 @@ class Loads(Struct, frozen=True):
     loads: list[RankLoad]
 
 
-async def read_load(server: HttpClient) -> ServerLoad:
+async def read_load(server: ServerClient) -> ServerLoad:
     """Sums over ranks; the fullest cache. Raises EngineError for an unknown answer."""
     ranks = (await server.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})).loads
     return ServerLoad(
@@ -279,10 +289,10 @@ async def read_load(server: HttpClient) -> ServerLoad:
     )
 
 
-async def _count_preemptions(worker: HttpClient) -> int:
+async def _count_preemptions(worker: ServerClient) -> int:
     try:
         text = await worker.call("GET", "/metrics")
-    except RefusedError:  # without --enable-metrics
+    except RequestRefusedError:  # without --enable-metrics
         return 0
     return int(sum(read_metrics(text, {RETRACTED: 0})[RETRACTED]))
 
@@ -308,7 +318,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     async def _try_out(self) -> None:
         await check_logprobs(self._http, self._connected().vocab_size)
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See RemoteServer.generate."""
         facts = await self._known()
         check_turn(request, facts)
@@ -350,7 +360,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         }
         try:
             await self._post("/update_weights_from_disk", body, self._load_s)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
             raise ServerLostError(f"its weight version is unknown: {error}") from error
@@ -359,7 +369,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         try:
             # Its own parameter to wait would wait for retracted requests to end.
             await self._http.call("POST", "/flush_cache")
-        except RefusedError as error:  # a request that waited may have an old cache salt
+        except RequestRefusedError as error:  # a request that waited may have an old cache salt
             raise ServerLostError(f"cached prefixes of old weights remain: {error}") from error
 
     async def _write_label(self, label: str) -> None:
@@ -439,14 +449,4 @@ class SGLangConfig(
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    _reserved: ClassVar[int] = SGLANG_RESERVED
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.update_kv == "keep":
-            raise ConfigError(
-                'engine.update_kv = "keep" is for vLLM; SGLang recomputes running requests at an '
-                "update"
-            )
-        if self.lora == "adapter":
-            raise ConfigError('engine.lora = "adapter" is for vLLM; use "merged" with SGLang')
+    capabilities: ClassVar = EngineCapabilities(can_sleep=True, num_reserved=SGLANG_RESERVED)

@@ -16,19 +16,9 @@ from typing import Any, ClassVar, Literal
 
 from msgspec.structs import replace
 
-from agentenv.engine import check_request
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import (
-    AbortedError,
-    ForeignWeightsError,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.remote.client import (
-    RefusedError,
-)
+from agentenv.engine import EngineCapabilities, check_request
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote.client import RequestRefusedError
 from agentenv.engines.remote.probes import (
     ABORT,
     GENERATE,
@@ -42,6 +32,14 @@ from agentenv.engines.remote.probes import (
     check_trial,
     probe_vllm,
     read_metrics,
+)
+from agentenv.engines.remote.request import (
+    ForeignWeightsError,
+    PartEnd,
+    RequestAbortedError,
+    ServerLoad,
+    ServerLostError,
+    ServerRequest,
 )
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
@@ -123,7 +121,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     # requests
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See RemoteServer.generate. With the cache kept, a request without a token is sent again
         after an update, so that each has the salt of the weights with which it starts."""
         num_sent = 0
@@ -138,7 +136,11 @@ class VLLMServer(WeightSync[VLLMFacts]):
                 return answer.finish()
 
     async def _sample(
-        self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
+        self,
+        request_id: str,
+        request: ServerRequest,
+        vocab_size: int,
+        on_chunk: Callable[[Chunk], None],
     ) -> VLLMAnswer | None:
         """One request to the server; None if the weights changed before its first token."""
         plugin, entropies = self._connected().plugin, request.with_entropies
@@ -162,9 +164,9 @@ class VLLMServer(WeightSync[VLLMFacts]):
             if not sent.has_tokens:
                 return None
             if sent.on_purpose:
-                raise AbortedError(f"{self.name} received a different adapter") from None
+                raise RequestAbortedError(f"{self.name} received a different adapter") from None
             raise ServerLostError(f"{self.name}: {self._unusable}") from None
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if error.status == 404 and self._adapter:  # a new process, without the adapter
                 raise ServerLostError(str(error)) from error
             raise
@@ -184,7 +186,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             raise ConfigError(
                 f"{self.name} does not report which weights sampled a token: {error}"
             ) from error
-        except RefusedError as error:
+        except RequestRefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
 
@@ -261,7 +263,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
         try:
             await super()._replace(change, policy_version)
-        except RefusedError:
+        except RequestRefusedError:
             raise
         except BaseException as error:
             if self._is_asleep:  # no request runs, and resuming without memory would crash it
@@ -397,4 +399,6 @@ class VLLMConfig(
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
-    can_map: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(
+        can_sleep=True, can_map=True, has_adapters=True, keeps_cache=True
+    )

@@ -19,7 +19,7 @@ points of the same kind of question and the same number of earlier calls, with i
 bootstrap over questions. Dividing by ln V or V changes none of these, only `shift`, the change of
 the fork probability.
 
-The score of the plan "learned" is compared too: p (1 - p) of the forecast (agentenv/forecast.py),
+The score of the plan "learned" is compared too: p (1 - p) of the forecast (forecast.py),
 by a tree of the probe and one more root, without siblings. It is fitted, in one update, on trees of
 two roots and two siblings, as the plan has them in groups of 4: for questions with even numbers on
 those with odd ones, and the other way round. "tree" is the same without a forecast, the score of
@@ -48,10 +48,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
-from agentenv.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places
 from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE
@@ -60,6 +59,7 @@ from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 from agentenv.types import Task
+from benchmarks.experiments.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places
 
 ROOTS = 8
 PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured

@@ -13,7 +13,7 @@ Stage a runs every arm; b the four best and the two best sizes of GRPO groups, e
 is best on the tuning seeds (an optimum at the edge of the grid extends it; noisy rewards take the
 rates of exact ones); c these four and the best GRPO of each task on new seeds; d the winner of c
 again, on others. A run that never meets a level counts, for a choice, with twice the calls of the
-longest run of its task. `prefix_starts.toml` is a smaller study of its own, `--stage c`.
+longest run of its task.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def start_of(cell: Cell) -> Path:
 
 
 def led_calls(run: Path) -> int:
-    """Tool calls that were replayed, to a fork or after given turns; the calls of a
-    point include them."""
+    """Tool calls that were replayed to reach a fork; the calls of a point include them."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return int(sum(json.loads(line).get("rollout/led_calls", 0) for line in lines))
 
@@ -133,9 +132,7 @@ class Study:
         algorithm = {"group_size": 8, **self.plan["arms"][cell.arm]}
         groups = self.plan["groups"]
         num_steps = math.ceil(self.plan["trajectories"] / (groups * algorithm["group_size"]))
-        data = algorithm.pop("data", {})
         config = arm_config(raw, algorithm, start, cell.seed, num_steps, self.plan["questions"])
-        config["data"] |= self.plan.get("data", {}) | data
         config["queue"]["groups_per_step"] = groups
         config["learner"]["groups_per_minibatch"] = groups
         config["learner"] |= {key: config["learner"][key] * cell.rate for key in RATES}
@@ -191,8 +188,7 @@ class Study:
         return dict(sorted(found.items(), key=lambda one: one[1]))
 
     def is_grpo(self, arm: str) -> bool:
-        """With other data it is an arm like any other."""
-        return self.plan["arms"][arm]["name"] == "grpo" and "data" not in self.plan["arms"][arm]
+        return bool(self.plan["arms"][arm]["name"] == "grpo")
 
     def arms(self, stage: str, task: str) -> list[str]:
         """Of a stage; the baseline comes last."""

@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from agentenv.actor import Actor
 from agentenv.endpoint.capture import Endpoint, Session
+from agentenv.engine import Engine
 from agentenv.env import ForkMode, StepResult
 from agentenv.pipelines.run.watchdog import CommandLoop
 from agentenv.plan import Independent
@@ -109,7 +110,7 @@ def make_tokenizer() -> Any:
     )
 
 
-class WaitingEngine:
+class WaitingEngine(Engine):
     """An engine that waits and then returns a turn encoded in advance."""
 
     policy_version = 0
@@ -149,7 +150,7 @@ class CallsEnv:
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
     async def step(self, action: Message) -> StepResult:
-        self.session.answer(action)
+        self.session.reply(action)
         self.left -= 1
         if not self.left:
             return [], 0.0, True, False, {}

@@ -49,11 +49,11 @@ from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.guard import GUARD
-from agentenv.link import held_ports
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from benchmarks.parts.mock_server import SCHEMA, TOKEN_S
+from tests.support.ports import held_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = "chaos.toml"

@@ -46,15 +46,15 @@ from msgspec.structs import asdict
 
 from agentenv.config import load_config
 from agentenv.disk import write_whole
-from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerLoad, ServerRequest
 from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES, held_ports
+from agentenv.link import PREFIX_BYTES, frame_of
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
@@ -63,7 +63,10 @@ from agentenv.pipelines.run.terminal import View, run_until_done
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
+from agentenv.untrusted import packed
+from agentenv.worker_group import Hello
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
+from tests.support.ports import held_ports
 
 SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts per step
 GROUP_SIZE = 16
@@ -206,7 +209,7 @@ class LookUpEnv(ToolEnv):
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `WaitingEngine`."""
 
-    is_exact: ClassVar[bool] = True
+    capabilities: ClassVar = EngineCapabilities(is_exact=True)
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len
@@ -260,7 +263,7 @@ def part_of(done: Completion, part: slice) -> Chunk:
     return Chunk(done.token_ids[part], done.logprobs[part], done.entropies[part])
 
 
-class WaitingEngine:
+class WaitingEngine(Engine):
     """The mock engine in the controller's process."""
 
     policy_version = 0
@@ -298,9 +301,6 @@ class WaitingEngine:
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
 
-    async def close(self) -> None:
-        pass
-
 
 class WaitingServer:
     """The mock server, which has no connection. Its URL is the folder of the model."""
@@ -317,7 +317,7 @@ class WaitingServer:
         self.policy_version = policy_version
         return ServerInfo("waiting", "1", "policy", 4096, frozenset())
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if self._draws is None:
             self._draws = Draws(load_tokenizer(Path(self.url), with_weights=True))
         done, seconds = self._draws.draw(len(request.prompt_ids))
@@ -377,8 +377,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
     writes are an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    hello = wire.RankHello(token, 0, 1, os.getpid(), socket.gethostname(), "")
-    writer.write(wire.pack_frame(hello))
+    hello = Hello(token, 0, os.getpid(), total=1, host=socket.gethostname())
+    writer.write(frame_of(packed(hello)))
     version = 0
     while True:
         try:
@@ -461,7 +461,7 @@ class MeasuredTraining(Training):
     figures: Figures
     floor_us = 0.0
 
-    async def _run_rl(self) -> None:
+    async def run_rl(self) -> None:
         global num_turns
         self.lag.clear()
         process, peak = psutil.Process(), [0.0]
@@ -473,11 +473,11 @@ class MeasuredTraining(Training):
 
         watching = asyncio.create_task(watch_memory())
         num_turns, before, below = 0, time.process_time(), _children_cpu_s()
-        num_before = self.parts.engine.stats()["requests"]
-        await super()._run_rl()
+        num_before = self.loop.parts.engine.stats()["requests"]
+        await super().run_rl()
         own, others = time.process_time() - before, _children_cpu_s() - below
-        if self.workers is not None:
-            num_turns = int(self.parts.engine.stats()["requests"] - num_before)
+        if self.loop.feeder.workers is not None:
+            num_turns = int(self.loop.parts.engine.stats()["requests"] - num_before)
         watching.cancel()
         self.figures = Figures(
             round(own / num_turns * 1e6, 1),

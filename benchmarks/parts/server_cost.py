@@ -24,9 +24,9 @@ import psutil
 from msgspec import Struct
 
 from agentenv.engines import sglang
-from agentenv.engines.remote import Request, ServerInfo
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import GENERATE, SGLangFacts
+from agentenv.engines.remote.request import ServerInfo, ServerRequest
 from agentenv.engines.remote.vllm_answer import request_body
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.server_config import LaunchConfig, Served
@@ -95,7 +95,7 @@ async def _run(
         factory = ServerFactory(folder, stack, report)
         (url,) = await factory.start(served, config, "--python")
         parts = _processes(factory.processes[0].pid)
-        http = HttpClient(url)
+        http = ServerClient(url)
         stack.push_async_callback(http.close)
         await _load(http, 16, 32, "both", request_of, parts)  # warm
         for number, length, form in product(range(rounds), lengths, forms):
@@ -120,14 +120,14 @@ def _processes(guard: int) -> Parts:
     return [api, *(one for one in below if one != engine)], engine
 
 
-def vllm_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
+def vllm_request(request: ServerRequest, *, plugin: bool) -> tuple[str, dict[str, Any]]:
     """Return route and body of a request to vLLM."""
     body = request_body(request.id, request, TOP_K, "bench", plugin=plugin)
     body["sampling_params"]["ignore_eos"] = True
     return GENERATE, body
 
 
-def sglang_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
+def sglang_request(request: ServerRequest, *, plugin: bool) -> tuple[str, dict[str, Any]]:
     """Return route and body of a request to SGLang, which has no plugin."""
     assert not plugin
     info = ServerInfo("sglang", "", "", 1024, frozenset())
@@ -138,7 +138,7 @@ def sglang_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, An
 
 
 async def _load(
-    http: HttpClient,
+    http: ServerClient,
     length: int,
     number: int,
     form: str,
@@ -153,7 +153,7 @@ async def _load(
         sampling = SamplingParams(max_tokens=length, seed=index, stop=stops)
         name = f"{form}-{rng.random()}"
         route, body = make(
-            Request(name, prompt, sampling, INTERVAL, (), "", entropies), plugin=plugin
+            ServerRequest(name, prompt, sampling, INTERVAL, (), "", entropies), plugin=plugin
         )
         async with free, http.stream(route, body, {}) as events:
             async for _ in events:

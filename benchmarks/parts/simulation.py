@@ -54,6 +54,7 @@ from rich.console import Console
 
 from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
+from agentenv.engine import Engine
 from agentenv.envs.sandbox.keys import python_config
 from agentenv.envs.search.upstream import BURST, TokenBucket
 from agentenv.envs.web_search import search_config
@@ -66,12 +67,11 @@ from agentenv.learners.learner import LearnerConfig, Score
 from agentenv.metrics import Metrics
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import StepBatch
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.loop import Loop
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -87,8 +87,7 @@ from agentenv.types import (
     ToolCall,
     VersionSpan,
 )
-from benchmarks.parts.timings import FILE as TIMINGS
-from benchmarks.parts.timings import Shape, StepTimes, Timings, Trace, begin
+from benchmarks.parts.timings import FILE, Shape, StepTimes, Timings, Trace, begin
 from tests.support.virtual_clock import run_virtual
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
@@ -402,17 +401,18 @@ class Grown(Struct, kw_only=True):
         return max(1, num_tokens)
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """An engine that samples turns of a `Work` on machines. A tree stays on the machine that had
     the least load. The last token of a prompt identifies the node that the turn follows; the last
     token of a turn identifies the turn's node."""
+
+    policy_version = 0
 
     def __init__(
         self, work: Work, machines: Sequence[Machine], model: ServiceModel, num_loops: int
     ) -> None:
         self.work, self.machines, self.model, self.num_loops = work, machines, model, num_loops
         self._loop_free_at = 0.0
-        self.policy_version = 0
         self._trees: dict[str, Grown] = {}
         self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
 
@@ -473,9 +473,6 @@ class SimulatedEngine:
         waiting = sum(machine.num_waiting for machine in self.machines)
         running = sum(machine.load for machine in self.machines) - waiting
         return {**self._stats, "running": float(running), "waiting": float(waiting)}
-
-    async def close(self) -> None:
-        pass
 
 
 class SimulatedRenderer:
@@ -701,7 +698,7 @@ class SimulatedReport(StepReport):
         self.rows: list[dict[str, float]] = []
         self._row_s = 0.0
 
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         trees, metrics = batch.delivered, batch.metrics
         await asyncio.sleep(self.tree_s * len(trees))
         now_s = asyncio.get_running_loop().time()
@@ -724,30 +721,22 @@ class SimulatedReport(StepReport):
         self._row_s = now_s
 
 
-class SimulatedTraining(Training):
-    """A training that keeps the data of its steps, without the phases before and after."""
-
-    feeder_class, report_class = SimulatedFeeder, SimulatedReport
-    report: SimulatedReport
-    timings: Timings | None = None
-
-    def _loop(self) -> Loop:
-        loop = super()._loop()
-        self.report.timings = self.timings
-        return loop
-
-    async def simulate(
-        self, max_branches: int, tree_s: float, commit_s: float, *, is_timed: bool
-    ) -> None:
-        async with AsyncExitStack() as stack:
-            await self._set_up(stack)
-            self.timings = begin(self) if is_timed else None
-            stack.push_async_callback(self.parts.probe.close)
-            self.run.begin(self.config)
-            assert isinstance(self.feeder, SimulatedFeeder)
-            self.feeder.max_branches, self.feeder.commit_s = max_branches, commit_s
-            self.report_class.tree_s = tree_s
-            await self._run_rl()
+async def _simulate(
+    training: Training, max_branches: int, tree_s: float, commit_s: float, *, is_timed: bool
+) -> SimulatedReport:
+    """Run only the phase of RL, and return the data of its steps."""
+    async with AsyncExitStack() as stack:
+        loop = await training.set_up(stack)
+        stack.push_async_callback(loop.parts.probe.close)
+        training.run.begin(training.config)
+        report, feeder = loop.report, loop.feeder
+        assert isinstance(report, SimulatedReport)
+        assert isinstance(feeder, SimulatedFeeder)
+        feeder.max_branches, feeder.commit_s = max_branches, commit_s
+        report.tree_s = tree_s
+        report.timings = begin(loop, training.run.path / FILE) if is_timed else None
+        await training.run_rl()
+        return report
 
 
 def simulate(
@@ -794,13 +783,17 @@ def simulate(
         run = RunDirectory(Path(folder) / "run", resume=False, settings={})
         view = View()
         view.console = view._errors = Console(file=nowhere)
-        training = SimulatedTraining(config, run, view, resume="", build=build)
+        training = Training(
+            config, run, view, build=build, make_feeder=SimulatedFeeder, make_report=SimulatedReport
+        )
         is_timed, branches = timings is not None, variant.max_branches
-        run_virtual(training.simulate(branches, model.tree_s, commit_s, is_timed=is_timed))
+        report = run_virtual(
+            _simulate(training, branches, model.tree_s, commit_s, is_timed=is_timed)
+        )
         run.close()
         if timings is not None:
-            shutil.copyfile(run.path / TIMINGS, timings)
-    return figures(training.report.rows, bound)
+            shutil.copyfile(run.path / FILE, timings)
+    return figures(report.rows, bound)
 
 
 def _parts(

@@ -37,9 +37,9 @@ from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.learners.learner import Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import StepBatch
 from agentenv.pipelines.rl.loop import Loop
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -253,7 +253,7 @@ class Timings:
         append_whole(self._path, row)
 
 
-class TimedEngine:
+class TimedEngine(Engine):
     """An engine that measures its turns."""
 
     def __init__(self, engine: Engine, timings: Timings, trains: bool) -> None:
@@ -302,7 +302,7 @@ class TimedReport(StepReport):
 
     timings: Timings
 
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         await super().record(batch, num_known)
         await in_thread(self.timings.write, self.timings.row(batch.delivered, self.live.row))
 
@@ -310,28 +310,20 @@ class TimedReport(StepReport):
 class TimedTraining(Training):
     """A training that measures its turns and updates."""
 
-    report_class = TimedReport
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, make_report=TimedReport, **keys)
 
-    async def _set_up(self, stack: AsyncExitStack) -> None:
-        await super()._set_up(stack)
-        self.timings = begin(self)
-
-    def _loop(self) -> Loop:
-        loop = super()._loop()
-        assert isinstance(self.report, TimedReport)
-        self.report.timings = self.timings
+    async def set_up(self, stack: AsyncExitStack) -> Loop:
+        loop = await super().set_up(stack)
+        assert isinstance(loop.report, TimedReport)
+        loop.report.timings = begin(loop, self.run.path / FILE)
         return loop
 
 
-def begin(training: Training) -> Timings:
+def begin(loop: Loop, path: Path) -> Timings:
     """Start measuring the engine and the learner of a run after its setup."""
-    parts = training.parts
-    timings = Timings(
-        training.run.path / FILE,
-        parts.vocab_size,
-        training.config.queue.max_staleness,
-        lambda: training.feeder.num_open_envs(),
-    )
+    parts, bound = loop.parts, loop.queue.max_staleness
+    timings = Timings(path, parts.vocab_size, bound, loop.feeder.num_open_envs)
     for actor in (parts.actor, parts.eval_actor):
         actor.engine = TimedEngine(actor.engine, timings, actor is parts.actor)
     update = parts.learner.update

@@ -29,7 +29,8 @@ _WEEKDAY = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
 _NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{MONTH})(?:\s+\d{{1,4}}){{0,2}}")
 _ORDERED = re.compile(r"\d{4}([-/.])\d{1,2}(?:\1\d{1,2})?")
 _COMPACT = re.compile(r"(?:1[5-9]|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])")
-_EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})")
+_DOTTED = re.compile(r"(\d{1,2})\.(\d{1,2})\.(?:\d{4}|\d{2})")
+_EITHER = re.compile(r"\d{1,2}([-/])\d{1,2}\1(?:\d{4}|\d{2})")
 _MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
 _HAN_DAY = re.compile("(\\d{1,2})\\s*\u6708\\s*(\\d{1,2})\\s*[\u65e5\u53f7]")
 _HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
@@ -63,6 +64,10 @@ def dates(text: str) -> frozenset[Date]:
     month_year = _MONTH_YEAR.fullmatch(text)
     if month_year is not None:
         text = f"{month_year[2]}-{month_year[1].zfill(2)}"
+    dotted = _DOTTED.fullmatch(text)
+    if dotted is not None:  # the day comes first everywhere
+        is_month = 1 <= int(dotted[2]) <= 12
+        return _parsed(text, day_first=True) if is_month else frozenset()
     if _EITHER.fullmatch(text):
         return _parsed(text, day_first=True) | _parsed(text, day_first=False)
     if _COMPACT.fullmatch(text):
@@ -260,11 +265,21 @@ def frequency(text: str) -> tuple[Fraction, str] | None:
 
 _PERIOD = _SPAN_TABLES.pattern("period", re.IGNORECASE)
 _PARTS: dict[str, str] = _SPAN_TABLES["parts"]
+_DECADE = re.compile(
+    r"\b(?:nineteen[- ])?(twent|thirt|fort|fift|sixt|sevent|eight|ninet)ies\b", re.IGNORECASE
+)
+
+
+def _in_digits(decade: re.Match[str]) -> str:
+    """1960s for the sixties."""
+    return f"19{leading_number(f'{decade[1]}y')[0]}s"  # type: ignore[index]
 
 
 def period(text: str) -> tuple[str, int, int, bool] | None:
     """Part, first year, number of years and "BC" of a century or decade: the mid-1700s."""
-    match = _PERIOD.fullmatch(text.strip()) if len(text) <= SPAN_MAX_CHARS else None
+    if len(text) > SPAN_MAX_CHARS:
+        return None
+    match = _PERIOD.fullmatch(_DECADE.sub(_in_digits, text.strip()))
     if match is None:
         return None
     part = _PARTS.get((match[1] or "").lower(), (match[1] or "").lower())

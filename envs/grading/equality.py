@@ -19,8 +19,8 @@ from agentenv.envs.grading.formulas import Reader, readable
 from agentenv.envs.grading.numbers import long_decimals
 from agentenv.envs.grading.values import Values
 from agentenv.envs.grading.verdict import GraderDownError
-from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import InfraError, MissingError, install_hint
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 

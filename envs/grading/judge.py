@@ -22,12 +22,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-from agentenv.engines.remote.endpoint import ChatModel, fenced, read_reply, shortened
+from agentenv.engines.remote.chat_model import ChatModel, fenced, read_reply, shortened
+from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
-from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode_text
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
@@ -146,7 +146,7 @@ class Judge:
     async def close(self) -> None:
         """Cancel requests in flight, write the cache, close the connections; idempotent."""
         await self._cache.close()
-        await self._model.endpoint.close()
+        await self._model.close()
 
     async def _judged(self, question: str, answer: str, golds: Sequence[str]) -> str:
         config = self.config
@@ -170,7 +170,7 @@ class Judge:
     async def _request(self, body: dict[str, Any]) -> bytes:
         try:
             reply = read_reply(await self._model.reply(body))
-        except (RefusedError, MalformedReplyError, EngineDeadError) as error:
+        except (RequestRefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:
             raise GraderDownError(f"the judge failed: {error}") from error

@@ -19,11 +19,12 @@ from agentenv.envs.grading.candidates import Gold
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
+from agentenv.envs.grading.identifiers import identifier, literal, same_marks, unfenced
 from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import OPENING, Same, amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, states
+from agentenv.envs.grading.sentences import affirmed, has_verb, is_denied, same_statement, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
@@ -32,6 +33,7 @@ from agentenv.offload import in_thread
 QUICK_CHARS = 100
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_CORRECTED = 6  # words of an answer after "wait", "no" and the like
+FORMULA_KINDS = ("number", "math", "list", "special", "words")
 MAX_LINES = 4  # after an answer in a line of its own
 
 _NOTE = re.compile(
@@ -39,6 +41,16 @@ _NOTE = re.compile(
 )
 _LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
+_AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
+_DASHED = re.compile(r"\d+(?:-\d+)+")
+_DOUBLED = re.compile(r"(?<=[\w)}\]])!!(?!!)")  # a double factorial
+_VECTOR = (
+    r"(?:\\(?:vec|mathbf|boldsymbol|bm)\s*\{?\s*[A-Za-z]\}?|\\nabla"
+    r"|[A-Z]\s*\^\s*\{?\s*(?:T|\\top)\}?)"
+)
+_VECTORS = re.compile(  # products that do not commute
+    rf"{_VECTOR}\s*(?:\\cdot|\\times)?\s*(?:{_VECTOR}|[A-Z](?![a-z]))|[A-Z]\s*{_VECTOR}"
+)
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
@@ -148,6 +160,12 @@ class TokenF1:
         return Verdict(right, score, reason, "f1")
 
 
+def same_dot(answer: str, gold: str) -> bool:
+    """Whether two dot products have the same factors."""
+    sides = [squashed(text.strip().strip("$")).split(r"\cdot") for text in (answer, gold)]
+    return len(sides[0]) == 2 and sorted(sides[0]) == sorted(sides[1])
+
+
 def expressions(answer: str, gold: str) -> tuple[str, str]:
     """Both as formulas, when only mathematics can decide."""
     found, wanted = clean(answer), clean(gold)
@@ -194,11 +212,20 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     if "<answer>" in answer or r"\boxed" in answer:
         answer = final_answer(answer)
     answer = answer[:MAX_ANSWER_CHARS]
+    answer = unfenced(answer) if "```" in answer else answer
     found, wanted = clean(answer), clean(gold)
+    if _LETTERS.fullmatch(wanted) and answer.strip().casefold() == wanted.casefold():
+        return Finding(True, "words")
+    if not same_marks(answer, gold) or _DOUBLED.findall(answer) != _DOUBLED.findall(gold):
+        return Finding(False, "identifier")
+    if literal(gold) is not None and literal(answer) is not None:
+        return Finding(literal(answer) == literal(gold), "identifier")
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
-    if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
-        return Finding(True, "words")
+    if identifier(gold) and identifier(gold) == identifier(answer):
+        return Finding(True, "identifier")
+    if _VECTORS.search(gold):
+        return Finding(same_dot(answer, gold), "products of vectors")
     answer = _gold(gold, ordered).undecorated(answer)
     found = clean(answer)
     if not found or (found.endswith("?") and not wanted.endswith("?")):
@@ -210,7 +237,7 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     if one.right is not False and _ends_in_another(answer, gold, ordered, is_truth):
         return Finding(False, ONE_ANSWER)
     for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
-        if clean(corrected) and not is_denied(corrected):
+        if clean(corrected) and not is_denied(affirmed(corrected, wanted)):
             again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one
@@ -253,18 +280,25 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     """The verdict of the layers on an answer whose parts are unchecked."""
     found, wanted = clean(answer), clean(gold)
     right, layer = _compare(found, wanted, ordered)
-    if right:
+    if right or layer == "identifier":
         return right, layer
-    if not is_wordy(wanted) or "\\" in wanted:
+    kind = _gold(gold, ordered).kind
+    if kind in FORMULA_KINDS and (not is_wordy(wanted) or "\\" in wanted):
         forms = formulas(found, wanted)
         if forms is None:
             return False, "unit"
         if forms != (found, wanted):
             again = _compare(*forms, ordered)
             right, layer = again if again[0] or right is False else (right, layer)
+    if right is None and kind not in FORMULA_KINDS:
+        right = False
     if right is not False:
         return right, layer
     same = _same(ordered)
+    if kind == "words" and _gold(gold, ordered).is_named and " by " not in wanted:
+        work = _AUTHOR.sub("", found)
+        if work != found and same(clean(work), wanted):
+            return True, layer
     if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
     return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
@@ -274,7 +308,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     for one, other in ((found, wanted), (wanted, found)):
         note = _NOTE.fullmatch(one)
-        if note is None or is_hedged(note[2] or note[4]) or forms.is_choice(other):
+        if note is None or is_denied(note[2] or note[4]) or forms.is_choice(other):
             continue
         body, note_text = note[1] or note[3], note[2] or note[4]
         if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
@@ -284,7 +318,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
         inner[0] and inner[1] and not same(inner[0][1], inner[1][1])
     ):
         return False
-    if any(note is not None and is_hedged(note[1]) for note in inner):
+    if any(note is not None and is_denied(note[1]) for note in inner):
         return False
     bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
     return all(bare) and same(*bare) is True
@@ -304,6 +338,11 @@ _found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer a
 @lru_cache(maxsize=16_384)
 def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
     """Whether they are the same (None: undecided), and the layer that decides."""
+    if squashed(found) == squashed(wanted):
+        return True, "string"
+    code = identifier(wanted)
+    if code and not dates.dates(wanted) and dates.minutes(wanted) is None:
+        return identifier(found) == code or found == code.rpartition(" ")[2], "identifier"
     by_choice = _choice(found, wanted)
     if by_choice is not None:
         return by_choice, "choice"
@@ -327,6 +366,8 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
     when = dates.dates(wanted)
     if when:
         return bool(when & dates.dates(found)), "date"
+    if _DASHED.fullmatch(found) or (identifier(found) and " " not in found):
+        return False, "identifier"  # no difference, no product
     by_list = same_answers(found, wanted, _same(ordered), ordered=ordered)
     if by_list is not None:
         return by_list, "list"
@@ -368,6 +409,8 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
     periods = dates.period(wanted), dates.period(found)
     if periods[0] is not None and periods[1] is not None:
         return periods[0] == periods[1], "period"
+    if periods != (None, None) and _is_bare(wanted if periods[0] is None else found):
+        return False, "period"  # a decade is no year
     bounds = dates.bound(wanted), dates.bound(found)
     if bounds[0] is not None and bounds[1] is not None:
         is_same = bounds[0][0] == bounds[1][0]
@@ -382,6 +425,12 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
     if rates[0] is not None and rates[1] is not None:
         return rates[0] == rates[1], "frequency"
     return None
+
+
+def _is_bare(text: str) -> bool:
+    """Whether a text is a number without a unit, or a date."""
+    amount = amount_of(text)
+    return bool(dates.dates(text)) or (amount is not None and not amount.dimension)
 
 
 def _number(found: str, wanted: str) -> bool | None:

@@ -140,7 +140,9 @@ def _same_core(answer: str, gold: str) -> bool:
     if titles[0] and titles[1] and not titles[0] & titles[1]:
         return False
     found, wanted = (_folded(_untitled(side)) for side in (found, wanted))
-    kept = _without_kind(found, wanted), _without_kind(wanted, found)
+    kept = [found, wanted]
+    if ("'s" in answer) == ("'s" in gold):  # the language of the Turks is not Turkish
+        kept = [_without_kind(found, wanted), _without_kind(wanted, found)]
     if glued(kept[0]) == glued(kept[1]):
         return True
     return (

@@ -292,6 +292,8 @@ def kind_of(gold: str) -> Kind:
         return "special"
     if dates.minutes(gold) is not None:
         return "time"
+    if dates.period(gold) is not None:
+        return "span"
     if amount_of(gold) is not None:
         return "number"
     if dates.dates(gold):

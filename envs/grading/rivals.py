@@ -41,6 +41,7 @@ _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _BOUND = re.compile(r"(?:between|from)\b.*\d", re.IGNORECASE)
 NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
+_COMPARED = re.compile(r"(?:\w+er|(?:more|less) \w+) than\b")
 _BE = re.compile(r"\s(?:is|are|was|were)\s")
 
 
@@ -205,7 +206,11 @@ class Rivalry(Whole):
             return not any(_compatible(one, other) for one in found for other in mine)
         amount = quantity(bare)
         if self.kind == "span":
-            return bool(found) or is_range(bare) or (amount is not None and part.starts)
+            return (
+                bool(found)
+                or is_range(bare)
+                or (amount is not None and (part.starts or part.joint == "colon"))
+            )
         if amount is None or amount.has_unit:
             return is_range(bare) and part.starts
         return not any(date[0] == amount.value for date in mine) and not part.led
@@ -232,7 +237,7 @@ class Rivalry(Whole):
         rest = ARTICLE.sub("", bare, count=1)
         is_short = len(words) < 3 and bare[:1].islower() and OPENING.match(bare)  # in plants
         if part.joint == "bracket" and (
-            is_short or (not self.is_named and FORMULA.fullmatch(bare[:8]))
+            is_short or _COMPARED.match(bare) or (not self.is_named and FORMULA.fullmatch(bare[:8]))
         ):
             return True  # water (H2O)
         is_attached = part.joint in ("bracket", "dash", "colon", "comma")

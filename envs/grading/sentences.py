@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, lines, named_again, sentences
 from agentenv.envs.grading.words import (
     is_numeral,
     same_signs,
@@ -44,7 +44,7 @@ _PREDICATED = re.compile(
     rf"(?:{_VERB.pattern})(?=\s)"
     r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
 )
-_SENTENCE_END = _SENTENCE_TABLES.pattern("sentence_end")
+_COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 
 
 _ANNOUNCED = _SENTENCE_TABLES.pattern("announced", re.IGNORECASE)
@@ -91,18 +91,18 @@ def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     found = _SURE.sub("", _PREAMBLE.sub("", found))
     changed = _CHANGED.fullmatch(found)
     if changed is not None:
-        right = changed["right"] or changed["other"]
+        right = changed["right"] or changed["other"] or changed["next"]
         return not _NEGATION.search(right) and (same(right) or states(right, wanted, same))
     concluded = _CONCLUDED.fullmatch(found)
     if concluded is not None and not _NEGATION.search(concluded[1]) and same(concluded[1]):
         return True
-    kept = _without_rejected(found, wanted)
+    kept = affirmed(found, wanted)
     if kept != found:
         return not _NEGATION.search(kept) and (same(kept) or states(kept, wanted, same))
     found = _APPOSITION.sub("", found)
     if same(found):
         return True
-    first, *others = _SENTENCE_END.split(found)
+    first, *others = _clauses(found)
     if others and ";" not in found and not _DENIAL.search(found) and same(first):
         return True
     clause = (others or [first])[-1].replace("none other than ", "")
@@ -114,7 +114,14 @@ def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     return (clause != found and same(clause)) or _clause_states(clause, wanted, same)
 
 
-def _without_rejected(text: str, wanted: str) -> str:
+def _clauses(text: str) -> list[str]:
+    pieces = [text]
+    for cut in (lines, sentences, named_again, _COLON.split):
+        pieces = [piece for whole in pieces for piece in cut(whole) if piece.strip()]
+    return pieces or [""]
+
+
+def affirmed(text: str, wanted: str) -> str:
     """It is X, for It is X, not Y: the text without the denial at its end, unless that denies X."""
     match = _REJECTED.fullmatch(text)
     if match is None or _AUXILIARY.search(match["right"]):
@@ -141,7 +148,10 @@ def _clause_states(clause: str, wanted: str, same: Callable[[str], bool]) -> boo
         match = form.fullmatch(clause)
         if match is not None and same(match[1]):
             return True
-    return _amounts_to(clause, wanted, same) or _names(clause, wanted)
+    return _amounts_to(clause, wanted, same)
+
+
+_GOVERNED = re.compile(r"\b(of|by|from|than|near|under|over|before|after)(?: the)?\s*$", re.I)
 
 
 def _amounts_to(
@@ -153,7 +163,11 @@ def _amounts_to(
     if not amounts:
         return False
     last = amounts[-1]
-    if re.fullmatch(r"[\d.,/$%-]+", wanted):
+    governor = _GOVERNED.search(clause[: last.start()])
+    is_plain = re.fullmatch(r"[\d.,/$%-]+", wanted) is not None
+    if governor is not None and not (is_plain and governor[1].lower() == "of"):
+        return False
+    if is_plain:
         return has_verb and same(last[0].rstrip(","))
     return len(amounts) == 1 and same(clause[last.start() :])
 

@@ -91,6 +91,7 @@ _PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)
 _LATEX = _SPELLING_TABLES.rewrites("latex")
 _MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
 _CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
+_PRODUCT = re.compile(r"(?<=\d)\\(?:cdot|times)(?=\d)")  # two products of vectors
 _BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
 _WRAPPERS = _SPELLING_TABLES.patterns("wrappers")
 _INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
@@ -159,8 +160,8 @@ def squashed(text: str) -> str:
     text = _MOD.sub(r"(mod\1)", text)
     text = re.sub(r"\s+", "", _CHARGE.sub(r"\1", text))
     text = re.sub(r"\{([0-9A-Za-z])\}", r"\1", text)
-    text = re.sub(r"(?<!\d)_|_(?!\d)", "", text)
-    return text.replace(r"\cdot", "*").replace(r"\times", "*")
+    text = re.sub(r"(?<=[A-Za-z])_(?=\d)", "", text)
+    return _PRODUCT.sub("*", text)
 
 
 def words_of(text: str) -> str:

@@ -50,6 +50,7 @@ from agentenv.envs.grading.words import has_cjk, is_wordy
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
 _IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
+_SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
 _SUM_OF = re.compile(
     r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
     re.I,
@@ -203,7 +204,7 @@ class Whole:
         formula = _IN_DOLLARS.fullmatch(text)
         if formula is not None and not is_hedged(formula[1] + formula[3]):
             text = formula[2]
-        elif is_wordy(text):
+        elif is_wordy(text) or _SCORE.fullmatch(text):
             return False
         *names, last = (side.strip(" $") for side in EQUALS.split(text))
         if amount_of(clean(last)) is None:

@@ -253,8 +253,6 @@ ALLOW, KILL_PROCESS, ERRNO, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000  # from here on, alternative numbers of the same calls
 CLONE3 = 435
-THREAD = 0x10100  # CLONE_THREAD | CLONE_VM
-FORKLIKE = 0x7E026080  # new namespaces, CLONE_VFORK, CLONE_PTRACE, CLONE_NEWTIME
 NOT_READING = 0o30001103  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE, O_PATH
 AT_EMPTY_PATH = 0x1000
 ALL_BITS = 0xFFFFFFFF
@@ -346,14 +344,12 @@ def listening(machine: str, fork_flags: int) -> list[Instruction]:
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 
-def program(
-    machine: str, pid: int, *, files: bool, threads: bool, fork_flags: int = 0
-) -> list[Instruction]:
+def program(machine: str, pid: int, *, files: bool, fork_flags: int = 0) -> list[Instruction]:
     """The filter for one session, whose process has the inside pid `pid`.
 
     `files` allows changes and queries of files by path, which the caller must then confine;
     without it, files can only be opened for reading, subject to Landlock or to a read-only system.
-    `threads` allows new threads, which the caller must then limit. With `fork_flags` a listener
+    It allows no new threads. With `fork_flags` a listener
     decides about these forks and about signals. Raises ValueError for an unsupported machine.
     """
     column, code = _column_of(machine), _beginning(machine)
@@ -379,13 +375,9 @@ def program(
     if fork_flags:  # a fork has capabilities in its own namespaces, and gives them up
         code += [(IF_EQUAL, 0, 1, capset), (RETURN, 0, 0, ALLOW)]
     code += _when((302, 261)[column], 0, (0,))  # prlimit64, of itself
-    if threads:
-        code += _when(clone, 0, (THREAD,), THREAD | FORKLIKE)
-        # the filter cannot read arguments in memory; without clone3 the C library calls clone
-        code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    else:  # the error for too many threads
-        code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)
-        code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
+    # the error for too many threads
+    code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)
+    code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
 

@@ -37,8 +37,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine
+    from agentenv.envs.sandbox import process_table as table
 else:  # inside the sandbox, only these files exist
     import confine
+    import process_table as table
 
 
 # ioctls of a listener
@@ -57,6 +59,28 @@ class Call(NamedTuple):
     pid: int  # of the thread
     number: int
     arguments: tuple[int, ...]
+
+
+def next_call(listener: int) -> Call | None:
+    """The next system call that waits; None if its caller has ended."""
+    data = bytearray(80)
+    try:
+        fcntl.ioctl(listener, RECEIVE, data)
+    except OSError:
+        return None
+    id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
+    return Call(id_, pid, number, tuple(arguments))
+
+
+def answer(listener: int, call: Call, refusal: int = 0) -> bool:
+    """Permit a call, or refuse it with an error number; False if the caller was interrupted or has
+    ended."""
+    data = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
+    try:
+        fcntl.ioctl(listener, SEND, data)
+    except OSError:
+        return False
+    return True
 
 
 class PendingFork:
@@ -137,18 +161,14 @@ class ForkBroker:
 
     def answer_next(self) -> None:
         """Answer one system call."""
-        data = bytearray(80)
-        try:
-            fcntl.ioctl(self.listener, RECEIVE, data)
-        except OSError:  # the caller has ended
+        call = next_call(self.listener)
+        if call is None:
             return
-        id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
-        call = Call(id_, pid, number, tuple(arguments))
-        if number == self._clone:
+        if call.number == self._clone:
             self._answer_clone(call)
-        elif number == self._prctl:
+        elif call.number == self._prctl:
             self._answer_prctl(call)
-        elif _same_process(pid, arguments[0]):
+        elif _same_process(call.pid, call.arguments[0]):
             self._answer(call)
         else:
             self._answer(call, errno.EPERM)
@@ -172,7 +192,7 @@ class ForkBroker:
         if call.pid in self._may_fork:
             self._may_fork.remove(call.pid)
             self._grant(call)
-        elif fork is None or call.pid in self._pids.values() or not is_child(call.pid):
+        elif fork is None or call.pid in self._pids.values() or not table.is_child(call.pid):
             self._answer(call, errno.EPERM)
         elif fork.child == 0 and self._initializer is not None:
             fork.child = call.pid
@@ -197,18 +217,15 @@ class ForkBroker:
 
     def _check(self, fork: PendingFork) -> None:
         """Raises RefusedError or OSError if the child shares a resource with its parent."""
-        folder = f"/proc/{fork.child}"
-        with open(f"{folder}/status") as file:
-            status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
-        if any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb")):
+        if table.has_capabilities(fork.child):
             raise RefusedError("it kept capabilities")
-        open_files = {fd: os.readlink(f"{folder}/fd/{fd}") for fd in os.listdir(f"{folder}/fd")}
-        channel = open_files.pop(str(self._channel_fd), "")
-        if open_files != STANDARD or not channel.startswith("socket:"):
-            raise RefusedError(f"open files are shared: {open_files}")
+        files = table.open_files(fork.child)
+        channel = files.pop(str(self._channel_fd), "")
+        if files != STANDARD or not channel.startswith("socket:"):
+            raise RefusedError(f"open files are shared: {files}")
         old_files = "-"  # the device of no mapping
         if self._initializer is not None:
-            if os.stat(f"{folder}/cwd").st_dev != _device_of_files(fork.child):
+            if os.stat(f"/proc/{fork.child}/cwd").st_dev != _device_of_files(fork.child):
                 raise RefusedError("it is in its parent's folder")
             device = _device_of_files(fork.parent)
             old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
@@ -228,7 +245,7 @@ class ForkBroker:
         if not born:
             for pid in _children() - set(self._pids.values()):
                 if self._initializer is None or pid != self._initializer.pid:
-                    end(pid)
+                    table.end(pid)
         if self._waiting:
             call, self._fork = self._waiting.popleft()
             self._answer(call)
@@ -239,41 +256,15 @@ class ForkBroker:
             self._may_fork.add(call.pid)
 
     def _answer(self, call: Call, refusal: int = 0) -> bool:
-        """Answer a call; False if the caller was interrupted or has ended."""
-        answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
-        try:
-            fcntl.ioctl(self.listener, SEND, answer)
-        except OSError:
-            return False
-        return True
-
-
-def end(pid: int) -> None:
-    """Kill a child without the system call kill, which the filter would pass to the broker."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    finally:
-        os.close(pidfd)
+        return answer(self.listener, call, refusal)
 
 
 def _same_process(one: int, other: int) -> bool:
     return os.path.exists(f"/proc/{one}/task/{other}")
 
 
-def is_child(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1]) == os.getpid()
-    except OSError:
-        return False
-
-
 def _children() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit() and is_child(int(name))}
+    return set(filter(table.is_child, table.processes()))
 
 
 def _device_of_files(pid: int) -> int:

@@ -21,13 +21,7 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
     cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all calls of a session, seconds")] = (
         600
     )
-    max_threads: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="threads of a session, including its main thread; live forks require 1",
-        ),
-    ] = 1
+    max_threads: ClassVar[int] = 1  # the main thread, which live forks require
     max_open_files: ClassVar[int] = 64  # a constant, since no tool needed more
     tmp_bytes: ClassVar[int] = 16 << 20  # total of a session's files
     max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept

@@ -131,7 +131,7 @@ class SandboxSetup(Struct, frozen=True):
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "fork_broker.py", "cells.py", "confine.py")
+_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", "confine.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -175,16 +175,22 @@ def namespaces(python: Interpreter) -> list[str]:
             command += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
-    made: set[Path] = set()
     for prefix in python.folders:
-        for parent in reversed(
-            Path(prefix).parents[:-1]
-        ):  # otherwise only root could traverse them
-            if parent not in made:
-                command += ["--dir", str(parent)]
-                made.add(parent)
-        command += ["--ro-bind", prefix, prefix]
+        command += [*parents(prefix), "--ro-bind", prefix, prefix]
     return command
+
+
+def parents(path: str) -> list[str]:
+    """The arguments that create the folders above a path; otherwise only root could traverse
+    them."""
+    above = reversed(Path(path).parents[:-1])
+    return [one for parent in above for one in ("--dir", str(parent))]
+
+
+def advised(reason: str) -> str:
+    """The reason of bubblewrap, with advice if namespaces are not permitted."""
+    forbidden = "namespace" in reason or "ermi" in reason
+    return f"{reason}. {NAMESPACES_ADVICE}" if forbidden else reason
 
 
 def bubblewrap(python: Interpreter) -> list[str]:
@@ -210,11 +216,6 @@ def check_rung(limits: SandboxLimits, rung: Rung) -> None:
         return
     if confine.landlock_abi() < 1:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-    if limits.max_threads > 1:  # they are counted by user, and all sessions have one user
-        raise ConfigError(
-            "python.limits.max_threads: without user namespaces the threads of a session cannot be "
-            "counted, so that only 1 is possible"
-        )
 
 
 def check_missing(missing: list[str], python: Interpreter) -> None:
@@ -242,7 +243,7 @@ def settings_of(
         "home": home,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
-        "live_forks": rung != "unsafe" and limits.max_threads == 1,
+        "live_forks": rung != "unsafe",
         "preload": setup.preload or (),
         "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],

@@ -26,9 +26,9 @@ from msgspec import Struct
 from agentenv.disk import own_folder
 from agentenv.envs.sandbox.launch import (
     HERE,
-    NAMESPACES_ADVICE,
     Rung,
     SandboxSetup,
+    advised,
     bubblewrap,
     check_missing,
     check_rung,
@@ -462,6 +462,4 @@ class ZygoteProcess:
         except subprocess.TimeoutExpired:
             errors = b"it closed its connection but does not exit"
         reason = errors.decode(errors="replace").strip()[-500:] or "no reason given"
-        forbidden = "namespace" in reason or "ermi" in reason
-        advice = f". {NAMESPACES_ADVICE}" if forbidden else ""
-        raise ConfigError(f"the Python sandbox cannot start: {reason}{advice}")
+        raise ConfigError(f"the Python sandbox cannot start: {advised(reason)}")

@@ -2,8 +2,8 @@
 
 The sandbox uses bubblewrap: namespaces of processes, files and the network. The program sees a
 read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent,
-an empty /tmp, and a loopback with one port that leads to one address of the host: it is forwarded
-to a Unix socket (program_init.py), which the host forwards. A system-call filter forbids new
+an empty /tmp, and a loopback with one port, which is forwarded to one Unix socket of the host
+(program_init.py). A system-call filter forbids new
 namespaces, tracing and the kernel's keys. A machine that does not support this is a ConfigError;
 with `allow_unsafe` a program runs with only the limits. A copy of a program (`snapshot`) is another
 `Program` in the same sandbox.
@@ -36,8 +36,8 @@ from agentenv.disk import own_folder
 from agentenv.env import shared
 from agentenv.envs.sandbox.launch import (
     HERE,
-    NAMESPACES_ADVICE,
     UNUSED_ID,
+    advised,
     find_interpreter,
     namespaces,
 )
@@ -124,16 +124,23 @@ class Program:
         self._home = -1  # of an ended copy
 
     @classmethod
-    async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
-        """Start it. It can reach only 127.0.0.1:`port` of the host, unless it is unsafe. Raises
-        ConfigError if this machine or the specification lacks a requirement."""
+    async def start(
+        cls,
+        spec: ProgramSpec,
+        variables: Mapping[str, str],
+        port: int = 0,
+        forward: Path | None = None,
+    ) -> Program:
+        """Start it. Unless it is unsafe, it can reach only 127.0.0.1:`port`, which leads to the
+        Unix socket `forward` of the host. Raises ConfigError if this machine or the specification
+        lacks a requirement."""
         check_outside("a program")
         host: _Host = shared("programs", _Host)
         program = cls(await host.start(), spec)
         is_there = False
         try:
             async with admitted(host.starts, "a program to start"):
-                await program._launch(host, variables, port)
+                await program._launch(host, variables, port, forward)
                 await program._started()
             is_there = True
         except OSError as error:
@@ -145,17 +152,16 @@ class Program:
                 await program.close()
         return program
 
-    async def _launch(self, host: _Host, variables: Mapping[str, str], port: int) -> None:
+    async def _launch(
+        self, host: _Host, variables: Mapping[str, str], port: int, forward: Path | None
+    ) -> None:
         spec, confined = self._spec, not self._spec.allow_unsafe
         uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
         self._preparing = asyncio.ensure_future(in_thread(self._prepare, uid))
         await asyncio.shield(self._preparing)  # after a cancellation, `close` waits for it
-        forward = await host.socket_to(port) if confined and port else None
+        forward = forward if confined else None
         python = await find_interpreter(None)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept.callback(self._control.close)
-        self._control.setblocking(False)
-        with theirs:
+        with self._connected() as theirs:
             work = FOLDER if confined else str(self.folder)
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
             settings = program_settings(spec, variables, uid, work, site)
@@ -179,9 +185,7 @@ class Program:
         connections to the endpoint. Raises NoSnapshotError."""
         other = Program(self._outer.parent, self._spec)
         other._process, other._adopt, other._family = self._process, adopt, self._family
-        other._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        other._kept.callback(other._control.close)
-        other._control.setblocking(False)
+        theirs = other._connected()
         other._pidfd = os.dup(self._pidfd)
         other._kept.callback(os.close, other._pidfd)
         other._family.num_open += 1
@@ -246,6 +250,13 @@ class Program:
         """Create its folder, and the file for the sandbox's errors. Blocks."""
         fill_folder(self._spec, uid, self._outer)
         self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
+
+    def _connected(self) -> socket.socket:
+        """Open its control socket; returns the end of process 1."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept.callback(self._control.close)
+        self._control.setblocking(False)
+        return theirs
 
     async def _close(self) -> None:
         if self._preparing is not None:
@@ -386,9 +397,8 @@ def _read_within(folder: int, name: str, max_bytes: int) -> str:
 
 
 def _no_sandbox(text: str) -> ConfigError:
-    advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
     return ConfigError(
-        f"no sandbox for a program is available: {text}{advice}. To run it without protection, "
+        f"no sandbox for a program is available: {advised(text)}. To run it without protection, "
         "with your own permissions and at your own risk, set env.kwargs.program.allow_unsafe = true"
     )
 
@@ -404,17 +414,13 @@ async def check_namespaces() -> None:
 
 
 class _Host:
-    """The resources that the programs of a process share: a parent folder, and the sockets that
-    lead to ports of the loopback."""
+    """The resources that the programs of a process share: a parent folder, and slots to start."""
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._short = Path()  # a short path to it for sockets, whose names have at most 107 bytes
         self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
-        self._servers: dict[int, asyncio.Server] = {}
-        self._passing: set[asyncio.Task[None]] = set()  # connections
 
     async def start(self) -> Path:
         """The folder, which is created once."""
@@ -429,59 +435,8 @@ class _Host:
             (folder / name).write_text(text)
         (folder / "site").mkdir(mode=0o755)
         (folder / "site" / "sitecustomize.py").write_text(SITE)
-        opened = os.open(folder, os.O_RDONLY)
-        self._kept.callback(os.close, opened)
-        self._short = Path(f"/proc/self/fd/{opened}")
         return folder
 
-    async def socket_to(self, port: int) -> Path:
-        """The path of the socket that leads to 127.0.0.1:`port`."""
-        path = self.folder / f"port-{port}"
-        async with self._starting:
-            if port not in self._servers:
-                passed, short = partial(self._pass_on, port), str(self._short / path.name)
-                self._servers[port] = await asyncio.start_unix_server(passed, short)
-                path.chmod(0o666)
-        return path
-
-    async def _pass_on(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        passing = asyncio.ensure_future(_pass_on(port, reader, writer))
-        self._passing.add(passing)
-        passing.add_done_callback(self._passing.discard)
-
     async def close(self) -> None:
-        """Idempotent."""
-        for server in self._servers.values():
-            server.close()
-        self._servers.clear()
-        for passing in [*self._passing]:
-            passing.cancel()
-        await asyncio.gather(*self._passing, return_exceptions=True)
+        """Remove the folder; idempotent."""
         await in_thread(self._kept.close)
-
-
-async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Forward a program's connection to the port."""
-    try:
-        async with asyncio.timeout(START_S):
-            other = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        writer.close()
-        return
-    try:
-        await asyncio.gather(_pump(reader, other[1]), _pump(other[0], writer))
-    finally:
-        for one in (writer, other[1]):
-            one.close()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end of one direction."""
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-        if writer.can_write_eof():
-            writer.write_eof()

@@ -32,27 +32,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine, program_snapshot
+    from agentenv.envs.sandbox.program_watch import Watch
     from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 else:  # inside the sandbox, only these files exist
     import confine
     import program_snapshot
+    from program_watch import Watch
     from snapshot_hook import VARIABLE
 
 LOOK_EVERY_S = 0.2
 MAX_CONNECTIONS = 256  # concurrent ones
-DISK_EVERY_S = 1.0  # minimum interval; at most a tenth of the time is spent on it
 READ_BYTES = 1 << 16
 MAX_SETTINGS_BYTES = 1 << 18
 LAST_OUTPUT_S = 0.5  # for the output before the end of a program
 PR_SET_CHILD_SUBREAPER = 36
-TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Branch:
     """The program, or a copy."""
 
     def __init__(
-        self, control: socket.socket, pid: int, output: _Output, watch: _Watch, reading: int
+        self, control: socket.socket, pid: int, output: _Output, watch: Watch, reading: int
     ) -> None:
         self.control, self.pid, self.output, self.watch = control, pid, output, watch
         self.reading = reading
@@ -116,7 +116,7 @@ def main() -> None:
     if listener is not None:
         _start(_forward, listener, settings["socket"])
     output = _Output(settings["max_output_chars"])
-    first = _Branch(control, program, output, _Watch(settings), reading)
+    first = _Branch(control, program, output, Watch(settings), reading)
     first.channel = channel
     branches, copies = [first], 0
     ended: dict[int, int] = {}  # states by process
@@ -176,7 +176,7 @@ def _copied(
         control.close()
         return None
     branch.watch.look()
-    watch = _Watch(settings, copy.space, copy.folders, branch.watch.cpu_s)
+    watch = Watch(settings, copy.space, copy.folders, branch.watch.cpu_s)
     new = _Branch(control, copy.pid, branch.output.copied(branch.reading), watch, copy.output)
     new.channel, new.listener, new.folders = copy.channel, copy.listener, copy.folders
     with contextlib.suppress(OSError):
@@ -298,7 +298,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-# output and resources
+# output
 
 
 class _Output:
@@ -353,117 +353,6 @@ class _Output:
         num_cut = self.num_bytes - len(self._head) - len(tail)
         gap = f"\n... {num_cut} bytes ...\n".encode() if num_cut > 0 else b""
         return (self._head + gap + tail).decode(errors="replace")
-
-
-class _Watch:
-    """Resource usage of all processes of a program: the descendants of this process or, with
-    copies, those in its network namespace. A copy has the descriptors `folders`, and the CPU time
-    `cpu_s` before its creation."""
-
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        space: int = 0,
-        folders: list[int] | None = None,
-        cpu_s: float = 0.0,
-    ) -> None:
-        self._limits: dict[str, int] = settings["limits"]
-        self._folders: list[str] = settings["watched"]
-        self._copied = folders
-        self._seen: dict[int, float] = {}  # CPU seconds by process, also of ended ones
-        self._disk_at = 0.0
-        self._by_space = bool(settings["snapshots"])
-        self.space = program_snapshot.space_of(os.getpid()) if folders is None else space
-        self.cpu_s = self._before_s = cpu_s
-        self.num_left = 0
-
-    def processes(self) -> list[int]:
-        """All of them."""
-        if not self._by_space:
-            return _descendants()
-        of, own = program_snapshot.space_of, os.getpid()
-        return [one for one in program_snapshot.processes() if one != own and of(one) == self.space]
-
-    def ended(self, state: int | None) -> dict[str, Any]:
-        """The report of the program's end, empty while it runs; `state` is its exit state."""
-        if state is None:
-            return {}
-        self.num_left = len(self.look())
-        code = os.waitstatus_to_exitcode(state)
-        return {"exit": code} if code >= 0 else {"signal": -code}
-
-    def limit(self) -> dict[str, Any]:
-        """The reached limit, empty if none."""
-        found = self.look()
-        taken = {
-            "cpu": self.cpu_s,
-            "memory": sum(memory for _, memory in found.values()),
-            "processes": len(found),
-        }
-        now = time.monotonic()
-        if now >= self._disk_at:
-            taken["disk"] = (
-                sum(map(program_snapshot.disk_bytes_of, self._folders))
-                if self._copied is None
-                else program_snapshot.measured(self._copied)
-            )
-            self._disk_at = now + max(DISK_EVERY_S, 10 * (time.monotonic() - now))
-        for name, value in taken.items():
-            if value > self._limits[name]:
-                return {"limit": name}
-        return {}
-
-    def look(self) -> dict[int, tuple[float, int]]:
-        """CPU seconds and bytes of each process."""
-        found = {pid: one for pid in self.processes() if (one := _figures(pid)) is not None}
-        self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}
-        times = os.times()
-        reaped = 0.0 if self._by_space else times.children_user + times.children_system
-        live = sum(seconds for seconds, _ in found.values())
-        used = max(reaped + live, sum(self._seen.values()))
-        self.cpu_s = max(self.cpu_s, self._before_s + used)
-        return found
-
-
-def _descendants() -> list[int]:
-    """All descendants of this process: in its own namespace, all processes."""
-    pids = program_snapshot.processes()
-    own = os.getpid()
-    if own == 1:
-        return [pid for pid in pids if pid != own]
-    parents = {pid: parent for pid in pids if (parent := _parent(pid)) is not None}
-    found, known = list[int](), {own}
-    while more := [pid for pid, parent in parents.items() if parent in known and pid not in known]:
-        known.update(more)
-        found += more
-    return found
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields after the name, beginning with the state."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _figures(pid: int) -> tuple[float, int] | None:
-    fields = _stat(pid)
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return None
-    if not fields:
-        return None
-    seconds = (int(fields[11]) + int(fields[12])) / TICKS_A_S
-    return seconds, (resident - shared) * resource.getpagesize()
 
 
 def _end_all(processes: Callable[[], list[int]], ended: dict[int, int]) -> None:

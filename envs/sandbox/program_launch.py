@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces
+from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 from agentenv.errors import ConfigError
 
@@ -19,8 +19,8 @@ MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "program_snapshot.py", "snapshot_hook.py", "fork_broker.py",
-              "confine.py")  # fmt: skip
+INIT_FILES = ("program_init.py", "program_watch.py", "program_snapshot.py", "snapshot_hook.py",
+              "fork_broker.py", "process_table.py", "confine.py")  # fmt: skip
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
 ETC = {
@@ -89,9 +89,7 @@ def bubblewrap(
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: no such path: {path}")
-        for parent in reversed(Path(path).parents[:-1]):  # otherwise only root could traverse them
-            command += ["--dir", str(parent)]
-        command += ["--ro-bind-try", path, path]
+        command += [*parents(path), "--ro-bind-try", path, path]
     for name in ETC:
         command += ["--ro-bind", str(common / name), f"/etc/{name}"]
     command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]

@@ -18,6 +18,7 @@ is impossible, or that would share a resource with the program, is refused with 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -33,10 +34,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import confine, fork_broker
+    from agentenv.envs.sandbox import process_table as table
+    from agentenv.envs.sandbox.program_watch import disk_bytes_of
     from agentenv.envs.sandbox.snapshot_hook import SIGNAL
 else:  # inside the sandbox, only these files exist
     import confine
     import fork_broker
+    import process_table as table
+    from program_watch import disk_bytes_of
     from snapshot_hook import SIGNAL
 
 DEADLINE_S = 5.0  # of each step
@@ -85,7 +90,7 @@ class Snapshots:
         self._port, self._disk_bytes = port, disk_bytes
         self._machine = platform.machine()
         self._clone = confine.numbers_of(self._machine, "clone")[0]
-        self._spaces = {space_of(os.getpid())}
+        self._spaces = {table.space_of(os.getpid())}
 
     def answer(self) -> None:
         """Answer pending system calls, up to a limit, so that process 1 can do other work too."""
@@ -97,20 +102,15 @@ class Snapshots:
     def answer_next(self, granted: int = 0) -> bool:
         """Answer one system call of the program; returns whether it was the permitted clone of
         process `granted`."""
-        data = bytearray(80)
-        try:
-            fcntl.ioctl(self.listener, fork_broker.RECEIVE, data)
-        except OSError:  # it has ended meanwhile
+        call = fork_broker.next_call(self.listener)
+        if call is None:
             return False
-        id_, pid, _, number, _, _, target, *_ = struct.unpack("=QIIiIQ6Q", data)
-        if number == self._clone:
-            refusal = 0 if pid == granted else 11  # EAGAIN
+        if call.number == self._clone:
+            refusal = 0 if call.pid == granted else errno.EAGAIN
         else:
-            refusal = 0 if self._may_end(pid, target) else 1  # EPERM
-        answer = struct.pack("=QqiI", id_, 0, -refusal, 0 if refusal else fork_broker.GO_ON)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(self.listener, fork_broker.SEND, answer)
-        return number == self._clone and not refusal
+            refusal = 0 if self._may_end(call.pid, call.arguments[0]) else errno.EPERM
+        fork_broker.answer(self.listener, call, refusal)
+        return call.number == self._clone and not refusal
 
     def _may_end(self, pid: int, target: int) -> bool:
         """Whether a signal of process `pid` stays within its copy; a `target` of 0 is its own
@@ -118,8 +118,10 @@ class Snapshots:
         number = target & 0xFFFFFFFF
         if number in (0, pid) or len(self._spaces) == 1:
             return True
-        meant = _group(2**32 - number) if number >> 31 else [number]
-        return number != 0xFFFFFFFF and all(space_of(one) == space_of(pid) for one in meant)
+        meant = table.group_of(2**32 - number) if number >> 31 else [number]
+        return number != 0xFFFFFFFF and all(
+            table.space_of(one) == table.space_of(pid) for one in meant
+        )
 
     def forget(self, space: int) -> None:
         """A copy has ended."""
@@ -147,11 +149,11 @@ class Snapshots:
             os.kill(pid, SIGNAL)
             _expect(channel, b"forks", "busy")
             child = self._born(pid, channel)
-            space = space_of(child)
+            space = table.space_of(child)
             gate.ours.settimeout(DEADLINE_S)
             gate.theirs.close()
             _expect(gate, b"born", "namespaces")
-            if _capabilities(child):
+            if table.has_capabilities(child):
                 raise RefusedError("capabilities")
             made = self._filled(child)
             gate.ours.send(b"go")
@@ -160,7 +162,7 @@ class Snapshots:
             _shared_thing(child, pipe, gate.link, self._port)
             gate.ours.send(b"go")
         except (OSError, ValueError, RefusedError) as error:
-            end_all(space)
+            table.end_all(space)
             for fd in (reading, *made):
                 os.close(fd)
             gate.close()
@@ -183,8 +185,11 @@ class Snapshots:
                 break
             if ready:
                 granted |= self.answer_next(0 if granted else parent)
-            for pid in processes() if granted else ():
-                if fork_broker.is_child(pid) and space_of(pid) not in {0, *self._spaces}:
+            for pid in table.processes() if granted else ():
+                if table.is_child(pid) and table.space_of(pid) not in {
+                    0,
+                    *self._spaces,
+                }:
                     return pid
         raise RefusedError("namespaces")
 
@@ -240,14 +245,16 @@ def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
     """The link of the connection in which a process waits; it may also have its output and its
     channel. Raises RefusedError if it has any other shared resource, does not wait in a connection,
     or cannot be copied."""
-    space = space_of(pid)
-    status = _status(pid)
+    space = table.space_of(pid)
+    status = table.status_of(pid)
     if int(status["Threads"]) != 1:
         raise RefusedError("threads")
-    links = {fd: os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    links = table.open_files(pid)
     if channel not in links.values() or not int(status["SigCgt"], 16) >> (SIGNAL - 1) & 1:
         raise RefusedError("no_hook")
-    if any(space_of(one) == space and one not in (pid, os.getpid()) for one in processes()):
+    if any(
+        table.space_of(one) == space and one not in (pid, os.getpid()) for one in table.processes()
+    ):
         raise RefusedError("children")
     with open(f"/proc/{pid}/maps") as file:
         for line in file:
@@ -288,36 +295,6 @@ def _connections(pid: int, port: int) -> Iterable[str]:
                 yield rest[5]
 
 
-def _capabilities(pid: int) -> bool:
-    status = _status(pid)
-    return any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb"))
-
-
-def _status(pid: int) -> dict[str, str]:
-    with open(f"/proc/{pid}/status") as file:
-        return dict(line.split(":\t", 1) for line in file if ":\t" in line)
-
-
-def disk_bytes_of(folder: str) -> int:
-    """Disk usage of all files below a folder, including directories; links are not followed, and
-    mounts do not count."""
-    total, folders = 0, [folder]
-    device = os.stat(folder).st_dev
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    if found.st_dev != device:
-                        continue
-                    total += found.st_blocks * 512 + 256
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except OSError:
-            continue
-    return total
-
-
 def _drain(channel: socket.socket) -> None:
     """Discard late messages."""
     while select.select([channel], [], [], 0)[0] and channel.recv(256):
@@ -331,44 +308,3 @@ def _expect(channel: Channel, word: bytes, cause: str) -> None:
         found = b""
     if found != word:
         raise RefusedError(cause)
-
-
-def _group(number: int) -> list[int]:
-    """The processes of a group."""
-    found = []
-    for pid in processes():
-        with contextlib.suppress(OSError):
-            if os.getpgid(pid) == number:
-                found.append(pid)
-    return found
-
-
-def processes() -> list[int]:
-    """All processes, roughly in the order of their start."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def space_of(pid: int) -> int:
-    """The number of a process's network namespace; 0 if it has ended."""
-    try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino
-    except OSError:
-        return 0
-
-
-def end_all(space: int) -> None:
-    """Kill all processes in a network namespace, including new ones."""
-    while found := [one for one in processes() if space_of(one) == space != 0]:
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
-
-
-def measured(folders: Iterable[int]) -> int:
-    """Bytes in the file systems of these descriptors."""
-    total = 0
-    for fd in folders:
-        found: Any = os.fstatvfs(fd)
-        total += (found.f_blocks - found.f_bfree) * found.f_frsize
-    return total

@@ -257,10 +257,6 @@ class SandboxCounters(Struct):
     num_timeouts: int = 0
     num_deaths: int = 0
 
-    def stats(self) -> dict[str, float]:
-        """The counters as metrics, sandbox/NAME."""
-        return {f"sandbox/{name}": float(value) for name, value in asdict(self).items()}
-
 
 class Sandbox:
     """A warm interpreter from which sessions are forked; starts with its first use.
@@ -361,8 +357,8 @@ class Sandbox:
         self._freed.set()
 
     def stats(self) -> dict[str, float]:
-        """Counters so far, as metrics."""
-        return self.counters.stats()
+        """Counters so far, as metrics sandbox/NAME."""
+        return {f"sandbox/{name}": float(n) for name, n in asdict(self.counters).items()}
 
     async def close(self) -> None:
         """End all sessions; no process is left. Idempotent."""

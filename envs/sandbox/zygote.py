@@ -42,11 +42,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import cells, confine
-    from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer, end
+    from agentenv.envs.sandbox import process_table as table
+    from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer
 else:  # inside the sandbox, only these files exist
     import cells
     import confine
-    from fork_broker import ForkBroker, ForkInitializer, end
+    import process_table as table
+    from fork_broker import ForkBroker, ForkInitializer
 
 
 REAP_INTERVAL_S = 0.1
@@ -109,7 +111,6 @@ def _filter(config: dict[str, Any], pid: int) -> bytes:
         platform.machine(),
         pid,
         files=config["rung"] == "namespaces",
-        threads=config["rlimits"]["NPROC"] > 1,
         fork_flags=config.get("fork_flags", 0),
     )
     return confine.assembled(code)
@@ -176,7 +177,7 @@ def _serve(
             weigh_at = now + max(REAP_INTERVAL_S, WEIGH_SHARE * (time.monotonic() - now))
     if config["rung"] != "namespaces":  # there the end of process 1 is the end of all
         for pid in pids.values():
-            end(pid)
+            table.end(pid)
 
 
 def _announce(control: socket.socket, number: int, pid: int) -> None:
@@ -200,7 +201,7 @@ def _kill_the_largest(pids: Iterable[int], max_pages: int) -> None:
         with contextlib.suppress(OSError):
             weights[pid] = _pages(pid, 1) - _pages(pid, 2) - common
     if sum(weight for weight in weights.values() if weight > 0) > max_pages:
-        end(max(weights, key=weights.__getitem__))
+        table.end(max(weights, key=weights.__getitem__))
 
 
 def _pages(pid: int | str, field: int) -> int:

@@ -20,11 +20,10 @@ from agentenv.envs.search.corpus import (
     Query,
     corpus_path,
     each_passage,
-    needed,
     read_corpus,
     words,
 )
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, needed
 
 NUM_THREADS = 2
 MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
@@ -45,7 +44,7 @@ class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm
 def load_bm25s() -> Any:
     """The package bm25s. Raises MissingError."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    return needed("bm25s", "bm25s", "search", "BM25 search")  # slow to load
+    return needed("bm25s", "search", "BM25 search")  # slow to load
 
 
 class BM25Index:
@@ -134,7 +133,7 @@ class TantivyBackend(LocalBackend[Any]):
 
     def __init__(self, corpus: Path, directory: Path) -> None:
         super().__init__("tantivy", NUM_THREADS)
-        self._tantivy = needed("tantivy", "tantivy", "tantivy", 'search.backend.name = "tantivy"')
+        self._tantivy = needed("tantivy", "tantivy", 'search.backend.name = "tantivy"')
         self._corpus = corpus
         self._directory = directory
 

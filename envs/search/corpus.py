@@ -6,7 +6,6 @@ A corpus is a JSONL file of rows with id, title and text, or with id and content
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, ForeignError, MissingError, install_hint
+from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 
@@ -222,7 +221,7 @@ def read_corpus(path: Path) -> list[Passage]:
 def each_passage(path: Path) -> Iterator[Passage]:
     """Iterate over the rows of a JSONL corpus, for corpora that do not fit into memory."""
     seen: dict[str, int] = {}
-    for number, passage in _rows(path):
+    for number, _, passage in corpus_rows(path):
         if not words(f"{passage.title} {passage.text}"):
             raise DataError(f"corpus {path}, row {number}: no searchable word; {_EXPECTED}")
         if passage.id in seen:
@@ -236,12 +235,15 @@ def each_passage(path: Path) -> Iterator[Passage]:
         raise DataError(f"corpus {path} is empty; {_EXPECTED} on each line")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Passage]]:
+def corpus_rows(path: Path) -> Iterator[tuple[int, int, Passage]]:
+    """Number, offset in the file, and passage of each row. Raises DataError."""
     try:
         with path.open("rb") as lines:
+            place = 0
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, read_passage(line, f"corpus {path}, row {number}")
+                    yield number, place, read_passage(line, f"corpus {path}, row {number}")
+                place += len(line)
     except OSError as error:
         raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
 
@@ -268,25 +270,3 @@ def split_contents(contents: str) -> tuple[str, str]:
 def joined_contents(title: str, text: str) -> str:
     """The FlashRAG form of a passage."""
     return f'"{title}"\n{text}'
-
-
-# Optional packages.
-
-
-def needed(module: str, package: str, extra: str, what: str) -> Any:
-    """Import a module. Raises ConfigError with the part that needs it and the install command."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingError(
-            f"{what} requires the package {package!r} ({error}); install it with: "
-            f"{install_hint(extra)}"
-        ) from error
-
-
-def wanted(module: str) -> Any:
-    """The module if it is installed, else None."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None

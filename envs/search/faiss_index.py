@@ -21,10 +21,10 @@ from agentenv.envs.search.corpus import (
     LocalBackend,
     Passage,
     Query,
-    needed,
+    corpus_rows,
     read_passage,
 )
-from agentenv.errors import ConfigError, DataError, InfraError
+from agentenv.errors import ConfigError, DataError, InfraError, needed
 
 MAX_BATCH = 64  # queries per batch
 MAX_TOKENS = 256  # of a query
@@ -69,7 +69,7 @@ class FaissBackend(LocalBackend["_Dense"]):
     def __init__(self, config: FaissConfig) -> None:
         super().__init__("faiss", num_threads=1)
         what = 'search.backend.name = "faiss"'
-        self._faiss = needed("faiss", "faiss-cpu", "faiss", what)
+        self._faiss = needed("faiss", "faiss", what, package="faiss-cpu")
         self._config = config
         self._pending: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
         self._working: asyncio.Task[None] | None = None
@@ -181,8 +181,8 @@ class Encoder:
 
     def __init__(self, config: FaissConfig) -> None:
         what = "search.backend.encoder"
-        torch = needed("torch", "torch", "train", what)
-        transformers = needed("transformers", "transformers", "train", what)
+        torch = needed("torch", "train", what)
+        transformers = needed("transformers", "train", what)
         self._torch: Any = torch
         self._config = config
         try:
@@ -237,19 +237,14 @@ class CorpusFile:
         try:  # stays open, since the name may later refer to another file
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
-            place = 0
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        passage = read_passage(line, f"corpus {path}, row {number}")
-                        begins.append(place)
-                        hashes.append(hash(passage.id))
-                    place += len(line)
         except OSError as error:
             raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
+        for _, place, passage in corpus_rows(path):
+            begins.append(place)
+            hashes.append(hash(passage.id))
         if not begins:
             raise DataError(f"corpus {path} is empty; expected a passage on each line")
-        begins.append(place)
+        begins.append(os.fstat(self._file).st_size)
         self._begins = np.frombuffer(begins, np.int64)
         self._order = np.argsort(np.frombuffer(hashes, np.int64), kind="stable")
         self._sorted = np.frombuffer(hashes, np.int64)[self._order]

@@ -6,7 +6,7 @@ with `build` and `cache_name`, and an entry in `BACKENDS`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -71,13 +71,7 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Literal["direct", "jina"], Meta(description="service that fetches and extracts pages")
     ] = "direct"
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
-    max_chars: Annotated[
-        int, Meta(ge=100, description="length of a page's text for the policy")
-    ] = 6000
-    extract_timeout_s: Annotated[
-        float, Meta(gt=0, description="CPU time for extracting the text of one page")
-    ] = 5.0
-    summarize: Annotated[bool, Meta(description="open_page returns a model's summary")] = False
+    max_chars: ClassVar[int] = 6000  # of a page's text for the policy
 
 
 class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +79,7 @@ class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknow
 
     temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.6
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
-    max_chars: Annotated[int, Meta(ge=100, description="length of a summary for the policy")] = 6000
+    max_chars: ClassVar[int] = 6000  # of a summary for the policy
     max_uses: Annotated[
         int,
         Meta(
@@ -140,9 +134,6 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
             extra=ESSENTIAL,
         ),
     ] = ""
-    cache_max_age_s: Annotated[
-        float, Meta(ge=0, description="age from which entries are fetched again; 0: never")
-    ] = 0.0
     arpo_cache: Annotated[
         str, Meta(description="ARPO's search_cache.json to import", extra=PATH)
     ] = ""
@@ -157,8 +148,8 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises ConfigError for contradictory keys."""
-        if self.summarizer is None and (self.sizes.mode == "summaries" or self.pages.summarize):
+        if self.summarizer is None and self.sizes.mode == "summaries":
             raise ConfigError(
-                'search.summarizer: not set, but search.mode = "summaries" or '
-                "search.pages.summarize requires it; expected its url and model"
+                'search.summarizer: not set, but search.mode = "summaries" requires it; expected '
+                "its url and model"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib.util
 import ipaddress
 import os
 import re
@@ -21,13 +22,13 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from agentenv.deadline import admitted, backoff_s, waiting
+from agentenv.deadline import admitted, pause_before_retry
 from agentenv.env import summed_stats
-from agentenv.envs.search.cache import ResultCache
-from agentenv.envs.search.corpus import wanted
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.http import HttpSession, is_temporary
+from agentenv.result_cache import ResultCache
 from agentenv.untrusted import decode_text, printable
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
@@ -171,7 +172,7 @@ class PageFetcher:
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
-        self._session: aiohttp.ClientSession | None = None
+        self._session = HttpSession(resolver=self._resolver, use_dns_cache=False, force_close=True)
 
     async def fetch(self, url: str) -> Reply:
         """The page, after redirects, truncated at MAX_BYTES.
@@ -183,9 +184,9 @@ class PageFetcher:
         status = 0
         for attempt in range(NUM_RETRIES + 1):
             if attempt:
-                delay_s = backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                with waiting("a pause before a page is fetched again"):
-                    await asyncio.sleep(delay_s)
+                await pause_before_retry(
+                    *("a page", attempt - 1, url), first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S
+                )
             try:
                 async with (
                     admitted(self._slots, "a slot to fetch a page"),
@@ -200,7 +201,7 @@ class PageFetcher:
             status = reply.status
             if status == 200:
                 return reply
-            if status != 429 and status < 500:
+            if not is_temporary(status):
                 break
         raise ToolError(f"{url} answered with status {status}.")
 
@@ -219,16 +220,14 @@ class PageFetcher:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     async def _follow(self, url: str) -> Reply:
         """One attempt, following redirects; each address is checked."""
         target = self._checked(url, requested=url)
         for _ in range(MAX_REDIRECTS + 1):
             headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
-            async with self._client().get(
+            async with self._session.opened.get(
                 target, headers=headers, allow_redirects=False
             ) as response:
                 location = response.headers.get("Location")
@@ -261,16 +260,6 @@ class PageFetcher:
             self._rule.check(host)
             self._rule.check_port(port, [host])
         return url.with_user(None)
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                resolver=self._resolver, limit=0, use_dns_cache=False, force_close=True
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar()
-            )
-        return self._session
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         body = bytearray()
@@ -316,7 +305,7 @@ class PageReader:
         self.config = config
         self._cache = cache
         self._fetcher = PageFetcher(config.fetch, resolver)
-        self._extractor = TextExtractor(config.extract_timeout_s)
+        self._extractor = TextExtractor()
         self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
@@ -362,6 +351,7 @@ class PageReader:
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
+EXTRACT_S = 5.0  # CPU time for the text of one page
 
 _DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
 _DROPPED |= {"form", "iframe", "button", "select", "head"}
@@ -437,7 +427,8 @@ class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
-        self._trafilatura = wanted("trafilatura")
+        installed = importlib.util.find_spec("trafilatura") is not None
+        self._trafilatura = importlib.import_module("trafilatura") if installed else None
         page_text("<p>warm</p>", self._trafilatura)  # before the first fork
 
     def __call__(self, payload: dict[str, Any]) -> str:
@@ -453,7 +444,7 @@ class TextExtractor:
     """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
 
     def __init__(
-        self, limit_s: float = 5.0, handler: str = "agentenv.envs.search.pages:PageText"
+        self, limit_s: float = EXTRACT_S, handler: str = "agentenv.envs.search.pages:PageText"
     ) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(

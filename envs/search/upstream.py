@@ -1,7 +1,7 @@
 """Client of an external HTTP service: rate limit, retries, circuit breaker.
 
-429 and 5xx, broken connections and time-outs are infrastructure failures: they are retried, then
-raised as InfraError, and never returned as a reply.
+Temporary statuses (429, 5xx), broken connections and time-outs are infrastructure failures: they
+are retried, then raised as InfraError, and never returned as a reply.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.deadline import admitted, backoff_s, waiting
+from agentenv.deadline import admitted, pause_before_retry, waiting
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.errors import ConfigError, InfraError
-from agentenv.http import retry_after_s
+from agentenv.http import HttpSession, is_temporary, retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
@@ -119,10 +119,10 @@ class Upstream:
         self._bucket = TokenBucket(config.rate_per_s, BURST)
         self._num_failures = 0  # consecutive calls
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._session: aiohttp.ClientSession | None = None
+        self._session = HttpSession()
 
     async def send(self, request: HttpRequest) -> Reply:
-        """The reply, with a status below 500 other than 429 and those about a key or an account.
+        """The reply, with a status that is neither temporary nor about a key or an account.
 
         Raises InfraError if all attempts fail, and ConfigError if the key is rejected or the plan
         is exhausted.
@@ -130,15 +130,12 @@ class Upstream:
         problem, wanted_s = "", None
         for attempt in range(self.config.num_retries + 1):
             if attempt:
-                delay_s = backoff_s(
-                    attempt - 1,
-                    f"{self.name} {request.key}",
+                await pause_before_retry(
+                    *(self.name, attempt - 1, f"{self.name} {request.key}"),
                     first_s=FIRST_DELAY_S,
                     max_s=MAX_DELAY_S,
                     at_least_s=wanted_s or 0.0,
                 )
-                with waiting(f"a pause before {self.name} is retried"):
-                    await asyncio.sleep(delay_s)
             await self._bucket.take()
             async with admitted(self._slots, f"a slot at {self.name}"):  # while it is in flight
                 self.num_requests += 1
@@ -164,19 +161,14 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
         """A reply, or the problem and the seconds of delay that the service requests."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector)
         try:
             async with (
                 asyncio.timeout(self.config.timeout_s),
-                self._session.request(
+                self._session.opened.request(
                     request.method,
                     request.url,
                     params={**request.params, **request.secret_params},
@@ -192,7 +184,7 @@ class Upstream:
                     text = (await response.content.read(10_000)).decode("utf-8", "replace")
                     if _SPENT.search(text):
                         raise self._refusal(status)
-                if status == 429 or status >= 500:
+                if is_temporary(status):
                     return f"status {status}", retry_after_s(response.headers)
                 return Reply(status, await _read(response, self.name))
         except TimeoutError:

@@ -89,7 +89,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def preset(self) -> str:
-        """The system prompt, a preset of `agentenv.renderer`."""
+        """The system prompt, a preset of `agentenv.prompt`."""
         return self.prompt or PRESET
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentenv.config import ROWS, Tree, build_config, read_toml
 from agentenv.engine import EngineConfig
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.benchmarks import benchmark
@@ -27,9 +27,10 @@ from agentenv.pipelines.config.rl import (
     Sampling,
     SearchTable,
 )
+from agentenv.prompt import PromptConfig
 from agentenv.reference.helpers import AssistConfig
 from agentenv.registry import Registry
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Limits
@@ -268,9 +269,6 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_tool_calls: Annotated[
         int, Meta(ge=1, description="trajectories with more tool calls are dropped")
     ] = 5
-    drop_failed_calls: Annotated[
-        bool, Meta(description="drop trajectories with a call that the tool answered with an error")
-    ] = False
     require_box: Annotated[
         bool,
         Meta(

@@ -25,10 +25,11 @@ from msgspec.structs import fields
 from agentenv.config import registry_at
 from agentenv.errors import ConfigError
 from agentenv.pipelines.run import arguments
-from agentenv.registry import TAG, marks_of, registry_of, struct_types, type_info, unwrap
+from agentenv.registry import TAG, element, marks_of, registry_of, struct_types, type_info, unwrap
 
 REQUIRED = "required"
 TABLE = "table"
+SUFFIX = {mi.DictType: ".NAME", mi.ListType: "[n]", mi.VarTupleType: "[n]"}  # of entries
 HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
 
@@ -63,7 +64,7 @@ def describe(
     homes = _homes(info, "", loads) if once else {}
     of_key: dict[Key, list[str]] = {}
     of_table: dict[str, set[str]] = {}
-    for key in _describe(info, Place(), homes, loads):
+    for key in _describe(info, KeyPlace(), homes, loads):
         of_key.setdefault(key._replace(kinds=()), []).extend(key.kinds)
         of_table.setdefault(key.table, set()).update(key.kinds)
     return [
@@ -72,7 +73,7 @@ def describe(
     ]
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """The place of keys: below `path`, and for `kinds` of the part in `table`."""
 
     path: str = ""
@@ -83,12 +84,14 @@ class Place(NamedTuple):
 Tables = tuple[type, ...]
 
 
-def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str], loads: bool) -> Iterator[Key]:
+def _describe(
+    kind: mi.Type, place: KeyPlace, homes: dict[Tables, str], loads: bool
+) -> Iterator[Key]:
     """The keys of a table, separately for each kind."""
     for struct, field, name, inner in _fields(kind, place.path, loads):
         own = place
         if struct.tag is not None and not place.kinds:
-            own = Place(place.path, place.path, (str(struct.tag),))
+            own = KeyPlace(place.path, place.path, (str(struct.tag),))
         structs = struct_types(inner, loads=loads)
         is_essential = bool(marks_of(field.type).get("essential"))
         meaning, where = _description(field.type), (own.table, own.kinds)
@@ -123,7 +126,8 @@ def _fields(
     is that of its entries."""
     for struct in struct_types(kind, loads=loads):
         for field in struct.fields:
-            inner, suffix = _element(field.type)
+            inner = element(field.type)
+            suffix = "" if inner is field.type else SUFFIX[type(unwrap(field.type))]
             name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
             yield struct, field, f"{path}.{name}" if path else name, inner
 
@@ -146,17 +150,6 @@ def _homes(kind: mi.Type, path: str, loads: bool) -> dict[Tables, str]:
 def _description(kind: mi.Type) -> str:
     meta = kind.extra_json_schema if isinstance(kind, mi.Metadata) else None
     return str((meta or {}).get("description", ""))
-
-
-def _element(kind: mi.Type) -> tuple[mi.Type, str]:
-    """The type of the entries of a table or list, and the suffix of its keys; for other types, the
-    type itself and no suffix."""
-    bare = unwrap(kind)
-    if isinstance(bare, mi.DictType):
-        return bare.value_type, ".NAME"
-    if isinstance(bare, mi.ListType):
-        return bare.item_type, "[n]"
-    return kind, ""
 
 
 def _type_name(kind: mi.Type) -> str:
@@ -187,7 +180,7 @@ def _default(field: mi.Field) -> str:
 # The configuration keys in --help and --help-keys.
 
 
-class Parser(arguments.Parser):
+class KeysParser(arguments.Parser):
     """The parser of a command with a configuration. Its --help ends with tables and essential keys,
     which are looked up only then, since that is slow."""
 
@@ -221,7 +214,7 @@ class HelpKeys(argparse.Action):
         prefix = str(values or "")
         arguments.import_from_working_directory()
         try:
-            given = parser.given if isinstance(parser, Parser) else []
+            given = parser.given if isinstance(parser, KeysParser) else []
             for table, name in _named(" ".join([prefix, *given])):
                 registry = registry_at(self.config_type, table)
                 if registry is not None:
@@ -247,7 +240,7 @@ def _named(text: str) -> list[tuple[str, str]]:
     return found + re.findall(r"^(\w+(?:\.own)?)\.([\w.]+:\w+)", text)
 
 
-def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:
+def add_key_help(parser: KeysParser, config_type: type[msgspec.Struct]) -> None:
     """Add tables and essential keys to the end of --help, and add --help-keys."""
     parser.config_type = config_type
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, ROWS
 from agentenv.engine import EngineConfig
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.search.keys import SearchConfig
@@ -32,9 +32,9 @@ from agentenv.pipelines.config.supervised import SelfCriticConfig, SFTConfig
 from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
 from agentenv.pipelines.run.checkpoints import CheckpointConfig
 from agentenv.pipelines.run.monitors import RolloutMonitorConfig
-from agentenv.prefix_starts import PrefixStartsConfig
+from agentenv.prompt import PromptConfig
 from agentenv.registry import Registry
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.renderer import TagsConfig
 from agentenv.rows import CurriculumConfig, MixPart, RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.tools import ToolConfig
@@ -54,7 +54,6 @@ ALGORITHMS = Registry(
         "gspo": "agentenv.learners.baselines:GSPO",
         "cispo": "agentenv.learners.baselines:CISPO",
         "arpo": "agentenv.learners.arpo:ARPO",
-        "turnwise": "agentenv.learners.turnwise:Turnwise",
         "tree_grpo": "agentenv.learners.tree_grpo:TreeGRPO",
         "gigpo": "agentenv.learners.gigpo:GiGPO",
         "aepo": "agentenv.learners.aepo:AEPO",
@@ -65,7 +64,7 @@ ENGINES = Registry(
     "agentenv.engines",
     EngineConfig,
     {
-        "embedded": "agentenv.engines.embedded:EmbeddedConfig",
+        "embedded": "agentenv.engines.embedded.embedded_config:EmbeddedConfig",
         "scripted": "agentenv.engines.scripted:ScriptedConfig",
         "vllm": "agentenv.engines.vllm:VLLMConfig",
         "sglang": "agentenv.engines.sglang:SGLangConfig",
@@ -102,13 +101,6 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     curriculum: Annotated[
         CurriculumConfig | None,
         Meta(description="draw questions by their success rate instead of in epochs"),
-    ] = None
-    prefix_starts: Annotated[
-        PrefixStartsConfig | None,
-        Meta(
-            description="start groups that mostly fail after turns of an earlier success, and "
-            "groups that mostly succeed after turns of a failure"
-        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -260,13 +252,6 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             extra=ESSENTIAL,
         ),
     ] = 1
-    just_in_time: Annotated[
-        bool,
-        Meta(
-            description="start a tree just in time for the learner, so that finished trees do not "
-            "grow stale while they wait; false: as soon as max_staleness allows"
-        ),
-    ] = True
     equal_groups: Annotated[
         Literal["count", "drop"] | None,
         Meta(
@@ -483,11 +468,6 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             from agentenv.reference.algorithms import released
 
             force_setattr(self, "algorithm", released(self.algorithm))
-        if self.data.prefix_starts is not None and not self.archive.max_gb:
-            raise ConfigError(
-                "data.prefix_starts: a resumed run reads earlier trajectories from RUN/trees, "
-                "which archive.max_gb = 0 turns off; set it above 0"
-            )
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
         check_reachable(self.cluster, self.engine, self.roles)
         if self.refills and self.queue.equal_groups == "count":

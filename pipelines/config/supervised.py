@@ -25,7 +25,8 @@ from agentenv.native import NativeConfig
 from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
 from agentenv.pipelines.run.checkpoints import SavingConfig
 from agentenv.pipelines.run.monitors import MonitorConfig
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
 
 Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
 

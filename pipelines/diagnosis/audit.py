@@ -26,7 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
-from agentenv.config import build_config, resolver, upgrade
+from agentenv.config import build_config, resolver
 from agentenv.env import Grade, close_shared, graded
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
@@ -50,7 +50,7 @@ from agentenv.pipelines.run.records import (
 )
 from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
 from agentenv.pipelines.setup.assembly import TRAINED
-from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
+from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
@@ -132,10 +132,7 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     a run or trees."""
     config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
-        raise DataError(
-            f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none, and runs of older "
-            "versions have none"
-        )
+        raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
         regrader = await Regrader.of(config, run)
@@ -149,12 +146,12 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             Check("changed golds", "measured", (), regrader.changed_golds),
             Check("second candidate", "measured", (), regrader.second_guess),
         ]
-        results = [one async for one in Runner().run(checks, again)]
+        results = [one async for one in CheckRunner().run(checks, again)]
     checks = [
         Check("failures", "measured", (), few_failures),
         Check("jumps of reward", "measured", (), no_jumps),
     ]
-    results += [one async for one in Runner().run(checks, steps)]
+    results += [one async for one in CheckRunner().run(checks, steps)]
     samples = [
         text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
     ]
@@ -173,7 +170,7 @@ def read_config(run: Path) -> TrainConfig:
         plain = decode(path.read_bytes())
     except (OSError, ForeignError) as error:
         raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
-    return build_config(TrainConfig, upgrade(TrainConfig, plain), str(path))
+    return build_config(TrainConfig, plain, str(path))
 
 
 def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:

@@ -22,7 +22,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.publishing import ParityProbe, computes_in_float32, gap_limits
 from agentenv.pipelines.setup.assembly import TRAINED, Assembly
-from agentenv.pipelines.setup.checks import Skip
+from agentenv.pipelines.setup.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import Renderer, ToolSchemas
 from agentenv.tags import takes_object, written_arguments
@@ -373,3 +373,16 @@ def remedy(guesses: Sequence[Guess]) -> str:
         place = "first" if orders == {True} else "last"
         found = f"of two candidates it reads only the {place}, so that an answer may list several"
     return f'{found}: reject answers with two candidates, as kind = "layered" does'
+
+
+OF_MODEL = (
+    Check("packed model", "contract", RUNS, packed_model, MODEL),
+    Check("adapters", "contract", RUNS, adapters, MODEL),
+)
+CONTRACT = (
+    *OF_MODEL,
+    Check("calls come back", "contract", TRAIN, calls, after=EPISODES),
+    Check("special tokens in results", "contract", TRAIN, special_tokens, after=EPISODES),
+    Check("services", "contract", TRAIN, services, remote=True),
+    Check("grader sanity", "contract", TRAIN, grader_sanity, after=EPISODES),
+)

@@ -25,12 +25,24 @@ from agentenv.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hi
 from agentenv.model_files import read_model_config
 from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.contract import CONTRACT, parity
 from agentenv.pipelines.diagnosis.plan import files_of, make_plan
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.arguments import RunConfig
 from agentenv.pipelines.run.terminal import MAX_FILES, View
-from agentenv.pipelines.serving import GIB, find_machine
-from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, Skip, select
+from agentenv.pipelines.serving.gpus import GIB, find_machine
+from agentenv.pipelines.setup.checks import (
+    RUNS,
+    SAMPLING,
+    START,
+    TRAIN,
+    Check,
+    CheckResult,
+    CheckRunner,
+    Skip,
+    part,
+    select,
+)
 from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
 
 CHECK_S = 600.0  # deadline of a check
@@ -51,7 +63,7 @@ async def examine(
     configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
-    runner, config = Runner(CHECK_S, catches=True), None
+    runner, config = CheckRunner(CHECK_S, catches=True), None
     result = CheckResult("configuration", "passed")
     if path is not None:
         try:
@@ -73,7 +85,7 @@ async def examine(
     with tempfile.TemporaryDirectory(prefix="agentenv-doctor-") as place:
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, report)
-            for check in select(config, "configuration", "measured"):
+            for check in select(CHECKS, config, "configuration", "measured"):
                 if check.remote and is_offline:
                     yield CheckResult(check.name, "skipped", "--offline sends no requests")
                 elif check.slow and is_quick:
@@ -272,3 +284,21 @@ async def connections(assembly: TrainingAssembly) -> str:
             "eval.concurrency"
         )
     return message
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("versions", "machine", (), packages),
+    Check("free memory", "machine", (), memory),
+    Check("free disk", "machine", (), disk),
+    Check("descriptors", "machine", (), descriptors),
+    Check("sandbox", "machine", (), sandbox),
+    *START,
+    Check("room for rollouts", "contract", TRAIN, connections),
+    Check("room on the disk", "contract", TRAIN, checkpoints),
+    Check("room in memory", "contract", TRAIN, processes),
+    *CONTRACT,
+    # the ranks start and load the model; the engine starts and serves it
+    Check("learner", "started", RUNS, part("learner"), slow=True),
+    Check("engine", "started", SAMPLING, part("engine"), slow=True),
+    Check("log-prob parity", "measured", TRAIN, parity, slow=True),
+)

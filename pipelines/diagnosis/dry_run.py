@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from rich.box import SIMPLE
-from rich.table import Table
 
 from agentenv.config import resolver
 from agentenv.engines.openai import OpenAIConfig
@@ -46,8 +44,10 @@ from agentenv.pipelines.diagnosis.plan import AnyRun, Plan, Process, make_plan, 
 from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE
+from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import GIB, find_machine, find_python
+from agentenv.pipelines.serving.gpus import GIB, find_machine
+from agentenv.pipelines.serving.server_command import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.start_checks import (
@@ -60,7 +60,7 @@ from agentenv.pipelines.setup.start_checks import (
     paths_of,
 )
 from agentenv.pipelines.supervised.dialogues import registered_files
-from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.pipelines.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 # Missing inputs of a configuration: files, folders, keys, environments of engines.
@@ -188,14 +188,10 @@ def _sizes(config: AnyRun) -> Iterator[str]:
 def show_plan(plan: Plan, view: View) -> None:
     """Print processes with their GPUs and memory, the memory of each GPU, and missing inputs."""
     view.log("")
-    table = Table(title=f"processes on {plan.machine.name}", title_justify="left", box=SIMPLE)
-    for name in ("process", "number", "GPUs"):
-        table.add_column(name)
-    for name in ("GiB on each", "main memory, GiB"):
-        table.add_column(name, justify="right")
-    for process in plan.processes:
-        table.add_row(*_row(process))
-    view.show(table)
+    columns = ["process", "number", "GPUs", "GiB on each", "main memory, GiB"]
+    rows = [_row(process) for process in plan.processes]
+    title = f"processes on {plan.machine.name}"
+    view.show(Table(title=title, columns=columns, rows=rows, left=[0, 1, 2]))
     for process in plan.processes:
         for line in _details(process):
             view.log(line)
@@ -222,15 +218,15 @@ def span(gpus: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def _row(process: Process) -> tuple[str, ...]:
+def _row(process: Process) -> list[str]:
     on_gpu, main = process.memory.gpu_bytes, process.main_bytes
-    return (
+    return [
         process.name,
         str(process.count or "already running"),
         span(process.gpus),
         f"{on_gpu / GIB:.1f}" if process.gpus else "",
         f"{main / GIB:.1f}" if main else "",
-    )
+    ]
 
 
 def _details(process: Process) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -19,15 +18,8 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.serving import (
-    CPU_CACHE_GIB,
-    GIB,
-    SERVER_BYTES,
-    GpuPlan,
-    Machine,
-    learner_gpus,
-    vllm_hint,
-)
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
+from agentenv.pipelines.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -42,7 +34,7 @@ from agentenv.pipelines.setup.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
+from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # A plan: a machine, its processes, and problems.
@@ -69,7 +61,7 @@ class Plan(Struct):
     """The processes of a run. `problems`: reasons why they cannot run; `missing`: missing inputs;
     `made`: facts about output of the run; `advice`: improvements. All are lines of text."""
 
-    machine: Machine
+    machine: PlannedMachine
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -133,7 +125,7 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 HERE = "on this machine"
 
 
-def make_plan(config: AnyRun, machine: Machine, resolve: Resolve, model: str = "") -> Plan:
+def make_plan(config: AnyRun, machine: PlannedMachine, resolve: Resolve, model: str = "") -> Plan:
     """The plan of a configuration. `model`: the path of the policy if the configuration does not
     contain it; "" for an endpoint. Raises ConfigError for GPUs that are missing or claimed
     twice."""
@@ -182,23 +174,9 @@ SHARE_GPUS = (
     "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
 )
 
-# Fitted by hand to an H200 (tests/gpu/RESULTS.md): an alternating update through files took 1.8 s
-# at 0.44 billion weights (without 0.4 s that were fixed later) and 0.68 s at 0.135; by IPC 0.44 s.
-HANDOVER_S = 0.3  # for vLLM and a rank to sleep and wake up, without data transfers
-MOVED_PER_S = 4e10  # bytes per second between GPU and page-locked memory
-FILES_PER_S = 6.5e8  # bytes of weights written and loaded per second
-
-
-def handover_s(states: float, weights: float, *, by_files: bool) -> float:
-    """Estimated seconds of an alternating update in which neither engine nor learner works.
-    `states`: bytes that the learner moves to main memory and back; `weights`: bytes that the engine
-    loads."""
-    moved_s = 2 * states / MOVED_PER_S
-    return HANDOVER_S + moved_s + (weights / FILES_PER_S if by_files else 0.0)
-
 
 class _Planner:
-    def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
+    def __init__(self, config: Any, machine: PlannedMachine, resolve: Resolve, model: str) -> None:
         self.config, self.machine, self.resolve = config, machine, resolve
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
@@ -210,7 +188,6 @@ class _Planner:
             self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
         self.path: str = model if self.learner is None else config.model.path
         self.num_tokens, self.num_paths = rollouts_of(config)
-        self.place: Path | None = None  # of the policy's model, where it is here
         self.shape = self._policy_shape() if self.path else None
         self.learner_bytes = 0.0  # of a rank on its GPU
 
@@ -241,7 +218,6 @@ class _Planner:
             except AgentEnvError as error:
                 self.plan.missing.append(f"{key}: {error}")
                 return None
-            self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
@@ -320,7 +296,6 @@ class _Planner:
     def _add_engine(self) -> None:
         """Add the processes of the engine."""
         engine = self.engine
-        self._check_contexts()
         if engine is None:
             return
         if engine.runs_elsewhere:
@@ -344,18 +319,6 @@ class _Planner:
                 "policy server", "engine.servers", servers, self.shape, context or needed,
                 self.path, policy=True,
             )  # fmt: skip
-
-    def _check_contexts(self) -> None:
-        """Add a problem if the model's context, if known, is too short for an engine."""
-        overlapping = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
-        engines = {"engine": self.engine, "eval.engine": overlapping}
-        for key, engine in engines.items():
-            if self.place is None or engine is None or not engine.has_weights:
-                continue
-            try:
-                engine.max_context(self.place, key)
-            except AgentEnvError as error:
-                self.plan.problems.append(str(error))
 
     def _add_local(self, local: LocalModel, num_tokens: int) -> None:
         on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
@@ -437,43 +400,21 @@ class _Planner:
             if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
                 self.plan.advice.append(SHARE_GPUS)
             if self.resources.colocated and self.learner_bytes:
-                whole = replace(config, gpu_memory_share=MAX_SHARE / config.per_gpu)
-                most = server_memory(shape, whole, size)[1] * servers
                 fits = self.learner_bytes <= size - serving
-                self.plan.advice += self._colocation(weights, room, most, fits=fits)
+                self.plan.advice += self._colocation(fits=fits)
 
-    def _colocation(self, weights: float, room: int, most: int, *, fits: bool) -> list[str]:
-        """Advice on the faster way to share GPUs: at once if both fit, unless alternating gives the
-        rollouts a much larger cache. `room`, `most`: tokens in all caches, as configured and when
-        alternating."""
+    def _colocation(self, *, fits: bool) -> Iterator[str]:
+        """Advice on GPUs that engine and learner share; `fits`: both at once."""
         assert self.engine is not None
-        assert self.learner is not None
-        assert self.shape is not None
-        by_files = self.engine.new_weights != "ipc"
-        states = model_states(self.shape, self.learner).gpu_bytes
-        took = handover_s(states, weights, by_files=by_files)
-        wanted = self.num_paths * self.num_tokens
-        lines = []
         if self.colocated and fits:
-            lines.append(
+            yield (
                 "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
-                f"saves each step about {took:.1f} s of sleeping and waking"
+                "saves each step the time of sleeping and waking"
             )
-        elif self.colocated:
-            lines.append(f"alternating: each update waits about {took:.1f} s for the hand-over")
-        elif room < wanted / 2 and most >= 2 * room:
-            lines.append(
-                f"at once: the caches hold {room / wanted:.0%} of all in-flight tokens; "
-                "alternating (resources.colocated = true, gpu_memory_share up to "
-                f"{MAX_SHARE:g}) {min(1.0, most / wanted):.0%}, for about {took:.1f} s of "
-                f"hand-over an update: faster where rollouts wait longer than that for room "
-                "(queue/held_back_s)"
-            )
-        if by_files and self.engine.can_map and self.engine.new_weights == "directory":
-            lines.append(
+        if self.engine.capabilities.can_map and self.engine.new_weights == "directory":
+            yield (
                 'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
             )
-        return lines
 
 
 SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system

@@ -8,12 +8,8 @@ since no query is sent.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,12 +26,13 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.diagnosis.contract import OF_MODEL
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.pipelines.setup.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
-from agentenv.pipelines.setup.checks import Has, refuse
+from agentenv.pipelines.setup.checks import START, Has, refuse_dry
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.pipelines.setup.start_checks import environment_classes, needs_of_environments
-from agentenv.pipelines.supervised.data import count_rows
+from agentenv.pipelines.supervised.data import RowLoader
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
 
@@ -124,7 +121,7 @@ async def _read_sets(
     has_sft = isinstance(config, TrainConfig) and config.sft is not None
     if has_sft and not _lacks(absent, "sft") and TRAINED in assembly.sets:
         here.add("sft")  # read with the renderer and the tools of the training questions
-    await refuse(assembly, "contract", "files", here)
+    await refuse_dry(assembly, (*START, *OF_MODEL), here)
     if missing:
         raise MissingError("; ".join(dict.fromkeys(missing)))
     if not assembly.sets:
@@ -139,48 +136,21 @@ async def _read_sets(
 
 
 async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
-    """Lines on missing packages of environments, tools and graders, including those of sets whose
-    rows the run generates."""
+    """Lines on missing packages of the environments and graders of sets whose rows the run
+    generates."""
     for one in map(_local, assembly.sets.values()):
-        if assembly.makes((one.env.tools, one.prompt)):
+        if not assembly.makes(one.rows) or assembly.makes((one.env.tools, one.prompt)):
             continue
-        maker = EnvMaker.of(one, assembly.resolve)
-        for factory in maker.factories():
-            for name in _late_imports(factory):
-                place = f"{factory.__module__}.{factory.__qualname__}"
-                yield f"{one.env.id} ({place}) requires the package {name!r}: pip install it"
-        if assembly.makes(one.rows):
+        try:
+            env = EnvMaker.of(one, assembly.resolve)(Task("none", one.env.id, "none", ("1",)))
             try:
-                env = maker(Task("none", one.env.id, "none", ("1",)))
-                try:
-                    await start_grader(env.grader)  # type: ignore[attr-defined]
-                finally:
-                    await env.close()
-            except MissingError as error:
-                yield str(error)
-            except Exception:  # it may need the output of the set-up
-                continue
-
-
-def _late_imports(factory: Any) -> Iterator[str]:
-    """Missing packages that functions in the module of `factory` import, except inside `try`."""
-    try:
-        waiting: list[tuple[ast.AST, bool]] = [
-            (ast.parse(inspect.getsource(sys.modules[factory.__module__])), False)
-        ]
-    except (OSError, TypeError, SyntaxError, KeyError):
-        return
-    while waiting:
-        node, is_late = waiting.pop()
-        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for name in {one.partition(".")[0] for one in names if is_late}:
-            if find_spec(name) is None:
-                yield name
-        is_late = is_late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if not isinstance(node, ast.Try):
-            waiting += [(child, is_late) for child in ast.iter_child_nodes(node)]
+                await start_grader(env.grader)  # type: ignore[attr-defined]
+            finally:
+                await env.close()
+        except MissingError as error:
+            yield str(error)
+        except Exception:  # it may need the output of the set-up
+            continue
 
 
 def _local(one: SetConfig) -> SetConfig:
@@ -250,9 +220,9 @@ async def _read_dialogues(
     if _lacks(absent, "data") or assembly.makes(config.data):
         return
     if model is None:
-        number = await in_thread(count_rows, config, assembly.resolve, report, ENDS)
+        number = await in_thread(RowLoader(config, assembly.resolve, report, ENDS).count)
         report(f"data: read {number} rows")
         return
-    await refuse(assembly, "contract", "files", {"model", "machine"})
+    await refuse_dry(assembly, (*START, *OF_MODEL), {"model", "machine"})
     rows = await assembly.rows()  # type: ignore[attr-defined]
     report(f"data: {len(rows.train)} training rows, the longest has {rows.longest} tokens")

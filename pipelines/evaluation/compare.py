@@ -135,7 +135,7 @@ def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
     return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
 
 
-class Failed(Struct, frozen=True):
+class FailedSamples(Struct, frozen=True):
     """The failures of some questions in one evaluation: number of failed samples and of all
     samples, and the mean success over questions if failed samples were wrong."""
 
@@ -144,12 +144,12 @@ class Failed(Struct, frozen=True):
     success_if_wrong: float
 
 
-def failed_of(questions: Sequence[QuestionRows]) -> Failed:
+def failed_of(questions: Sequence[QuestionRows]) -> FailedSamples:
     """The failures, which `success` excludes."""
     num_samples = sum(len(one.rows) for one in questions)
     lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     num_done = sum(len(one.done) for one in questions)
-    return Failed(num_samples - num_done, num_samples, float(np.mean(lowest)))
+    return FailedSamples(num_samples - num_done, num_samples, float(np.mean(lowest)))
 
 
 def _in_success(pairs: Sequence[QuestionPair]) -> Difference:

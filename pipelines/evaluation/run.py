@@ -17,7 +17,7 @@ from agentenv.actor import Actor, Answer, Question, run_questions
 from agentenv.config import to_plain
 from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
-from agentenv.engines.openai import TokensEngine
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import AgentEnvError, ConfigError, EngineError, EnvError, TooManyFailuresError
@@ -25,12 +25,15 @@ from agentenv.failures import NUM_NAMED, FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, poll_pause
 from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.evaluation.figures import Summary
+from agentenv.pipelines.evaluation.report import report_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View, first_reason
-from agentenv.pipelines.run.watchdog import rolling_out, watched
+from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.reference.helpers import count_calls
@@ -235,6 +238,19 @@ async def run_evaluation(
                 found = _too_many(name, store, one.config.limits, log.redactor)
                 problem = found or problem
         return Outcome(len(failed), problem)
+
+
+async def evaluate_and_report(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> tuple[Outcome, Summary]:
+    """`run_evaluation`, and then the report of all rows in `out`."""
+    outcome = await run_evaluation(config, subject, out, view)
+    if outcome.num_failed:
+        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    view.wait_for("scoring", "the report")
+    summary = await report_of(out, view)
+    view.end()
+    return outcome, summary
 
 
 def _too_many(

@@ -17,13 +17,12 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
-from agentenv.config import Tree, changes, upgrade
+from agentenv.config import Tree, changes
 from agentenv.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.pipelines.config.cluster import WHERE
-from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.run.records import FAILED, EvalRow, Key, Wanted
-from agentenv.pipelines.run.rundir import Holder
+from agentenv.pipelines.run.rundir import LockHolder
 
 # The lock of the directory of an evaluation: one command at a time writes there.
 
@@ -50,14 +49,14 @@ def lock(folder: Path) -> BinaryIO:
         pass
     with suppress(OSError):  # of a full disk: the name is optional
         held.truncate(0)
-        held.write(msgspec.json.encode(Holder.me()))
+        held.write(msgspec.json.encode(LockHolder.me()))
     return held
 
 
 def _holder(file: BinaryIO) -> str:
     file.seek(0)
     try:
-        return str(msgspec.json.decode(file.read(), type=Holder))
+        return str(msgspec.json.decode(file.read(), type=LockHolder))
     except msgspec.DecodeError:  # the holder has not written its name yet
         return "another command"
 
@@ -208,9 +207,7 @@ def load_saved(folder: Path) -> Saved:
     """Read config.json of an evaluation. Raises DataError."""
     path = folder / CONFIG_FILE
     try:
-        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
-        upgrade(EvaluateConfig, saved.config)
-        return saved
+        return msgspec.json.decode(path.read_bytes(), type=Saved)
     except (OSError, msgspec.DecodeError) as error:
         within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
         within.sort(key=lambda rows: rows.stat().st_mtime)
@@ -239,8 +236,6 @@ def identity(saved: Saved) -> Tree:
     for one in tree["sets"].values():
         one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
         one["env"] = _without(one.get("env") or {}, WHERE)
-        if not one.get("source"):  # earlier versions did not store an empty one
-            one.pop("source", None)
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
 

@@ -32,7 +32,8 @@ from agentenv.config import (
 )
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
-from agentenv.engines.openai import OpenAIConfig, TokensEngine
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.token_routes import TokensEngine
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import find_on_hub, place_on_hub, read_eos_ids
 from agentenv.native import NativeConfig
@@ -44,7 +45,7 @@ from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.serving import vllm_hint
+from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import (
     Questions,
@@ -54,8 +55,9 @@ from agentenv.pipelines.setup.assembly import (
     once,
     prefixed,
 )
+from agentenv.prompt import WITHOUT_TOOLS, PromptConfig
 from agentenv.reference.helpers import Assist, assist_actor
-from agentenv.renderer import WITHOUT_TOOLS, PromptConfig, Renderer
+from agentenv.renderer import Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
 
@@ -134,6 +136,15 @@ def find_subject(
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
+def check_directory(subject: Subject, text: str) -> None:
+    """Raises ConfigError if the subject that `text` names has weights, but no directory."""
+    if subject.model is not None and not subject.model.is_dir():
+        raise ConfigError(
+            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
+            "http(s)://HOST[:PORT]"
+        )
+
+
 def saved_config(run: Path) -> Tree:
     """The stored configuration of a run."""
     return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
@@ -204,7 +215,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         super().__init__(config, subject.run, stack, report, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, report)
         self.subject = subject
-        self.has_weights = config.engine.has_weights
+        self.has_weights = config.engine.capabilities.has_weights
 
     @cached_property
     def _log_folder(self) -> Path:

@@ -1,210 +1,27 @@
-"""The batch of an update: selection of trees, their credit, their fate (trained, filtered for equal
-returns, or failed), and warnings about steps that go wrong without an error.
+"""The batch of an update: selection of trees, their credit, and their fate (trained, filtered for
+equal returns, or failed).
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, variance
 from typing import NamedTuple
 
 import numpy as np
 
 from agentenv.archive import Fate
-from agentenv.errors import SHOWN, AgentEnvError, ConfigError, EnvError, place_of
+from agentenv.errors import AgentEnvError, ConfigError, EnvError, place_of
 from agentenv.failures import faults_of
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.credit import CreditedTree, TreeCredit
 from agentenv.learners.learner import Metrics
 from agentenv.metrics import failure_kind
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.alarms import EQUAL, MANY_CALLS, Alarms, calls_of
 from agentenv.pipelines.rl.state import RunState
-from agentenv.tree import GIVEN, TrajectoryTree
-from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
-
-logger = logging.getLogger(__name__)
-
-EQUAL = "with equal returns"  # reason of a tree without a signal
-MANY_CALLS = 10  # of a tool in a step; with so many, one should succeed
-MAX_TEXT = 500  # characters of a warning
-FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
-MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
-FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
-MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
-FIRST_STEPS = 10  # in these, a high success means that the questions are too easy
-MIN_COURSE = 40  # least number of losses of a cold start to judge their trend
-FALLEN = 0.93  # a loss above this share of the loss half a stage ago has stopped falling
-RISEN = 1.1  # a loss above this multiple of the lowest loss has risen
-LEARNT = 0.5  # exact match on the gate from which the loss need not fall
-LOW_LOSS = 0.1  # nats per token, below which the loss need not fall
-
-
-class Alarms:
-    """The warnings of a run."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self._active: set[str] = set()  # conditions that held at their last check
-        self._num_steps = 0
-        self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
-        self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
-
-    def check_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
-        """Warn when most trees of a step are dropped, when none has a signal, and when many run out
-        of time. `fates` counts the trees without a signal by reason."""
-        reasons = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
-        num_lost = fates.total() - fates[EQUAL]
-        self._warn(
-            "lost",
-            num_lost > len(delivered) / 2,
-            f"{num_lost} of {len(delivered)} trees of the step were dropped: {reasons}",
-        )
-        everything = [one for tree in delivered for one in tree.trajectories()]
-        ends = [one.leaf.limit for one in everything]
-        limits = Counter(filter(None, ends))
-        advice = (
-            "is the answer in the form that the grader reads, and does the prompt "
-            "(prompt.template) describe the tools?"
-        )
-        if limits.total() > len(ends) / 2:
-            limit, count = limits.most_common(1)[0]
-            advice = f"{count} of {len(ends)} trajectories were truncated by the limit {limit}"
-        broken = [
-            one.named(tool)
-            for tool, one in faults_of(_calls(delivered)).items()
-            if one.is_total and one.num_calls >= MANY_CALLS
-        ]
-        if broken:
-            advice = "; ".join(broken)[:MAX_TEXT]
-        self._warn(
-            "unlearned",
-            fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
-            "no tree of the step has a signal: in each all returns are equal, and no answer is "
-            f"correct; read trajectories/: {advice}",
-        )
-        sampled = [tree for tree in delivered if GIVEN not in tree.root.info] or delivered
-        right = [one.success for tree in sampled for one in tree.trajectories()]
-        success = sum(right) / max(1, len(right))
-        if not broken:  # neither a cold start nor easier questions fix a tool
-            self._check_signal(fates[EQUAL], len(delivered), success)
-        num_late = ends.count(Limit.SECONDS)
-        self._warn(
-            "late",
-            num_late > len(ends) * MAX_LATE,
-            f"{num_late} of {len(ends)} trajectories ended at limits.max_seconds or "
-            "max_tree_seconds; long trajectories are cut first, so that the rest is a biased "
-            "sample: raise the limits, or find the slow part (tool/NAME/mean_s, engine/waiting)",
-        )
-
-    def _check_signal(self, num_equal: int, num_trees: int, success: float) -> None:
-        """Warn when few trees of the last steps have a signal. If that is because the policy
-        answers everything correctly, warn only in the first steps."""
-        self._num_steps += 1
-        self._last_steps.append((num_equal, num_trees, success))
-        equal, trees = (sum(one[i] for one in self._last_steps) for i in (0, 1))
-        success = fmean(one[2] for one in self._last_steps)
-        is_right = success > 0.5
-        size = self.config.algorithm.group_size
-        refill = "" if self.config.refills else "; queue.refill = true replaces such groups"
-        advice = "harder questions"
-        if not is_right:
-            advice = (
-                "a longer cold start, or one with a higher learning rate ([sft]), easier "
-                f"questions, or more trajectories per question (algorithm.group_size, now {size})"
-            )
-        self._warn(
-            "equal",
-            len(self._last_steps) == FEW_STEPS
-            and trees >= FEW_TREES
-            and equal > MAX_EQUAL * trees
-            and (not is_right or self._num_steps <= FIRST_STEPS),
-            f"{equal} of {trees} groups of the last {FEW_STEPS} steps have no signal, since all "
-            f"their returns are equal; {success:.0%} of the answers are correct: use "
-            f"{advice}{refill}",
-        )
-
-    def check_imitation(
-        self, losses: Sequence[float], exact: Mapping[str, float], *, is_last: bool
-    ) -> None:
-        """Warn when the losses (nats per token) of a stage of the cold start rise or stagnate.
-        `exact`: match on the gate by kind; `is_last`: the stage has ended without passing it."""
-        if len(losses) < MIN_COURSE or self.config.sft is None:
-            return
-        rate = f"sft.optimizer.learning_rate, {self.config.sft.optimizer.learning_rate:g}"
-        is_finite = all(map(math.isfinite, losses))
-        text = f"the loss of the cold start is not finite: its learning rate is too high ({rate})"
-        self._warn("imitation breaks", not is_finite, text)
-        if not is_finite:
-            return
-        size = len(losses) // 4
-        quarters = [losses[-size * number :][:size] for number in (4, 3, 2, 1)]
-        means = [fmean(one) for one in quarters]
-        lowest = min(range(3), key=means.__getitem__)
-        noise = sum(variance(quarters[i]) / size for i in (lowest, 3)) ** 0.5
-        has_risen = means[3] > RISEN * means[lowest] and means[3] - means[lowest] > 3 * noise
-        self._warn(
-            "imitation rises",
-            has_risen,
-            f"the loss of the cold start rose from {means[lowest]:.2f} to {means[3]:.2f} nats a "
-            f"token: its learning rate is too high ({rate})",
-        )
-        least = min(exact.values(), default=0.0)
-        self._warn(
-            "imitation stays",
-            is_last
-            and not has_risen
-            and means[3] > max(LOW_LOSS, FALLEN * means[1])
-            and least < LEARNT,
-            f"the loss of the cold start stays at {means[3]:.2f} nats a token ({means[1]:.2f} half "
-            f"of the stage before), and exact match on the gate is {least:.2f}: its learning rate "
-            f"is too low ({rate}; try three times that), or the demonstrations are that ambiguous",
-        )
-
-    def check_hits(self, hits: Metrics) -> None:
-        """Warn when a server with a prefix cache has no hits for FEW_STEPS steps. A single step may
-        have none: sleeping engines drop their cache."""
-        for name, share in hits.items():
-            self._num_missed[name] = 0 if share else self._num_missed[name] + 1
-            self._warn(
-                name,
-                self._num_missed[name] >= FEW_STEPS and not self.config.engine.is_exact,
-                f"{name} is 0 in {FEW_STEPS} steps: the engine recomputes every prefix; is its "
-                "prefix cache off, or too small for the trajectories in flight?",
-            )
-
-    def check_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
-        """Warn when every call of a tool fails, with the first error in the trees."""
-        for name in [key for key in metrics if key.startswith("tool/") and key.endswith("/calls")]:
-            tool = name[5:-6]
-            if tool in (UNKNOWN_TOOL, MALFORMED_CALL):  # errors of the policy, not of a tool
-                continue
-            calls, errors = metrics[name], metrics.get(f"{name[:-6]}/errors", 0.0)
-            if calls < MANY_CALLS or errors != calls:
-                self._active.discard(name)
-                continue
-            errors_of_tool = (one["error"] for one in _calls(trees) if one["name"] == tool)
-            error = next(errors_of_tool, "the errors are in trajectories/")
-            text = f"all {calls:.0f} calls of the tool {tool!r} in this step failed: {error}"
-            self._warn(name, True, text[:MAX_TEXT])
-
-    def check_update(self, metrics: Metrics) -> None:
-        """Warn when an update has moved the policy too far to learn."""
-        moved = metrics.get("learner/kl_to_proximal", 0.0)
-        self._warn(
-            "moved",
-            moved > FAR_KL,
-            f"the update moved the policy by {moved:.2g} nats a token (learner/kl_to_proximal), "
-            f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
-        )
-
-    def _warn(self, condition: str, holds: bool, text: str) -> None:
-        if holds and condition not in self._active:
-            logger.warning("%s", text, extra=SHOWN)
-        (self._active.add if holds else self._active.discard)(condition)
+from agentenv.tree import TrajectoryTree
 
 
 class Settled(NamedTuple):
@@ -217,7 +34,7 @@ class Settled(NamedTuple):
 
 
 @dataclass
-class Batch:
+class StepBatch:
     """The trees of a step, with their fates, credit and metrics. `num_taken` trees fill the step;
     `delivered` includes the trees that they replaced."""
 
@@ -239,10 +56,10 @@ class Batch:
 class BatchBuilder:
     """Builds the batches of a run, and counts the fates of trees in the run's state."""
 
-    def __init__(self, config: TrainConfig, state: RunState, alarms: Alarms | None = None) -> None:
+    def __init__(self, config: TrainConfig, state: RunState) -> None:
         self.config = config
         self.state = state
-        self.alarms = alarms or Alarms(config)
+        self.alarms = Alarms(config)
         self.counts_equal = config.counts_equal_groups
         self._credits: dict[int, TreeCredit | None] = {}  # by tree index, until it is settled
         self._num_untrained = 0  # consecutive steps without a signal
@@ -277,17 +94,17 @@ class BatchBuilder:
             self._check_signals(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
 
-    def begin(self, taken: list[TrajectoryTree]) -> Batch:
+    def begin(self, taken: list[TrajectoryTree]) -> StepBatch:
         """The batch of these trees and the trees that they replaced."""
         replaced, self._replaced = self._replaced, []
-        return Batch(len(taken), taken + replaced)
+        return StepBatch(len(taken), taken + replaced)
 
     @staticmethod
     def _why(tree: TrajectoryTree, credit: TreeCredit | None) -> str:
         """The reason why a tree has no signal."""
         return failure_kind(tree) if credit is None else EQUAL
 
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: StepBatch) -> None:
         """Decide the fate of each tree of the batch, and choose the trees to train.
 
         Raises RefusedStepError if every trajectory failed, or a tool has stopped working, and
@@ -312,7 +129,7 @@ class BatchBuilder:
         self._check_signals(delivered, fates)
         working = {
             tool
-            for tool, one in faults_of(_calls(delivered)).items()
+            for tool, one in faults_of(calls_of(delivered)).items()
             if one.num_calls >= MANY_CALLS and one.num_failed < one.num_calls / 2
         }
         self.state.working_tools = sorted(working.union(self.state.working_tools))
@@ -372,16 +189,10 @@ class RefusedStepError(EnvError):
         self.trees = [tree.index for tree in trees]
 
 
-def _calls(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:
-    for tree in trees:
-        for node in tree.nodes:
-            yield from node.info.get("tool_calls", ())
-
-
 def refuse_broken_tool(trees: list[TrajectoryTree], working: Sequence[str]) -> None:
     """Raises RefusedStepError if every call of a tool that worked in an earlier step fails with the
     same text: most likely its service is down, and the policy would unlearn to use it."""
-    for tool, found in faults_of(_calls(trees)).items():
+    for tool, found in faults_of(calls_of(trees)).items():
         if tool in working and found.is_total and found.num_calls >= MANY_CALLS:
             raise RefusedStepError(
                 f"{found.named(tool)}; most of them succeeded in an earlier step, so this step is "

@@ -19,14 +19,12 @@ from msgspec.structs import replace
 from agentenv.deadline import uncancelled
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.optimizer import optimizer_of
-from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTStage
-from agentenv.pipelines.rl.batching import Alarms
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.state import Imitating, RunState
-from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints, Saver
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.rl.state import Imitating
+from agentenv.pipelines.run.checkpoints import COLD_START, Saver
+from agentenv.pipelines.supervised.course import LossCourse
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
@@ -34,7 +32,7 @@ KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as of
 logger = logging.getLogger(__name__)
 
 
-class Sampler:
+class DemonstrationSampler:
     """Draws demonstrations; within a kind, without replacement until all have been drawn."""
 
     def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
@@ -73,45 +71,33 @@ class ColdStart:
     """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
     optimizer of reinforcement learning starts fresh, and the weights are published."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        view: View,
-        state: RunState,
-        parts: Parts,
-        recorder: Recorder,
-        checkpoints: Checkpoints,
-        checkpoint: Path | None,
-        alarms: Alarms,
-    ) -> None:
+    def __init__(self, parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
         """`checkpoint`: one during the cold start, to resume from."""
+        config, state = recorder.config, recorder.state
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
         self.learner_config = config.learner
         self.rng = Random(f"{config.run.seed}/sft")
-        self.view = view
-        self.state = state
-        self.parts = parts
-        self.recorder = recorder
+        self.parts, self.recorder = parts, recorder
+        self.view, self.state = recorder.view, state
         self.demonstrations, self.gate = parts.demonstrations
         self.step = 0
         self._place = ""  # a description of the stage
         self._num_measured = 0
         self._losses: list[float] = []  # since the last measurement
-        self._course: list[float] = []  # losses of the stage
-        self._alarms = alarms
+        self._course = LossCourse(self.config.optimizer.learning_rate)  # of the stage
         self._checkpoint = checkpoint
         self._done = state.imitating = state.imitating or Imitating()
         self._until = self._done.step  # earlier steps are replayed without the learner
         self._saver = Saver(
             replace(config.checkpoint, every=0),  # `every` counts updates
-            checkpoints,
+            recorder.run.checkpoints,
             parts.learner,
-            view,
+            recorder.view,
             step=lambda: self._done.step,
             snapshot=state.resumable,
-            turn=lambda: parts.learner.turn(),
+            turn=parts.learner.turn,
             phase=COLD_START,
         )
 
@@ -133,7 +119,7 @@ class ColdStart:
         self._time = asyncio.get_running_loop().time
         self._reported_s = self._time()
         samplers = {
-            stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
+            stage.rows: DemonstrationSampler(self.demonstrations[stage.rows], self.rng)
             for stage in config.stages
         }
         async with learner.turn():
@@ -148,17 +134,17 @@ class ColdStart:
             note = why_lower(config.stages)
             exact = await self._measure(note)
             is_open = not (note or (config.stages[-1].until_gate and passed[-1]))
-            self._alarms.check_imitation(self._course, exact, is_last=is_open)
+            self._course.check(exact, is_last=is_open)
             if not all(passed):
                 logger.warning("the cold start ended without passing its gate: %s", exact)
             await uncancelled(self._end())
             await self.parts.publish()
         self.parts.demonstrations = None  # free their memory
 
-    async def _stage(self, stage: SFTStage, sampler: Sampler) -> bool:
+    async def _stage(self, stage: SFTStage, sampler: DemonstrationSampler) -> bool:
         """Run a stage; returns whether its gate, if it has one, was passed."""
         first, last = stage.lr_scale
-        self._course = []
+        self._course = LossCourse(self.config.optimizer.learning_rate)
         for number in range(stage.num_steps):
             scale = first + (last - first) * number / stage.num_steps
             if self.step < self.config.warmup_steps:
@@ -171,11 +157,11 @@ class ColdStart:
                 if self._saver.is_due():
                     await self._saver.save()
                 if self._time() - self._reported_s > REPORT_EVERY_S:
-                    self._report(f"loss {self._course[-1]:.3f}")
+                    self._report(f"loss {self._course.losses[-1]:.3f}")
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
                 sampler.reweigh(exact, KIND_BOOST)
-                self._alarms.check_imitation(self._course, exact, is_last=False)
+                self._course.check(exact, is_last=False)
                 if min(exact.values()) >= self.config.gate_threshold:
                     return True
         return not stage.until_gate
@@ -184,7 +170,7 @@ class ColdStart:
         async with self._saver.moving():
             metrics = await self.parts.learner.imitate(sequences, scale)
             self._losses.append(metrics["loss"])
-            self._course.append(metrics["loss"])
+            self._course.losses.append(metrics["loss"])
             self.state.totals.sft_tokens += int(metrics["num_tokens"])
             self._done.step = self.step
             self.state.line = self.state.incarnation

@@ -1,7 +1,7 @@
 """Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
 Control subscribes to a run and does not affect it otherwise. It replies to all requests but
-checkpoints and evaluations at once, from the state of actors, queue and workers.
+checkpoints at once, from the state of actors, queue and workers.
 """
 
 from __future__ import annotations
@@ -14,70 +14,37 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from agentenv.actor import PAUSED, Actor, Awaited, awaited_by
-from agentenv.encoder import decoder
+from agentenv.actor import Actor, Awaited, awaited_by
+from agentenv.branch import BranchNow
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
-from agentenv.offload import in_thread
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.report import phase_title, report_line
+from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.control import (
     BranchRow,
-    Cancel,
-    Checkpoint,
-    Done,
-    Evaluate,
+    CancelTrees,
     GetStatus,
     GetWhy,
     Pause,
     Reply,
     Request,
+    RequestDone,
     Resume,
+    SaveCheckpoint,
     Status,
     TreeRow,
-    Wait,
-    Waits,
+    WaitRow,
+    WaitTable,
     Why,
     listening,
 )
 from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.watchdog import by_what, expected_s
-from agentenv.recovery import STEP, TURN
-from agentenv.rollout import BranchNow, Rollout
+from agentenv.pipelines.run.waits import by_what, expected_s
 
 PIECE = 200  # rollouts inspected between two yields to the event loop
-MAX_TEXT = 2000  # characters shown of a turn
 CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
-
-
-# The likely cause of a wait, by the beginning of its name.
-ADVICE = (
-    (PAUSED, "the run is paused: `resume` ends the pause"),
-    (TURN, "the engine is generating: check engine/waiting and the servers' logs if it takes long"),
-    (
-        "a slot on a server",
-        "all servers are busy or lost: add servers, or lower queue.max_rollouts",
-    ),
-    (
-        "a slot of the tool",
-        "the tool's own limit: raise its max_concurrency, or check its slow calls",
-    ),
-    ("the tool", "the tool's code or service: its timeout_s ends the call; `cancel` ends the tree"),
-    ("a worker slot for", "all grading or tool processes are busy: increase their number"),
-    ("a pause before", "it failed and will be retried: see the failure in run.log"),
-    ("the rate limit", "the service limits requests: use a second key, a cache, or fewer rollouts"),
-    (STEP, "the environment's code: its own deadlines end it, else limits.max_seconds"),
-    ("its environment", "limits.env_timeout_s ends it: is a sandbox or a service slow to start?"),
-    ("the copies of its environment", "forks copy their environment: limits.env_timeout_s ends it"),
-    ("the journal", "the disk of the run's folder is slow or full"),
-)
-
-
-def advice_on(what: str) -> str:
-    """The likely cause of a wait; empty: unknown."""
-    return next((text for start, text in ADVICE if what.startswith(start)), "")
 
 
 def clock_text(seconds_ago: float) -> str:
@@ -103,24 +70,22 @@ class Control:
         match request:
             case GetStatus():
                 return self._status()
-            case GetWhy(tree=None):
-                return await self._waits()
+            case GetWhy(tree=int(index)):
+                return await self._why(index)
             case GetWhy():
-                return await self._why(request)
-            case Cancel():
+                return await self._waits()
+            case CancelTrees():
                 return self._cancel_all(request.trees)
             case Pause():
                 return self._pause()
             case Resume():
                 return self._resume()
-            case Checkpoint():
+            case SaveCheckpoint():
                 return await self._checkpoint()
-            case Evaluate():
-                return await self._evaluate(request.sets)
 
     @property
     def _feeder(self) -> Feeder:
-        return self.training.feeder
+        return self.training.loop.feeder
 
     # Requests that only read.
 
@@ -153,12 +118,12 @@ class Control:
         found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)
         if training.phase == "set-up":
             return found
-        parts = training.parts
+        parts = training.loop.parts
         found.num_steps, found.policy_version = parts.num_steps, parts.learner.policy_version
         found.num_open_envs = self._feeder.num_open_envs()
         found.engine = dict(parts.engine.stats())
-        if training.workers is not None:
-            found.workers = training.workers.stats()
+        if self._feeder.workers is not None:
+            found.workers = self._feeder.workers.stats()
         return found
 
     def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> TreeRow:
@@ -168,17 +133,19 @@ class Control:
 
     def _actors(self) -> list[Actor]:
         """The actors of this process, one per table of rollouts."""
-        parts = self.training.parts
+        parts = self.training.loop.parts
         found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
         if parts.overlapping is not None:
             found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
         return list(found.values())
 
-    async def _waits(self) -> Waits:
+    async def _waits(self) -> WaitTable:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
         if training.phase == "set-up":
-            return Waits([], [f"training has not started: {training.view.activity or 'set-up'}"])
+            return WaitTable(
+                [], [f"training has not started: {training.view.activity or 'set-up'}"]
+            )
         now = asyncio.get_running_loop().time()
         awaited: list[Awaited] = []
         for actor in self._actors():
@@ -191,7 +158,7 @@ class Control:
             first = min(group, key=lambda one: (one.since, one.tree, one.branch))
             for_s = now - first.since
             waits.append(
-                Wait(
+                WaitRow(
                     what,
                     len(group),
                     for_s,
@@ -200,11 +167,10 @@ class Control:
                     first.branch,
                     first.task_id,
                     for_s >= expected_s(what),
-                    advice_on(what),
                 )
             )
         waits.sort(key=lambda one: -one.longest_s)
-        return Waits(waits, self._lines())
+        return WaitTable(waits, self._lines())
 
     def _lines(self) -> list[str]:
         """Other reasons why the run waits, or will wait."""
@@ -221,32 +187,30 @@ class Control:
         head = min(inflight, default=None)
         if head is not None and not inflight[head].has_ended and training.phase == "RL":
             lines.append(f"the learner takes trees in start order and waits for tree {head} next")
-        if training.workers is not None and training.workers.behind():
-            lines.append(training.workers.behind())
+        if self._feeder.workers is not None and self._feeder.workers.behind():
+            lines.append(self._feeder.workers.behind())
         lag_ms = training.lag.figures().get("lag_p99_ms", 0.0)
         if lag_ms > 100:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
-    async def _why(self, request: GetWhy) -> Why:
+    async def _why(self, index: int) -> Why:
         """The waits of a tree and of each of its branches."""
-        assert request.tree is not None
-        index, training = request.tree, self.training
+        training = self.training
         one = self._inflight(index)
-        rollout = training.parts.actor.growing(index)
+        rollout = training.loop.parts.actor.growing(index)
         row = self._row(index, one, is_growing=rollout is not None)
-        row.question = one.task.question if request.text else None
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
-        if training.workers is not None and not one.has_ended:
-            place = training.workers.places().get(index)
+        if self._feeder.workers is not None and not one.has_ended:
+            place = self._feeder.workers.places().get(index)
             if place is not None:
                 row.worker, row.state = place.worker or "none yet", "grows"
-            found = await training.workers.wait_info(index)
+            found = await self._feeder.workers.wait_info(index)
             if found is None:
                 lines.append("its worker has not reported its waits")
             branches = [_branch_row(branch, limit_s) for branch in found or ()]
-            lines.append("finished branches and texts of a tree in a worker are not accessible")
+            lines.append("finished branches of a tree in a worker are not accessible")
         elif rollout is not None:
             limit_s = rollout.limits.max_seconds
             branches = [_branch_row(branch, limit_s) for branch in rollout.now()]
@@ -260,8 +224,6 @@ class Control:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
             lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
-            if request.text:
-                await self._add_texts(branches, rollout)
         lines += self._lines_of(index, one)
         return Why(row, branches, dict(ends), dict(failures), lines)
 
@@ -270,20 +232,6 @@ class Control:
         number = sum(1 for other in self._feeder.inflight if other < index)
         before = f"{number} trees come before it" if number else "the learner takes it next"
         return [*lines, f"{before} (start order)"]
-
-    async def _add_texts(self, branches: list[BranchRow], rollout: Rollout) -> None:
-        """Add the last turn and observation of each branch to its row."""
-        to_text = decoder(self.training.parts.tokenizer)
-        cursors = {one.name: one.pending or one.cursor for one in rollout.branches}
-
-        def texts() -> None:
-            for row in branches:
-                node = cursors.get(row.branch)
-                if node is not None:
-                    ids = [*node.action_ids, *node.observation_ids]
-                    row.text = to_text(ids)[-MAX_TEXT:]
-
-        await in_thread(texts)
 
     # Requests that act.
 
@@ -298,7 +246,7 @@ class Control:
             raise ConfigError(f"tree {index} is not in flight{span}")
         return inflight[index]
 
-    def _cancel_all(self, trees: list[int]) -> Done:
+    def _cancel_all(self, trees: list[int]) -> RequestDone:
         """Cancel all trees, or none if one of them cannot be cancelled."""
         if not trees:
             raise ConfigError("no tree given")
@@ -309,13 +257,13 @@ class Control:
 
     def _cancel(self, index: int) -> str:
         training = self.training
-        if training.workers is not None:
-            place = training.workers.places().get(index)
-            if training.workers.cancel(index, CANCEL_REASON):
+        if self._feeder.workers is not None:
+            place = self._feeder.workers.places().get(index)
+            if self._feeder.workers.cancel(index, CANCEL_REASON):
                 if place is not None and place.worker:
                     return f"tree {index} is being cancelled by {place.worker}"
                 return f"tree {index} is cancelled; it had no worker"
-        rollout = training.parts.actor.growing(index)
+        rollout = training.loop.parts.actor.growing(index)
         if rollout is None:
             raise ConfigError(f"tree {index} is just starting; retry")
         number = rollout.cancel(CANCEL_REASON)
@@ -323,41 +271,37 @@ class Control:
             return f"tree {index}: all its branches are ending already"
         return f"tree {index} is cancelled, with {number} live branches"
 
-    def _pause(self) -> Done:
+    def _pause(self) -> RequestDone:
         phase = self.training.phase
         if phase != "RL":
             raise ConfigError(
                 f"only rollouts and updates of RL can be paused; the run is in phase {phase!r}"
             )
         if self._feeder.is_paused:
-            return Done(["the run is already paused"])
+            return RequestDone(["the run is already paused"])
         self._feeder.pause()
         line = (
             "paused: no new tree, turn or update starts; running turns and tools finish, the "
-            "clocks of rollouts stop; checkpoint and evaluate work"
+            "clocks of rollouts stop; checkpoint works"
         )
         return self._done("pause", [line])
 
-    def _resume(self) -> Done:
+    def _resume(self) -> RequestDone:
         if self.training.phase != "RL" or not self._feeder.is_paused:
-            return Done(["the run is not paused"])
+            return RequestDone(["the run is not paused"])
         self._feeder.resume()
         return self._done("resume", ["resumed"])
 
-    def _check_steps(self, what: str) -> None:
-        phase = self.training.phase
-        if phase != "RL":
+    async def _checkpoint(self) -> RequestDone:
+        training = self.training
+        if training.phase != "RL":
             raise ConfigError(
-                f"{what} on demand is available during RL updates; the run is in phase {phase!r}, "
-                "which saves and evaluates on its own schedule"
+                "a checkpoint on demand is available during RL updates; the run is in phase "
+                f"{training.phase!r}, which saves on its own schedule"
             )
 
-    async def _checkpoint(self) -> Done:
-        self._check_steps("a checkpoint")
-        training = self.training
-
         async def save() -> tuple[str, int]:
-            await training.saver.save()
+            await training.loop.saver.save()
             step = training.state.step
             return str(training.run.checkpoints.path(step)), step
 
@@ -365,38 +309,13 @@ class Control:
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
 
-    async def _evaluate(self, sets: list[str]) -> Done:
-        """Evaluate these sets between two updates; without names, all sets."""
-        self._check_steps("an evaluation")
-        training = self.training
-        known = list(training.config.eval.sets)
-        for name in sets:
-            if name not in known:
-                raise ConfigError(f"unknown evaluation set {name!r}; known: {known}")
-        if not known:
-            raise ConfigError("the configuration has no evaluation set, [eval.sets.NAME]")
-        chosen = sets or known
-        when, found = await training.actions.run(lambda: training.evaluator.evaluate_now(chosen))
-        lines, facts = [f"results in {training.run.path}/eval/{when}"], {}
-        for name, result in found.items():
-            overall = result.overall
-            lines.append(report_line(result, when))
-            facts[name] = {
-                "success": overall.success,
-                "interval": list(overall.interval),
-                "reward": overall.reward,
-                "num_trajectories": overall.num_trajectories,
-                "num_failed": overall.num_failed,
-            }
-        if not found:
-            raise ConfigError(f"the evaluation {when} failed: see run.log")
-        return self._done("evaluate", lines, {"when": when, "sets": facts})
-
-    def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
+    def _done(
+        self, command: str, lines: list[str], facts: dict[str, Any] | None = None
+    ) -> RequestDone:
         """The reply to a command; terminal and run.log show it too."""
         for line in lines:
             self.training.view.log(f"agentenv ctl {command}: {line}")
-        return Done(lines, facts or {})
+        return RequestDone(lines, facts or {})
 
 
 def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:
@@ -410,5 +329,4 @@ def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:
         now.num_tool_calls,
         now.worked_s,
         limit_s,
-        advice_on(now.what),
     )

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
+from agentenv.pipelines.rl.clocks import PhaseClock
 from agentenv.pipelines.rl.parts import Parts
-from agentenv.pipelines.rl.recorder import EVALUATIONS, PhaseClock, Recorder
+from agentenv.pipelines.rl.recorder import EVALUATIONS, Recorder
 from agentenv.pipelines.rl.report import PHASES
-from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
+from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, brief_report
 from agentenv.pipelines.run.checkpoints import REMOVED
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
-from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import Pulse, View
 from agentenv.tree import CANCELLED
 from agentenv.types import Task
@@ -58,16 +57,14 @@ class Evaluator:
     that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
     one at a time."""
 
-    config: TrainConfig
-    run: RunDirectory
-    state: RunState
-    clock: PhaseClock
     parts: Parts
     recorder: Recorder
     saver: RunSaver
+    clock: PhaseClock
 
     def __post_init__(self) -> None:
-        folder, view = self.run.path, self.recorder.view
+        self.config, self.state = self.recorder.config, self.recorder.state
+        folder, view = self.recorder.run.path, self.recorder.view
         self._overlapping: asyncio.Task[None] | None = None
         self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
         self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
@@ -102,21 +99,6 @@ class Evaluator:
             return
         for report in (await self.evaluate(names)).values():
             await self.saver.consider_best(step, report)
-
-    async def evaluate_now(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
-        """Evaluate these sets at a user's request, and reuse stored trajectories. Also returns the
-        name of the folder, which differs from that of a scheduled evaluation."""
-        await self.finish()  # of an overlapping evaluation
-        for number in count(1):
-            when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
-            what = self._now(names, when)
-            if await in_thread(self._is_free, what):
-                break
-        return when, await self.evaluate(names, when)
-
-    def _is_free(self, what: Evaluating) -> bool:
-        """Whether its folder is free, or contains this evaluation."""
-        return not (self._folder / what.phase).exists() or self._evaluations.is_done(what)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -248,7 +230,7 @@ class Evaluator:
         if not what.sets:
             return {}
         found = {}
-        async with self._evaluations.begin(what, what.phase) as sample:
+        async with self._evaluations.begin(what) as sample:
             for name in what.sets:
                 rows = await sample(actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
@@ -291,13 +273,13 @@ class Evaluations:
     view: View
 
     @asynccontextmanager
-    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Sample]:
-        """Inside, the yielded function evaluates a set. RUN/eval/WHEN is complete when the context
+    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
+        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
         exits without an error. An interrupted evaluation of the same weights is resumed; that of
         other weights is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
-        folder = self.run / EVALUATIONS / when
+        folder = self.run / EVALUATIONS / what.phase
         unfinished = folder.with_name(folder.name + PARTIAL)
         opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
 

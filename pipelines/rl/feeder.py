@@ -2,8 +2,7 @@
 keeps the table of in-flight rollouts.
 
 The journal supplies trees that an earlier process finished, and the recorded part of trees that it
-started; all others grow in this process or in a rollout worker. Listeners are notified, and change
-nothing.
+started; all others grow in this process or in a rollout worker.
 """
 
 from __future__ import annotations
@@ -11,70 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from msgspec import to_builtins
 
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
-from agentenv.engines.pool.pool import EnginePool
-from agentenv.forecast import FORECAST, Forecaster
-from agentenv.frames import Leased, Recorded, Refused, Started, Trained
+from agentenv.frames import Frame, Recorded, Started
 from agentenv.journal import Journal
-from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
+from agentenv.pipelines.rl.clocks import adding
 from agentenv.pipelines.rl.parts import Parts
-from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
-from agentenv.plan import learns
-from agentenv.prefix_starts import PrefixStarts
 from agentenv.queue import ReplayQueue
-from agentenv.tree import Order, Start, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-
-
-class Listener:
-    """Callbacks of the loop, in the order of a step; the base class does nothing."""
-
-    def started(
-        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
-    ) -> None:
-        """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
-        it had a slot (just in time for the learner). `drawn`: the id of its task if a curriculum
-        chose it. `order`: all other decisions about the tree."""
-
-    def taken(self, step: int, trees: Sequence[int]) -> None:
-        """The learner takes these trees."""
-
-    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
-        """The weights trained on these trees are live."""
-
-    def refused(self, step: int, trees: Sequence[int]) -> None:
-        """The run ends instead of training this step on these trees."""
-
-
-class JournalListener(Listener):
-    """Writes the events of the loop to the journal."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def started(
-        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
-    ) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3), drawn, order))
-
-    def taken(self, step: int, trees: Sequence[int]) -> None:
-        self._journal.append(Leased(step, list(trees)))
-
-    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
-        self._journal.append(Trained(step, policy_version, list(trees)))
-
-    def refused(self, step: int, trees: Sequence[int]) -> None:
-        self._journal.append(Refused(step, list(trees)))
-
 
 ROOM_S = 0.2  # between two checks whether a tree may begin
 
@@ -82,9 +31,8 @@ ROOM_S = 0.2  # between two checks whether a tree may begin
 class InflightRollout:
     """A tree that holds a slot, from its start until weights trained on it are live."""
 
-    def __init__(self, task: Task, order: Order | None) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.order = order
         self.began_s = asyncio.get_running_loop().time()
         self.growing: asyncio.Task[TrajectoryTree] | None = None
         self.num_known = 0  # nodes that an earlier process grew
@@ -105,15 +53,11 @@ class Feeder:
     queue: ReplayQueue
     batches: BatchBuilder
     journal: Journal | None
-    listeners: Sequence[Listener]
 
     def __post_init__(self) -> None:
         self.workers: RolloutWorkers | None = None  # None: rollouts grow in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
-        self.starts = self._starts()
-        self.forecaster = Forecaster(self.state.known) if learns(self.parts.plan) else None
-        self.archive: Path | None = None  # of the run, with trajectories of earlier processes
         self.held_back = {"s": 0.0}  # seconds for which new trees had to wait
         self._resumed = asyncio.Event()  # cleared during a pause
         self._resumed.set()
@@ -122,8 +66,6 @@ class Feeder:
         """Start rollouts as slots allow; without refill, only as many as the run will train."""
         parts, config = self.parts, self.config
         needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
-        if self.starts is not None and self.archive is not None:
-            await in_thread(self.starts.restore, self.archive)
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
         while needed is None or stream.position < needed:
             position, journal = stream.position, self.journal
@@ -132,17 +74,20 @@ class Feeder:
             await self._until_allowed()
             await self._until_room()
             task = stream.next("" if journal is None else journal.drawn(position))
-            order = self._order_of(position, task, is_new=is_new)
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
-                for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s, drawn, order)
+                self.note(Started(position, self.state.step, round(early_s, 3), drawn))
             self.state.counters.offered += 1
-            one = self.inflight[position] = InflightRollout(task, order)
+            one = self.inflight[position] = InflightRollout(task)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # yield: many slots may be free
         self.queue.finish()
+
+    def note(self, frame: Frame) -> None:
+        """Write an event to the journal, if there is one."""
+        if self.journal is not None:
+            self.journal.append(frame)
 
     def _curriculum(self) -> Curriculum | None:
         config, seed = self.config.data.curriculum, self.config.run.seed
@@ -150,44 +95,12 @@ class Feeder:
             return None
         return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
 
-    def _starts(self) -> PrefixStarts | None:
-        config, seed = self.config.data.prefix_starts, self.config.run.seed
-        if config is None:
-            return None
-        return PrefixStarts(config, self.state.starts, seed, self.parts.num_steps)
-
-    def _order_of(self, position: int, task: Task, *, is_new: bool) -> Order | None:
-        """The decisions about the tree at `position` besides its task; those of an earlier process
-        if it started the tree."""
-        if not is_new:
-            assert self.journal is not None
-            return self.journal.order_of(position)
-        start = self._start_of(position, task)
-        if self.forecaster is None:
-            return None if start is None else Order(start)
-        return Order(start, {FORECAST: to_builtins(self.forecaster.forecast(task.id))})
-
-    def _start_of(self, position: int, task: Task) -> Start | None:
-        """The prefix from which a new tree starts; None: its question."""
-        if self.starts is None:
-            return None
-        step, update = self.state.step, position // self.queue.groups_per_step
-        if self.config.refills:  # positions run ahead, by the replaced trees
-            update = min(update, step + self.config.queue.max_staleness)
-        return self.starts.choose(position, update, step, task)
-
-    async def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """Update curriculum, prefix starts and forecasts with delivered trees; returns metrics."""
-        figures: dict[str, float] = {}
-        if self.curriculum is not None:
-            self.curriculum.add(trees)
-            figures |= self.curriculum.stats()
-        if self.starts is not None:
-            figures |= self.starts.learn(self.state.step + 1, trees)
-        if self.forecaster is not None:
-            figures |= await in_thread(self.forecaster.learn, trees)
-            self.state.known = self.forecaster.known
-        return figures
+    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """Update the curriculum with delivered trees; returns metrics."""
+        if self.curriculum is None:
+            return {}
+        self.curriculum.add(trees)
+        return self.curriculum.stats()
 
     @property
     def is_paused(self) -> bool:
@@ -236,12 +149,9 @@ class Feeder:
     async def _until_room(self) -> None:
         """Delay the next tree while the engine or its caches are overloaded: growing trees then end
         sooner, and find their prefixes in the cache. At least one tree always grows."""
-        engine = self.parts.engine
-        if not isinstance(engine, EnginePool):
-            return
         with adding(self.held_back, "s"):
             while self.queue.num_waiting > self.queue.num_ready:
-                if engine.has_room(self.num_open_envs()):
+                if self.parts.engine.has_room(self.num_open_envs()):
                     return
                 await asyncio.sleep(ROOM_S)
 
@@ -263,16 +173,13 @@ class Feeder:
         self, one: InflightRollout, position: int, recorded: Recorded | None
     ) -> TrajectoryTree:
         """Grow the tree, in a worker or in this process."""
-        parts, journal, order = self.parts, self.journal, one.order
+        parts, journal = self.parts, self.journal
         if self.workers is not None:
-            return await self.workers.rollout(
-                one.task, index=position, recorded=recorded, order=order
-            )
+            return await self.workers.rollout(one.task, index=position, recorded=recorded)
         return await parts.actor.rollout(
             one.task,
             parts.plan,
             index=position,
             record=None if journal is None else journal.record(position),
             recorded=recorded,
-            order=order,
         )

@@ -7,102 +7,78 @@
     release    the slots of the trees, for new rollouts             agentenv/queue.py
     record     figures, score, the row of metrics                   report.py
 
-Rollouts continue meanwhile (feeder.py). The journal receives events (`Listener`), and an action
-that a user requests (control.py) runs between two steps.
+Rollouts continue meanwhile (feeder.py). The journal receives events (frames.py), and an action that
+a user requests (control.py) runs between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
+from agentenv.actor import Actor
 from agentenv.archive import StepHeader
 from agentenv.deadline import uncancelled
 from agentenv.errors import AgentEnvError, LearnerError
+from agentenv.frames import Leased, Refused, Trained
 from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder, RefusedStepError
-from agentenv.pipelines.rl.evaluations import Evaluator, first_of
-from agentenv.pipelines.rl.feeder import Feeder, Listener
+from agentenv.pipelines.rl.batching import BatchBuilder, RefusedStepError, StepBatch
+from agentenv.pipelines.rl.clocks import PhaseClock, Stopwatch
+from agentenv.pipelines.rl.evaluations import Evaluator
+from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
-from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch
-from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 
-Action = Callable[[], Awaitable[Any]]
+T = TypeVar("T")
 
 
 class PendingActions:
     """Actions that need unchanging weights, such as a checkpoint. They run one at a time, between
-    two steps, in tasks of the run."""
+    two steps, in tasks of `group`: that of the run, while it takes steps."""
 
     def __init__(self) -> None:
         self.weights_at_rest = asyncio.Lock()  # a step holds it, and an action
-        self._group: asyncio.TaskGroup | None = None
-        self._begun = asyncio.Event()
-        self._over = ""
+        self.group: asyncio.TaskGroup | None = None
 
-    def begin(self, group: asyncio.TaskGroup) -> None:
-        """Run actions in this group, including those requested before."""
-        self._group = group
-        self._begun.set()
-
-    def close(self, reason: str) -> None:
-        """Reject actions from now on."""
-        self._over = reason
-        self._begun.set()
-
-    async def run(self, action: Action) -> Any:
+    async def run(self, action: Callable[[], Awaitable[T]]) -> T:
         """The result of the action. Raises its AgentEnvError or OSError, which do not end the run;
         a LearnerError and a bug do. Cancelling the wait does not cancel the action."""
-        await self._begun.wait()
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._group is None or self._over:
-            raise LearnerError(self._over)
-        work = self._run(action, done)
-        try:
-            running = self._group.create_task(work)
-        except RuntimeError:  # the group is shutting down
-            work.close()
-            raise LearnerError("the run is ending") from None
-        running.add_done_callback(lambda _: _fail(done, LearnerError("the run ended before")))
-        return await done
+        if self.group is None:
+            raise LearnerError("the run is ending")
+        running = self.group.create_task(self._run(action))
+        await asyncio.wait([running])
+        if running.cancelled() or running.exception() is not None:
+            raise LearnerError("the run ended before")
+        result, error = running.result()
+        if error is not None:
+            raise error
+        return cast(T, result)
 
-    async def _run(self, action: Action, done: asyncio.Future[Any]) -> None:
+    async def _run(self, action: Callable[[], Awaitable[T]]) -> tuple[T | None, Exception | None]:
         async with self.weights_at_rest:
             try:
-                result = await action()
-            except (AgentEnvError, OSError, ExceptionGroup) as error:
-                if not is_harmless(error):
+                return await action(), None
+            except (AgentEnvError, OSError) as error:
+                if isinstance(error, LearnerError):
                     raise
-                _fail(done, first_of(error))
-                return
-        if not done.done():
-            done.set_result(result)
-
-
-def is_harmless(error: Exception) -> bool:
-    """Whether the run can continue after an action failed with this error."""
-    first = first_of(error)
-    return isinstance(first, AgentEnvError | OSError) and not isinstance(first, LearnerError)
-
-
-def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
-    if not done.done():
-        done.set_exception(error)
+                return None, error
 
 
 @dataclass
 class Loop:
-    """Trains the policy, step by step."""
+    """Trains the policy, step by step, and has all objects of the run; built by
+    `Training.set_up`."""
 
     config: TrainConfig
     state: RunState
@@ -117,11 +93,14 @@ class Loop:
     report: StepReport
     critic: SelfCritic | None
     actions: PendingActions
-    listeners: Sequence[Listener]
     clock: PhaseClock
     watch: Stopwatch
     view: View
     settings: str  # see training.rollout_settings
+
+    def actors(self) -> list[Actor]:
+        """Those of training and of evaluations between steps."""
+        return [self.parts.actor, self.parts.eval_actor]
 
     async def run(self) -> None:
         """All steps until the last update, or until the evaluations reach `train.stop_at`."""
@@ -134,8 +113,7 @@ class Loop:
                             await uncancelled(self.step(batch))
                 except RefusedStepError as error:
                     trees = sorted({*error.trees, *self.feeder.inflight})
-                    for listener in self.listeners:
-                        listener.refused(self.state.step, trees)
+                    self.feeder.note(Refused(self.state.step, trees))
                     raise
             async with self.actions.weights_at_rest:
                 await self.evaluate_and_save()
@@ -149,7 +127,7 @@ class Loop:
         self.view.log(f"training ends: {metric} = {best:.3f} has reached train.stop_at = {value:g}")
         return True
 
-    async def step(self, batch: Batch) -> None:
+    async def step(self, batch: StepBatch) -> None:
         """One step; the learner keeps the GPUs from its first command to its last."""
         async with self.parts.learner.turn():
             await self.credit(batch)
@@ -159,7 +137,7 @@ class Loop:
         self.release(batch)
         await self.record(batch)
 
-    async def take(self) -> Batch:
+    async def take(self) -> StepBatch:
         """Wait for the trees of the next step, and for the end of a pause. If a round of the
         self-critic is due, its answers are part of the batch."""
         self.report.begin_step()
@@ -172,10 +150,9 @@ class Loop:
             batch.answers = await self.critic.sample(self.state.step)
         return batch
 
-    async def credit(self, batch: Batch) -> None:
+    async def credit(self, batch: StepBatch) -> None:
         """Check the parity of engine and learner, and choose the trees to train, with credit."""
-        for listener in self.listeners:
-            listener.taken(self.state.step, [tree.index for tree in batch.delivered])
+        self.feeder.note(Leased(self.state.step, [tree.index for tree in batch.delivered]))
         with self.watch.part("parity"):
             batch.metrics |= await self.parity.check()
         batch.policy_version = self.parts.learner.policy_version
@@ -183,7 +160,7 @@ class Loop:
         if not self.config.engine.reports_entropies:
             forget_entropies(batch.delivered)
 
-    async def update(self, batch: Batch) -> None:
+    async def update(self, batch: StepBatch) -> None:
         """Train on the batch. A round of the self-critic changes the weights before the update and
         is published with it, so that it has no separate policy version."""
         state = self.state
@@ -195,11 +172,11 @@ class Loop:
             batch.metrics |= await self.report.measure(batch)
         except Exception as error:  # raised later: the learner is intact, and is saved first
             batch.problem = error
-        batch.metrics |= await self.feeder.learned(batch.delivered)
+        batch.metrics |= self.feeder.learned(batch.delivered)
         state.position += len(batch.delivered)
         state.step += 1
 
-    async def _train(self, batch: Batch) -> Metrics:
+    async def _train(self, batch: StepBatch) -> Metrics:
         config = self.config.learner
         scale = lr_factor(config, self.state.step, self.parts.num_steps)
         number = self.batches.num_minibatches(batch.num_taken)
@@ -213,7 +190,7 @@ class Loop:
             **{f"learner/{name}": value for name, value in update.items()},
         }
 
-    async def publish(self, batch: Batch) -> None:
+    async def publish(self, batch: StepBatch) -> None:
         """Publish new weights, if any, to the engine, and archive the trees."""
         header = StepHeader(
             step=self.state.step,
@@ -231,17 +208,17 @@ class Loop:
         finally:  # a checkpoint of these weights needs the trees that trained them
             await self.recorder.keep_trees(header, batch)
 
-    def release(self, batch: Batch) -> None:
+    def release(self, batch: StepBatch) -> None:
         """Release the slots of the batch. Raises the error of measuring it, if there was one."""
         if batch.problem is not None:
             raise batch.problem
         trained = [tree.index for tree, _ in batch.trained]
-        for listener in self.listeners:
-            listener.trained(self.state.step - 1, self.parts.learner.policy_version, trained)
+        version = self.parts.learner.policy_version
+        self.feeder.note(Trained(self.state.step - 1, version, trained))
         self.queue.release(batch.num_taken)
         self.state.counters.check(in_flight=self.queue.num_waiting)
 
-    async def record(self, batch: Batch) -> None:
+    async def record(self, batch: StepBatch) -> None:
         """Write the metrics and the trajectories of the step."""
         if batch.answers is not None:
             name = f"self-critic-{self.state.step - 1:06d}"

@@ -44,13 +44,11 @@ from agentenv.pipelines.rl.publishing import (
     ParityProbe,
     Publisher,
     make_publisher,
-    sleeping_engine,
 )
 from agentenv.pipelines.run.checkpoints import COLD_START, link_model
-from agentenv.pipelines.run.rundir import (
-    RunDirectory,
-)
-from agentenv.pipelines.serving import gpus_of_ranks, learner_gpus, trains_on_gpu, vllm_hint
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.pipelines.serving.server_command import vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
@@ -66,7 +64,7 @@ from agentenv.pipelines.setup.assembly import (
 )
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.environments import try_env
-from agentenv.pipelines.setup.memory import Passage, find_passage, stored_bytes
+from agentenv.pipelines.setup.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
 from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan
@@ -167,14 +165,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
                 sampling=config.sampling.eval,
                 num_samples=one.num_samples,
             )
-        super().__init__(
-            config,
-            folder,
-            stack,
-            report,
-            checkpoint,
-            sets=sets,
-        )
+        super().__init__(config, folder, stack, report, checkpoint, sets=sets)
         self.ray: RayPlacement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.remote_ranks: RemoteRanks | None = None
@@ -319,7 +310,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.starts_servers:  # they start meanwhile
+        if config.engine.launched is not None:  # they start meanwhile
             await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
@@ -356,7 +347,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         """A file whose creation lets servers on the learner's GPUs allocate memory; None if they
         share no GPUs, or the servers cannot wait."""
         config = self.config
-        waits = config.engine.starts_servers and config.engine.can_map
+        waits = config.engine.launched is not None and config.engine.capabilities.can_map
         if config.resources.colocated and waits and self.engine_servers is self.servers:
             return await self.weights() / LEARNER_READY
         return None
@@ -393,7 +384,9 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         colocation, handover = None, Handover()
         if config.resources.in_turn:
-            colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
+            engine.require("sleep")
+            colocation = Colocation(engine, learner, probe, handover)
+            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
@@ -429,7 +422,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
         return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
 
     @once
-    async def passage(self) -> Passage:
+    async def passage(self) -> WeightPassage:
         """A folder that all machines with an engine or the learner see; on one machine, shared
         memory if it has enough space. Raises ConfigError without enough space."""
         config, model = self.config, await self.model()

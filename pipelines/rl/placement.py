@@ -1,6 +1,4 @@
-"""Placement of a training run's processes: rollout workers on this machine, on a Ray cluster, or
-started externally; on Ray also engine servers and learner ranks.
-"""
+"""Placement of a training run's engine servers and learner ranks on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,33 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from agentenv.cluster.workers import RolloutWorkers
-from agentenv.config import Reporter, to_plain
-from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.pool.pool import EnginePool
-from agentenv.journal import Journal
+from agentenv.config import Reporter
 from agentenv.learners.rank_group import RemoteRanks
-from agentenv.pipelines.config.cluster import (
-    FOLDER,
-    ExternalCluster,
-    RayCluster,
-    Setup,
-    SpreadCluster,
-)
+from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import encodes_on_gpu
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig
-from agentenv.supervisor import ExternalPlacement, Placement, Supervisor
 from agentenv.worker_group import WorkerSpec
-
-if TYPE_CHECKING:
-    from agentenv.pipelines.rl.parts import Parts
 
 OBJECT_STORE_BYTES = 80 << 20  # the minimum that Ray accepts; agentenv does not use it
 
@@ -102,66 +83,3 @@ def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
     """Placement of the learner's ranks on Ray."""
     env = {name: os.environ[name] for name in cluster.env if name in os.environ}
     return RemoteRanks(placement, cluster.python, env, cluster.of_rank())
-
-
-async def start_workers(
-    config: TrainConfig,
-    parts: Parts,
-    folder: Path,
-    journal: Journal | None,
-    view: View,
-    stack: AsyncExitStack,
-    *,
-    settings: str,
-    incarnation: int,
-) -> RolloutWorkers | None:
-    """Start the rollout workers; `stack` stops them. None if rollouts grow in this process.
-    `folder`: that of the run."""
-    cluster = config.cluster
-    if not isinstance(cluster, SpreadCluster):
-        return None
-    workers = RolloutWorkers(
-        parts.actor,
-        silence_s=cluster.silence_s,
-        report=view.warn,
-        journal=journal,
-        plan=parts.plan,
-    )
-    setup = worker_setup(config, parts, folder, settings, incarnation)
-    spec, token = cluster.processes(), None
-    spec = spec._replace(sees_gpus=encodes_on_gpu(config))
-    placement: Placement | None = None
-    if isinstance(cluster, ExternalCluster):
-        placement, token = ExternalPlacement(cluster.where()), cluster.token()
-    elif isinstance(cluster, RayCluster):
-        assert parts.ray is not None
-        parts.ray.follow(spec.name, workers.leave)
-        placement = parts.ray
-    logs = folder / FOLDER
-    processes = Supervisor(spec, workers, setup, logs, view.warn, placement, token)
-    stack.push_async_callback(processes.close)
-    with view.doing("the start of the rollout workers"):
-        await processes.start()
-    at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
-    view.log(f"{cluster.workers} rollout workers{at}, logs in {logs}")
-    return workers
-
-
-def worker_setup(
-    config: TrainConfig, parts: Parts, folder: Path, settings: str, incarnation: int
-) -> Setup:
-    """The first message to a worker."""
-    return Setup(
-        config=to_plain(config),
-        folder=str(folder.absolute()),
-        model=str(parts.model.absolute()),
-        urls=parts.urls,
-        vocab_size=parts.vocab_size,
-        is_leased=(
-            isinstance(config.engine, PooledEngineConfig)
-            and config.engine.is_shared
-            and isinstance(parts.actor.engine, EnginePool)
-        ),
-        settings=settings,
-        incarnation=incarnation,
-    )

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -17,17 +17,18 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
-from agentenv.engine import Engine, SleepingEngine
-from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.weights import TransferError
-from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
+from agentenv.errors import SHOWN, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
 from agentenv.learners.learner import Agreement, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
-from agentenv.pipelines.serving import trains_on_gpu
+from agentenv.pipelines.rl.clocks import Stopwatch
+from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -90,13 +91,7 @@ class ParityProbe:
     async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
         """Completions by the name of the server; late servers are omitted."""
         sampling = SamplingParams(self.num_tokens, seed=number)
-        if isinstance(self.engine, EnginePool):
-            return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
-        try:
-            async with asyncio.timeout(PROBE_S):
-                return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
-        except TimeoutError:
-            return {}
+        return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
 
     async def sampled(self) -> None:
         """Wait until the sampling of `start` has ended."""
@@ -218,11 +213,11 @@ def is_exact(config: TrainConfig) -> bool:
     """Whether the engine's log-probs equal the learner's up to rounding in float32. In bfloat16
     they do not: engine and learner round at different places."""
     if config.engine.local_model is None:
-        return config.engine.is_exact
-    return config.engine.is_exact and computes_in_float32(config)
+        return config.engine.capabilities.is_exact
+    return config.engine.capabilities.is_exact and computes_in_float32(config)
 
 
-class Handover:
+class Handover(Stopwatch):
     """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
 
     sleep    engine or learner frees its GPU memory
@@ -232,30 +227,18 @@ class Handover:
              meanwhile
     """
 
+    prefix = "handover/"
     METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: Literal["sleep", "wake", "publish", "load"]) -> Iterator[None]:
-        clock, name_s = asyncio.get_running_loop().time, f"handover/{name}_s"
-        began_s = clock()
-        try:
-            yield
-        finally:
-            self._seconds[name_s] = self._seconds.get(name_s, 0.0) + clock() - began_s
-
     def take(self) -> Metrics:
-        """Seconds by part since the last call, and their sum, as metrics."""
-        found, self._seconds = self._seconds, {}
-        total = {"handover/total_s": sum(found.values())}
-        return dict.fromkeys(self.METRICS, 0.0) | found | total
+        """The seconds of all parts, and their sum, as metrics."""
+        found = super().take()
+        return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
 
 
 class Colocation:
-    """Ownership of GPUs that engine and learner share. Every command to the learner acquires the
-    GPUs; `learner.turn`, replaced by `turn` here, keeps them for several commands.
+    """Ownership of GPUs that engine and learner share. `turn` becomes that of the learner: every
+    command to it acquires the GPUs, and a turn keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
@@ -266,7 +249,7 @@ class Colocation:
 
     def __init__(
         self,
-        engine: SleepingEngine,
+        engine: Engine,
         learner: DeepSpeedLearner,
         probe: ParityProbe,
         handover: Handover,
@@ -276,7 +259,6 @@ class Colocation:
         self._engine, self._learner, self._probe = engine, learner, probe
         self._depth = 0
         self._moving = asyncio.Lock()
-        learner.turn = self.turn
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -322,19 +304,6 @@ class Colocation:
                 self.owner = "engine"
 
 
-def sleeping_engine(engine: Engine) -> SleepingEngine:
-    """The engine, typed as a SleepingEngine. Raises ConfigError if it, or one of its servers,
-    cannot sleep."""
-    if not isinstance(engine, SleepingEngine):
-        raise ConfigError(
-            "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
-            "'vllm' or 'sglang'"
-        )
-    if isinstance(engine, EnginePool):
-        engine.require("sleep")
-    return engine
-
-
 class Publisher(Protocol):
     """Transfers the learner's weights to the engine while rollouts run."""
 
@@ -345,34 +314,27 @@ class Publisher(Protocol):
 
 @dataclass(eq=False)
 class DirectoryPublisher:
-    """The learner writes the whole model to `folder`, and the engine loads it."""
+    """The learner writes the whole model to `folder`, or only its LoRA adapter (`is_adapter`: the
+    engine has the base model), and the engine loads it."""
 
     engine: Engine
     learner: DeepSpeedLearner
     folder: Path
     colocation: Colocation | None = None
     handover: Handover = field(default_factory=Handover)
+    is_adapter: bool = False
 
     async def publish(self) -> None:
         version = self.learner.policy_version + 1
         async with self.learner.turn():
             with self.handover.part("publish"):
-                path = await self._write(self.folder / f"v{version}")
+                write = self.learner.publish_adapter if self.is_adapter else self.learner.publish
+                path = await write(self.folder / f"v{version}")
             if self.colocation is not None:
                 await self.colocation.release()
         with self.handover.part("load"):
             await self.engine.load_weights(path, version)
         await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
-
-    async def _write(self, path: Path) -> Path:
-        return await self.learner.publish(path)
-
-
-class AdapterPublisher(DirectoryPublisher):
-    """The learner writes only its LoRA adapter; the engine has the base model."""
-
-    async def _write(self, path: Path) -> Path:
-        return await self.learner.publish_adapter(path)
 
 
 @dataclass(eq=False)
@@ -461,10 +423,10 @@ def make_publisher(
     handover: Handover,
 ) -> Publisher:
     """The publisher for the transport that the engine's configuration names."""
-    if config.engine.new_weights == "adapter":
-        return AdapterPublisher(engine, learner, folder, colocation, handover)
-    if config.engine.new_weights == "directory":
-        return DirectoryPublisher(engine, learner, folder, colocation, handover)
+    kind = config.engine.new_weights
+    if kind in ("adapter", "directory"):
+        is_adapter = kind == "adapter"
+        return DirectoryPublisher(engine, learner, folder, colocation, handover, is_adapter)
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
     if config.engine.new_weights == "ipc":

@@ -1,19 +1,16 @@
-"""The records of a run: timings, metrics, trajectories, evaluations, and the final report."""
+"""The records of a run: metrics, trajectories, evaluations, and the final report."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.data_files import Row
@@ -23,7 +20,7 @@ from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.rl import report
-from agentenv.pipelines.rl.batching import Batch, Settled
+from agentenv.pipelines.rl.batching import Settled, StepBatch
 from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.pictures import write_entropy, write_plots
@@ -41,72 +38,6 @@ def kept_tree(settled: Settled) -> KeptTree:
     if credit is not None:
         figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
     return KeptTree(tree, fate, why, figures)
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and all its descendants, including ended ones."""
-    total = 0.0
-    for pid in _with_descendants(os.getpid()):
-        with suppress(psutil.NoSuchProcess):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
-
-
-def _with_descendants(pid: int) -> list[int]:
-    """The process and all its descendants. If the kernel lists the children of a process, this
-    avoids a search through all processes of the machine."""
-    folder = Path(f"/proc/{pid}/task")
-    try:
-        texts = [(thread / "children").read_text() for thread in folder.iterdir()]
-    except OSError:
-        if pid != os.getpid():  # it has ended
-            return [pid]
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    children = [int(child) for text in texts for child in text.split()]
-    return [pid, *(one for child in children for one in _with_descendants(child))]
-
-
-@contextmanager
-def adding(
-    seconds: dict[str, float], name: str, clock: Callable[[], float] | None = None
-) -> Iterator[None]:
-    """Inside, add the elapsed seconds of `clock`, by default the event loop's, to seconds[name]."""
-    clock = clock or asyncio.get_running_loop().time
-    start = clock()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + clock() - start
-
-
-class Stopwatch:
-    """Wall seconds of named parts since the last `take`."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Enter this around a part."""
-        return adding(self._seconds, name)
-
-    def take(self) -> dict[str, float]:
-        """The seconds as metrics, time/NAME_s; resets all parts."""
-        taken, self._seconds = self._seconds, {}
-        return {f"time/{name}_s": seconds for name, seconds in taken.items()}
-
-
-class PhaseClock:
-    """Sums seconds by phase; a phase may be entered many times, also by a resumed run."""
-
-    def __init__(self, wall_s: dict[str, float], cpu_s: dict[str, float]) -> None:
-        self.wall_s = wall_s
-        self.cpu_s = cpu_s
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with adding(self.wall_s, name), adding(self.cpu_s, name, cpu_seconds):
-            yield
 
 
 MANY_TOKENS = 200_000  # of a step; decoding them takes a tenth of a second
@@ -168,17 +99,14 @@ class Recorder:
         `engine`: its statistics since this process started; `failures`: the causes of failed
         rollouts."""
         config, state = self.config, self.state
-        summary = report.summarize(
-            state,
-            name=self.report_set,
-            seed=config.run.seed,
-            algorithm=config.algorithm_name,
-            policy_version=policy_version,
-            in_flight=in_flight,
-            event_loop=event_loop,
-            engine=engine,
-            failures=failures,
-        )
+        summary = {
+            "seed": config.run.seed,
+            "algorithm": config.algorithm_name,
+            **report.summarize(state, self.report_set, in_flight, failures),
+            "policy_version": policy_version,
+            "event_loop": event_loop,
+            "engine": engine,
+        }
         self.run.write_json("summary.json", summary)
         if self.report_set:
             table = report.final_table(state, self.report_set, cold_start=config.sft is not None)
@@ -258,7 +186,7 @@ class Recorder:
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
-    async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
+    async def keep_trees(self, header: StepHeader, batch: StepBatch) -> None:
         """Archive the trees of a step, in the background."""
         trees = map(kept_tree, batch.settled)
         await self.archive.write_behind(header, trees)

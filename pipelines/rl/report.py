@@ -1,45 +1,22 @@
-"""Reporting of a training run: the metrics of each step, terminal lines and tables, and the
-summary.
-"""
+"""Texts of a training run: lines and tables of the terminal, the summary, and samples."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from agentenv.data_files import Row
 from agentenv.disk import append_whole, write_whole
-from agentenv.engine import Engine
-from agentenv.env import shared_stats
-from agentenv.learners.credit import counted_leaves
-from agentenv.learners.learner import Metrics
 from agentenv.metrics import (
     EntropyProfile,
-    LoopLag,
-    Throughput,
-    entropy_profile,
-    rollout_metrics,
-    trained_metrics,
 )
-from agentenv.offload import in_thread, poll_pause
-from agentenv.pipelines.rl.batching import Alarms, Batch
-from agentenv.pipelines.rl.score import step_score
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
 from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.run.terminal import View
-from agentenv.queue import ReplayQueue
-
-if TYPE_CHECKING:
-    from agentenv.pipelines.rl.feeder import Feeder
-    from agentenv.pipelines.rl.recorder import Recorder, Stopwatch
 
 WINDOW = 20  # tokens of the entropy line
 
@@ -56,49 +33,7 @@ def entropy_line(profile: EntropyProfile) -> str:
     )
 
 
-INTERVAL_S = 0.5
-
 Lines = list[tuple[str, str]]
-
-
-@dataclass(eq=False)
-class LiveFigures:
-    """Refreshes the figures below the progress bar, also during a long step."""
-
-    view: View
-    state: RunState
-    queue: ReplayQueue
-    engine: Engine
-    row: Row = field(default_factory=dict)  # of the last step
-
-    def __post_init__(self) -> None:
-        self._throughput = Throughput()
-
-    async def run(self) -> None:
-        """Refresh until cancelled; returns at once without a terminal."""
-        while self.view.is_live:
-            self.view.figures(self.lines())
-            await poll_pause(INTERVAL_S)
-
-    def lines(self) -> Lines:
-        """Lines of (title, figures)."""
-        row, stats, counters = self.row, self.engine.stats(), self.state.counters
-        rate = self._throughput.rate(stats)
-        lines = [
-            (
-                "now",
-                f"{self.queue.num_waiting} trees in flight, {self.queue.num_ready} ready; engine "
-                f"{rate:,.0f} tok/s, {stats.get('running', 0):.0f} running, "
-                f"{stats.get('waiting', 0):.0f} waiting",
-            ),
-            (
-                "trees",
-                f"{counters.trained} trained, {counters.equal} of them with equal returns, "
-                f"{counters.filtered} filtered, {counters.num_failed} failed"
-                + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
-            ),
-        ]
-        return lines + (step_lines(row) if row else [])
 
 
 def step_lines(row: Row) -> Lines:
@@ -288,53 +223,18 @@ def _cell(score: BriefFigures) -> str:
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{share}"
 
 
+MEANS = ("success", "reward", "failed_share", "success_if_failed_wrong")  # of BriefFigures
+
+
 def summarize(
-    state: RunState,
-    *,
-    name: str,
-    seed: int,
-    algorithm: str,
-    policy_version: int,
-    in_flight: int,
-    event_loop: dict[str, float],
-    engine: dict[str, Any],
-    failures: Sequence[str] = (),
+    state: RunState, name: str, in_flight: int, failures: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The content of summary.json. `failures`: causes of failed rollouts of this process, each
-    with its count."""
-    reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
-
-    def by_phase(figure: str) -> dict[str, Any]:
-        return {
-            phase: None if report is None else getattr(report.overall, figure)
-            for phase, report in reports.items()
-        }
-
-    def by_kind(figure: str) -> dict[str, Any]:
-        return {
-            phase: {}
-            if report is None
-            else {kind: getattr(score, figure) for kind, score in report.by_kind.items()}
-            for phase, report in reports.items()
-        }
-
+    """The part of summary.json from the state of the run. `name`: the reported evaluation set;
+    `failures`: causes of failed rollouts of this process, each with its count."""
     totals, counters = state.totals, state.counters
-    trees = max(1, totals.num_trees)
     return {
-        "seed": seed,
-        "algorithm": algorithm,
         "evaluation_set": name,
-        "success": by_phase("success"),
-        "success_interval": by_phase("interval"),
-        "success_by_kind": by_kind("success"),
-        "reward": by_phase("reward"),
-        "reward_by_kind": by_kind("reward"),
-        "num_trajectories": by_phase("num_trajectories"),
-        "num_failed": by_phase("num_failed"),
-        "failed_share": by_phase("failed_share"),
-        "failed_share_by_kind": by_kind("failed_share"),
-        "success_if_failed_wrong": by_phase("success_if_failed_wrong"),
-        "success_if_failed_wrong_by_kind": by_kind("success_if_failed_wrong"),
+        **_by_phase({phase: state.reports.get(phase, {}).get(name) for phase in PHASES}),
         "rollouts": {
             "trajectories": totals.num_trajectories,
             "failed": totals.num_failed,
@@ -344,7 +244,10 @@ def summarize(
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
         "trees": {**counters.counts(in_flight), "failed_by_kind": counters.failed},
-        "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
+        "staleness": {
+            "max": totals.staleness_max,
+            "mean": totals.staleness_sum / max(1, totals.num_trees),
+        },
         "tokens": {
             "sampled": totals.sampled_tokens,
             "trained": totals.trained_tokens,
@@ -354,12 +257,24 @@ def summarize(
         "wall_s": _phases(state.wall_s),
         "cpu_s": _phases(state.cpu_s),
         "num_steps": state.step,
-        "policy_version": policy_version,
         "incarnation": state.incarnation,
         "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
-        "event_loop": event_loop,
-        "engine": engine,
     }
+
+
+def _by_phase(reports: dict[str, BriefReport | None]) -> dict[str, dict[str, Any]]:
+    """The figures of the reports by phase, means also by kind."""
+    found: dict[str, dict[str, Any]] = {"success_interval": {}}
+    for phase, one in reports.items():
+        found["success_interval"][phase] = None if one is None else one.overall.interval
+        for name in (*MEANS, "num_trajectories", "num_failed"):
+            figure = None if one is None else getattr(one.overall, name)
+            found.setdefault(name, {})[phase] = figure
+        for name in MEANS:
+            kinds = {} if one is None else one.by_kind
+            own = {kind: getattr(score, name) for kind, score in kinds.items()}
+            found.setdefault(f"{name}_by_kind", {})[phase] = own
+    return found
 
 
 def run_rate(state: RunState, more_s: float = 0.0) -> float:
@@ -381,107 +296,3 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
     texts = [f"{'=' * 30} {title} {'=' * 30}"]
     texts += [readable(msgspec.structs.asdict(row)) for row in chosen]
     (append_whole if append else write_whole)(path, "".join(f"{text}\n\n" for text in texts))
-
-
-@dataclass(eq=False)
-class StepReport:
-    """Measures and records the steps of a run."""
-
-    state: RunState
-    feeder: Feeder
-    alarms: Alarms
-    recorder: Recorder
-    watch: Stopwatch
-    lag: LoopLag
-
-    def __post_init__(self) -> None:
-        self.parts, self.queue = self.feeder.parts, self.feeder.queue
-        self.view = self.recorder.view
-        self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
-        self._throughput = Throughput()
-        self._throughput.rate(self.parts.engine.stats())
-        self._scored_s = self._began_s = asyncio.get_running_loop().time()
-
-    def begin_step(self) -> None:
-        """Start the clock of the next step, which waits for its trees."""
-        self._began_s = asyncio.get_running_loop().time()
-
-    async def measure(self, batch: Batch) -> Metrics:
-        """Metrics of the trees of a step; also adds to the totals of the state."""
-        state, trees, version = self.state, batch.delivered, batch.policy_version
-        metrics = await in_thread(rollout_metrics, trees, version)
-        counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
-        metrics |= await in_thread(trained_metrics, trees, counted, version)
-        profile = await in_thread(entropy_profile, trees)
-        state.entropy = state.entropy.merged(profile)
-        state.totals.add(metrics)
-        return metrics
-
-    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
-        """Write the score of the step, its row of metrics and its trajectories. `num_known`: by the
-        tree's index, the number of nodes that an earlier process grew."""
-        began_s, self._scored_s = self._scored_s, asyncio.get_running_loop().time()
-        batch.metrics |= await in_thread(
-            step_score,
-            batch.delivered,
-            batch.learned,
-            policy_version=batch.policy_version,
-            seconds=self._scored_s - began_s,
-            groups_per_step=self.queue.groups_per_step,
-            num_known=num_known,
-        )
-        hits = self.parts.actor.prefixes.take()
-        self.alarms.check_hits(hits)
-        self.alarms.check_tools(batch.metrics, batch.delivered)
-        self.alarms.check_update(batch.metrics)
-        row = self._row(batch.metrics, hits)
-        await self.recorder.log(row)
-        self.live.row = row
-        num_steps = self.parts.num_steps
-        self.view.log(step_line(row, num_steps), brief_line(row, num_steps))
-        self.view.advance(self.state.step)
-        await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
-
-    def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
-        state, queue = self.state, self.queue
-        engine = self.parts.engine.stats()
-        trees_by_fate = state.counters.counts(in_flight=queue.num_waiting)
-        return {
-            "step": state.step,
-            "policy_version": self.parts.learner.policy_version,
-            **metrics,
-            **{f"trees/{name}": count for name, count in trees_by_fate.items()},
-            "staleness/bound": queue.max_staleness,
-            **queue.flow.take(),
-            "queue/ready": queue.num_ready,
-            "queue/held_back_s": self.feeder.held_back["s"],
-            **{f"engine/{name}": value for name, value in engine.items()},
-            **hits,
-            **self.parts.actor.probes.take(),
-            "env/num_open": self.feeder.num_open_envs(),
-            **self._env_figures(),
-            **self._worker_figures(),
-            "time/sampled_tokens_per_s": self._throughput.rate(engine),
-            "time/run_tokens_per_s": run_rate(
-                state, asyncio.get_running_loop().time() - self._began_s
-            ),
-            **self.watch.take(),
-            **self.parts.handover.take(),
-            **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
-        }
-
-    def _env_figures(self) -> Metrics:
-        """Counts of environments since the start, in this process and in workers."""
-        total = Counter(shared_stats())
-        num_cut = getattr(self.parts.actor.renderer, "num_cut", 0)
-        workers = self.feeder.workers
-        for figures in () if workers is None else workers.figures():
-            total.update(figures.env)
-            num_cut += figures.num_cut
-        counted = {f"env/{name}": value for name, value in total.items()}
-        return {"env/num_results_cut": num_cut, **counted}
-
-    def _worker_figures(self) -> Metrics:
-        workers = self.feeder.workers
-        stats = {} if workers is None else workers.stats()
-        return {f"workers/{name}": value for name, value in stats.items()}

@@ -14,40 +14,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
 
 from agentenv.actor import Actor, evaluate
 from agentenv.disk import write_whole
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import encode_pair
 from agentenv.learners.learner import Metrics
-from agentenv.learners.optimizer import OptimizerConfig
+from agentenv.learners.optimizer import optimizer_of
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.supervised import SelfCriticConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.supervised.data import PairRow, num_kinds, pairs_of
 from agentenv.pipelines.supervised.objectives import preference_figures, with_reference_scores
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
 
 PAIRS_PER_QUESTION = 4  # maximum number of random pairs of a chosen and a rejected answer
 
 
-@dataclass(eq=False)
 class SelfCritic:
-    """The self-critic rounds of a run. `actor` answers training questions; `optimizer`: that of the
-    updates between the rounds."""
+    """The self-critic rounds of a run with the table [self_critic]."""
 
-    config: SelfCriticConfig
-    tasks: Sequence[Task]
-    actor: Actor
-    learner: DeepSpeedLearner
-    optimizer: OptimizerConfig
-    seed: str
-    run: RunDirectory
+    def __init__(self, config: TrainConfig, parts: Parts, run: RunDirectory) -> None:
+        assert config.self_critic is not None
+        self.config = config.self_critic
+        self.tasks, self.actor, self.learner = parts.tasks, parts.actor, parts.learner
+        self.optimizer = optimizer_of(config.learner)  # of the updates between the rounds
+        self.seed = f"{config.run.seed}/self_critic"
+        self.run = run
 
     def is_due(self, step: int) -> bool:
         """Whether a round precedes the update after this step."""

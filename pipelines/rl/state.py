@@ -15,7 +15,6 @@ from agentenv.archive import Archive
 from agentenv.curriculum import Outcomes
 from agentenv.deadline import uncancelled, within
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.forecast import Known
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
@@ -25,7 +24,6 @@ from agentenv.pipelines.rl.publishing import ParityGap
 from agentenv.pipelines.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.terminal import View
-from agentenv.prefix_starts import QuestionStarts
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +174,6 @@ class RunState(Struct):
     counters: TreeCounters = field(default_factory=TreeCounters, name="ledger")
     totals: Totals = field(default_factory=Totals)
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
-    starts: dict[str, QuestionStarts] = field(default_factory=dict)  # by the question's id
-    known: Known = field(default_factory=Known)  # for forecasts
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = EntropyProfile()
     reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
@@ -217,7 +213,7 @@ class RunSaver(Saver):
             step=lambda: state.step,
             snapshot=state.resumable,
             needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
-            turn=lambda: learner.turn(),  # looked up late: colocation replaces it
+            turn=learner.turn,
         )
         self.state = state
         self.best_metric = config.best_metric

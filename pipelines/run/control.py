@@ -37,7 +37,7 @@ MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
 MAX_CLIENTS = 16  # at a time
 READ_S, WRITE_S = 5.0, 5.0
 ANSWER_S = 10.0  # for an immediate reply
-LONG_S = 4 * 3600.0  # for a reply after a checkpoint or an evaluation
+LONG_S = 4 * 3600.0  # for a reply after a checkpoint
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -50,14 +50,12 @@ class GetStatus(Struct, tag="status", forbid_unknown_fields=True):
 
 
 class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
-    """The waits of all rollouts, or of one tree in detail; `text` adds its question and last
-    turns."""
+    """The waits of all rollouts, or of one tree in detail."""
 
     tree: int | None = None
-    text: bool = False
 
 
-class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
+class CancelTrees(Struct, tag="cancel", forbid_unknown_fields=True):
     """Cancel trees: they fail, with the kind `cancelled`."""
 
     trees: list[int]
@@ -71,24 +69,17 @@ class Resume(Struct, tag="resume", forbid_unknown_fields=True):
     """End a pause."""
 
 
-class Checkpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
+class SaveCheckpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
     """Write a checkpoint between two updates; the reply comes afterwards."""
 
 
-class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
-    """Evaluate these sets (none: all) between two updates; the reply has the figures."""
-
-    sets: list[str] = []
-
-
-Request = GetStatus | GetWhy | Cancel | Pause | Resume | Checkpoint | Evaluate
-SLOW = (Checkpoint, Evaluate)
+Request = GetStatus | GetWhy | CancelTrees | Pause | Resume | SaveCheckpoint
 
 
 # Replies.
 
 
-class Refused(Struct, tag="refused"):
+class RequestRefused(Struct, tag="refused"):
     """The request was rejected, with the reason."""
 
     why: str
@@ -126,12 +117,10 @@ class TreeRow(Struct):
     state: str
     age_s: float
     worker: str = ""
-    question: str | None = None
 
 
-class Wait(Struct):
-    """A wait that several branches share. `is_long`: longer than expected. `advice`: likely
-    cause."""
+class WaitRow(Struct):
+    """A wait that several branches share. `is_long`: longer than expected."""
 
     what: str
     num_branches: int
@@ -141,13 +130,12 @@ class Wait(Struct):
     branch: str
     task: str
     is_long: bool
-    advice: str = ""
 
 
-class Waits(Struct, tag="waits"):
+class WaitTable(Struct, tag="waits"):
     """The waits of all rollouts, the longest first; `lines`: other delays of the run."""
 
-    waits: list[Wait]
+    waits: list[WaitRow]
     lines: list[str]
 
 
@@ -163,8 +151,6 @@ class BranchRow(Struct):
     num_tool_calls: int
     worked_s: float
     limit_s: float
-    advice: str = ""
-    text: str | None = None
 
 
 class Why(Struct, tag="why"):
@@ -178,14 +164,14 @@ class Why(Struct, tag="why"):
     lines: list[str]
 
 
-class Done(Struct, tag="done"):
+class RequestDone(Struct, tag="done"):
     """The result: lines of text, and the same facts as data."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
 
 
-Reply = Refused | Status | Waits | Why | Done
+Reply = RequestRefused | Status | WaitTable | Why | RequestDone
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
@@ -270,26 +256,26 @@ class ControlServer:
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply:
         user = _user_of(writer.get_extra_info("socket"))
         if user != os.geteuid():
-            return Refused(f"this run belongs to user {os.geteuid()}, not to user {user}")
+            return RequestRefused(f"this run belongs to user {os.geteuid()}, not to user {user}")
         if self._num_clients > MAX_CLIENTS:
-            return Refused(f"{MAX_CLIENTS} other requests are in progress; retry later")
+            return RequestRefused(f"{MAX_CLIENTS} other requests are in progress; retry later")
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
             request = decode(line, Request)
         except TimeoutError:
-            return Refused(f"no request within {READ_S:g} s")
+            return RequestRefused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return Refused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
+            return RequestRefused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return Refused(f"{error}; does agentenv ctl have the same version as the run?")
+            return RequestRefused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
-            async with asyncio.timeout(LONG_S if isinstance(request, SLOW) else ANSWER_S):
+            async with asyncio.timeout(LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S):
                 return await self._answer(request)
         except TimeoutError:
-            return Refused("the run did not answer in time")
+            return RequestRefused("the run did not answer in time")
         except AgentEnvError as error:
-            return Refused(str(error))
+            return RequestRefused(str(error))
 
 
 # Client: in `agentenv ctl`.
@@ -303,7 +289,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:
-        timeout_s = LONG_S if isinstance(request, SLOW) else ANSWER_S + READ_S
+        timeout_s = LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S + READ_S
     path = run / FOLDER / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
@@ -334,7 +320,7 @@ def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
             f"the run's answer cannot be decoded ({error}); the run has ended, or has another "
             "version"
         ) from error
-    if isinstance(reply, Refused):
+    if isinstance(reply, RequestRefused):
         raise ConfigError(reply.why)
     return reply
 

@@ -1,5 +1,5 @@
-"""Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
-or a custom one.
+"""Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, or a custom one
+(examples/monitors has OpenTelemetry and Trackio).
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` creates those of the table
 [monitor]. `Monitors` runs them in a separate thread, so that the run never waits for them, and
@@ -22,15 +22,9 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.errors import MissingError, install_hint
 from agentenv.failures import Redactor
-from agentenv.pipelines.run.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.run.records import readable
 from agentenv.pipelines.run.trackers import Axis as Axis
-from agentenv.pipelines.run.trackers import (
-    TrackioConfig,
-    TrackioMonitor,
-    WandbConfig,
-    WandbMonitor,
-)
+from agentenv.pipelines.run.trackers import WandbConfig, WandbMonitor
 from agentenv.registry import Registry
 
 COLD_START_STEP = "sft/step"
@@ -97,34 +91,15 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
-    trackio: Annotated[TrackioConfig | None, Meta(description="log to Trackio, locally")] = None
-    otel: Annotated[
-        OtelConfig | None, Meta(description="send spans and metrics by OpenTelemetry")
-    ] = None
     own: Annotated[list[AnyMonitor], Meta(description=_OWN)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        otlp = "opentelemetry.exporter.otlp.proto.http"
-        extras = {
-            "tensorboard": "monitor",
-            "wandb": "monitor",
-            "trackio": "trackio",
-            "otel": "otel",
-        }
-        for key, extra in extras.items():
-            package = otlp if key == "otel" else key
-            if getattr(self, key) and not _is_installed(package):
+        for key in ("tensorboard", "wandb"):
+            if getattr(self, key) and importlib.util.find_spec(key) is None:
                 raise MissingError(
-                    f"monitor.{key}: the package {package} is not installed; "
-                    f"`{install_hint(extra)}` installs it"
+                    f"monitor.{key}: the package {key} is not installed; "
+                    f"`{install_hint('monitor')}` installs it"
                 )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
 
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,10 +161,6 @@ def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) ->
         found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
     if config.wandb is not None:
         found["Weights & Biases"] = WandbMonitor(config.wandb, run, settings)
-    if config.trackio is not None:
-        found["Trackio"] = TrackioMonitor(config.trackio, run, settings)
-    if config.otel is not None:
-        found["OpenTelemetry"] = OtelMonitor(config.otel, run, settings)
     for own in config.own:
         found[str(own.__struct_config__.tag)] = own.build(run, settings)
     return found

@@ -35,7 +35,7 @@ import psutil
 from msgspec import Struct
 
 from agentenv.archive import ARCHIVE
-from agentenv.config import changes, resolver, to_plain, upgrade
+from agentenv.config import changes, resolver, to_plain
 from agentenv.disk import (
     DIR_KEY,
     PARTIAL,
@@ -55,7 +55,7 @@ RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go 
 JOB_VARIABLE = "AGENTENV_JOB"  # a unique name of the process's job
 
 
-class Holder(Struct, frozen=True):
+class LockHolder(Struct, frozen=True):
     """The process that holds the lock of a run, `since` a local time. A job has one process at a
     time, and may restart it on another host."""
 
@@ -65,7 +65,7 @@ class Holder(Struct, frozen=True):
     job: str = ""
 
     @classmethod
-    def me(cls) -> Holder:
+    def me(cls) -> LockHolder:
         job, since = os.environ.get(JOB_VARIABLE, ""), time.strftime("%Y-%m-%d %H:%M:%S")
         return cls(os.getpid(), socket.gethostname(), since, job)
 
@@ -101,10 +101,10 @@ class Lock:
         except OSError:
             is_known = False
         try:
-            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=Holder)
+            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=LockHolder)
         except msgspec.DecodeError:  # an empty or truncated file
             before = None
-        me = Holder.me()
+        me = LockHolder.me()
         if before is not None and before.host == me.host and not is_known:
             is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
         if is_held:
@@ -139,7 +139,6 @@ OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
     *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
-    "steering.jsonl",  # of an earlier version
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]
@@ -211,7 +210,7 @@ class RunDirectory:
         path = self.path / STARTS
         try:
             before = int(path.read_text())
-        except (FileNotFoundError, ValueError):  # a run of an earlier version has no count
+        except (FileNotFoundError, ValueError):  # the first start
             before = 0
         number = max(before, known) + 1
         try:
@@ -270,7 +269,6 @@ class RunDirectory:
         for path in newer:
             report(f"moved a newer checkpoint to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
-        upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
             report(f"changed since the start: {change}")
         return bool(newer)

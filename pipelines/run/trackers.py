@@ -1,4 +1,4 @@
-"""Experiment trackers as monitors: Weights & Biases, and Trackio, which has the same API.
+"""Weights & Biases as a monitor.
 
 A file in the run's folder names the tracker's run, so that a resumed run continues it. A step that
 a resumed run repeats has two points.
@@ -7,13 +7,11 @@ a resumed run repeats has two points.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from contextlib import suppress
-from importlib import import_module
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -27,8 +25,6 @@ from agentenv.disk import write_whole
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.pipelines.run.records import readable
 from agentenv.untrusted import decode
-
-logger = logging.getLogger(__name__)
 
 API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
 KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables with a file's path
@@ -82,19 +78,13 @@ def _wandb_url() -> str:
     return parser.get("default", "base_url", fallback="https://api.wandb.ai")
 
 
-class TrackioConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Trackio, with a local database: TRACKIO_DIR, by default in the cache of the hub."""
-
-    project: Annotated[str, Meta(description="project of the run")] = "agentenv"
-    name: Annotated[str, Meta(description="display name; empty: that of the run")] = ""
-    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
-
-
-class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or from `wandb
     login`, never from the configuration; WANDB_MODE overrides `mode`."""
 
     project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
+    name: Annotated[str, Meta(description="display name; empty: that of the run")] = ""
+    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
     entity: Annotated[str, Meta(description="user or team; empty: the default")] = ""
     tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
     mode: Annotated[
@@ -114,86 +104,47 @@ class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
-class TrackioMonitor:
-    """Trackio: nothing leaves the machine unless Trackio's environment variables name a Space or a
-    server. Metrics of a cold start (sft/...) use its own steps. Tested with 0.43.0."""
-
-    package = "trackio"
-
-    def __init__(self, config: TrackioConfig, run: Path, settings: dict[str, Any]) -> None:
-        """`settings`: the whole configuration of the run, which the tracker shows."""
-        self.config, self.run, self.settings = config, run, settings
-        self._path = run / f"{self.package}.json"
-        self._tracker: Any = None
-        try:
-            self.saved = decode(self._path.read_bytes(), dict[str, Any])
-        except (OSError, ForeignError):
-            self.saved = {}
-
-    def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        self.write(self._begun(), metrics, axis)
-
-    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        tracker, module = self._begun(), import_module(self.package)
-        cells = [
-            [
-                *(axis.step, row["kind"], row["question"], " | ".join(row["answers"])),
-                *(readable(row), row["reward"], row["success"], len(row["tool_calls"])),
-            ]
-            for row in rows
+def sample_cells(rows: Sequence[Row], axis: Axis) -> list[list[Any]]:
+    """The cells of a table of trajectories, below COLUMNS."""
+    return [
+        [
+            *(axis.step, row["kind"], row["question"], " | ".join(row["answers"])),
+            *(readable(row), row["reward"], row["success"], len(row["tool_calls"])),
         ]
-        table = module.Table(columns=list(COLUMNS), data=cells)
-        self.write(tracker, {f"trajectories/{name}": table}, axis)
-
-    def finish(self, exit_code: int) -> None:
-        if self._tracker is not None:
-            self._tracker.finish()
-
-    def _begun(self) -> Any:
-        if self._tracker is None:
-            self._tracker = self.begin(import_module(self.package))
-            self._save()
-        return self._tracker
-
-    def _save(self) -> None:
-        write_whole(self._path, json.dumps(self.saved) + "\n")
-
-    def begin(self, trackio: Any) -> Any:
-        """Start the tracker's run; returns its object, with `log` and `finish`."""
-        config, known = self.config, self.saved.get("name")
-        tracker = trackio.init(
-            project=config.project,
-            name=known or config.name or self.run.resolve().name,
-            group=config.group or None,
-            config=self.settings,
-            resume="allow" if known else "never",
-            **{"embed": False, "auto_log_gpu": False, "auto_log_cpu": False},
-        )
-        self.saved = {"name": str(tracker.name)}  # a different name if that one was in use
-        return tracker
-
-    def write(self, tracker: Any, row: Row, axis: Axis) -> None:
-        """Log figures or a table at a step."""
-        tracker.log(row, step=axis.step)
+        for row in rows
+    ]
 
 
-class WandbMonitor(TrackioMonitor):
+class WandbMonitor:
     """Weights & Biases. A file keeps the id of the tracker's run and its number of rows. Curves use
-    the step of the run as their x-axis, not the number of the row."""
-
-    package = "wandb"
-    config: WandbConfig
+    the step of the run as their x-axis, not the number of the row; those of a cold start (sft/...)
+    its own steps."""
 
     def __init__(self, config: WandbConfig, run: Path, settings: dict[str, Any]) -> None:
-        super().__init__(config, run, settings)
+        """`settings`: the whole configuration of the run, which the tracker shows."""
+        self.config, self.run, self.settings = config, run, settings
+        self._path = run / "wandb.json"
+        self._tracker: Any = None
         self._axes: set[str] = set()
-        self.saved = self.saved or {"id": os.urandom(6).hex(), "num_rows": 0}
+        try:
+            self._saved = decode(self._path.read_bytes(), dict[str, Any])
+        except (OSError, ForeignError):
+            self._saved = {}
+        self._saved = self._saved or {"id": os.urandom(6).hex(), "num_rows": 0}
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(COLUMNS), data=sample_cells(rows, axis))
+        self.log({f"trajectories/{name}": table}, axis)
 
     def finish(self, exit_code: int) -> None:
         if self._tracker is not None:
             self._tracker.finish(exit_code=exit_code)
 
-    def begin(self, wandb: Any) -> Any:
+    def _begin(self) -> Any:
+        import wandb
+
         config, mode = self.config, wandb_mode(self.config.mode)
         return wandb.init(
             project=config.project,
@@ -203,7 +154,7 @@ class WandbMonitor(TrackioMonitor):
             tags=config.tags,
             mode=mode,
             dir=str(self.run),
-            id=self.saved["id"],
+            id=self._saved["id"],
             resume="allow" if mode == "online" else None,
             config=self.settings,
             settings=wandb.Settings(
@@ -211,11 +162,14 @@ class WandbMonitor(TrackioMonitor):
             ),
         )
 
-    def write(self, tracker: Any, row: Row, axis: Axis) -> None:
+    def log(self, row: Row, axis: Axis) -> None:
+        """Log figures or a table at a step."""
+        if self._tracker is None:
+            self._tracker = self._begin()
         if axis.key not in self._axes:
             self._axes.add(axis.key)
             shown = "*" if axis.key == "step" else f"{axis.key.partition('/')[0]}/*"
-            tracker.define_metric(shown, step_metric=axis.key)
-        tracker.log({**row, axis.key: axis.step}, step=self.saved["num_rows"])
-        self.saved["num_rows"] += 1
-        self._save()
+            self._tracker.define_metric(shown, step_metric=axis.key)
+        self._tracker.log({**row, axis.key: axis.step}, step=self._saved["num_rows"])
+        self._saved["num_rows"] += 1
+        write_whole(self._path, json.dumps(self._saved) + "\n")

@@ -17,11 +17,11 @@ from agentenv.pipelines.run.records import FAILED, Decode, EvalRow, is_result
 from agentenv.tree import Node
 
 
-class Turn(Struct, kw_only=True):
+class TranscriptTurn(Struct, kw_only=True):
     """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
     arguments, ok, error, duration_s. `answer`: the observation after them; `of_user`: whether it is
-    a user's message. `prompt_ids`: the tokens before the turn; `token_ids` and `logprobs` (nats):
-    the sampled tokens. These are empty if only the text is known."""
+    a user's message. `token_ids` and `logprobs` (nats): the sampled tokens; empty if only the text
+    is known."""
 
     key: str
     text: str
@@ -31,19 +31,18 @@ class Turn(Struct, kw_only=True):
     num_context: int | None = None  # tokens before the turn
     num_tokens: int | None = None  # sampled tokens
     facts: dict[str, Any] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
 
-class Branch(Struct, kw_only=True):
+class TranscriptBranch(Struct, kw_only=True):
     """A trajectory without the turns up to `forked_at` that it shares with an earlier branch,
     `parent`. Both are None for a from-scratch trajectory."""
 
     name: str
     parent: str | None = None
     forked_at: str | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TranscriptTurn] = field(default_factory=list)
     reward: float | None = None
     success: bool = False
     end: str = ""
@@ -53,7 +52,7 @@ class Branch(Struct, kw_only=True):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Question(Struct, kw_only=True):
+class TranscriptQuestion(Struct, kw_only=True):
     """A task and its trajectories. `sample` counts repetitions of the same task, from 1."""
 
     id: str
@@ -67,11 +66,11 @@ class Question(Struct, kw_only=True):
     seconds: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[TranscriptBranch] = field(default_factory=list)
 
-    def path(self, branch: Branch) -> list[tuple[Branch, Turn]]:
+    def path(self, branch: TranscriptBranch) -> list[tuple[TranscriptBranch, TranscriptTurn]]:
         """All turns of a trajectory, each with the branch that contains it."""
-        before: list[tuple[Branch, Turn]] = []
+        before: list[tuple[TranscriptBranch, TranscriptTurn]] = []
         if branch.parent is not None:
             parent = next(one for one in self.branches if one.name == branch.parent)
             for owner, turn in self.path(parent):
@@ -81,7 +80,7 @@ class Question(Struct, kw_only=True):
         return before + [(branch, turn) for turn in branch.turns]
 
 
-def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> Question:
+def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> TranscriptQuestion:
     """The question of an archived tree. Each turn appears once, in the branch that sampled it."""
     return _Reader(kept, decode, with_tokens).question()
 
@@ -93,14 +92,14 @@ class _Reader:
         self._owner: dict[int, str] = {}  # node -> its branch
         self._names: set[str] = set()
 
-    def question(self) -> Question:
+    def question(self) -> TranscriptQuestion:
         """The tree as a question with a branch for each leaf."""
         tree, task, kept = self._tree, self._tree.task, self._kept
         branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
         done = [(one.reward, one.success) for one in branches if one.reward is not None]
         means = [fmean(values) for values in zip(*done, strict=True)]
         versions = {"policy_version": tree.policy_version, "oldest_version": tree.oldest_version()}
-        return Question(
+        return TranscriptQuestion(
             id=f"tree-{tree.index:06d}",
             task=task.id,
             question=task.question,
@@ -121,7 +120,7 @@ class _Reader:
             },
         )
 
-    def _branch(self, leaf: Node) -> Branch:
+    def _branch(self, leaf: Node) -> TranscriptBranch:
         """The branch of a leaf; its shared turns belong to an earlier branch."""
         tree, credit = self._tree, self._kept.credit
         path = [node for node in tree.history(leaf) if len(node.action_ids)]
@@ -136,7 +135,7 @@ class _Reader:
         facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
         if credit is not None and not math.isnan(credit.advantages[leaf.index]):
             facts["advantage"] = credit.advantages[leaf.index]
-        return Branch(
+        return TranscriptBranch(
             name=name,
             parent=parent,
             forked_at=f"node-{shared[-1].index}" if shared else None,
@@ -150,22 +149,20 @@ class _Reader:
             facts=facts,
         )
 
-    def _turn(self, node: Node) -> Turn:
+    def _turn(self, node: Node) -> TranscriptTurn:
         before = [one for one in self._tree.path(node) if one is not node]
-        ids = [token for one in before for token in one.action_ids + one.observation_ids]
-        turn = Turn(
+        turn = TranscriptTurn(
             key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
             of_user=node.is_of_user,
             calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
-            num_context=len(ids),
+            num_context=sum(len(one.action_ids) + len(one.observation_ids) for one in before),
             num_tokens=len(node.action_ids),
             facts=self._facts(node),
         )
         if self._with_tokens:
-            turn.prompt_ids, turn.token_ids = ids, list(node.action_ids)
-            turn.logprobs = list(node.logprobs)
+            turn.token_ids, turn.logprobs = list(node.action_ids), list(node.logprobs)
         return turn
 
     def _facts(self, node: Node) -> dict[str, Any]:
@@ -202,17 +199,19 @@ _ENDED = ("success", "end", "limit", "error", "reason")
 _FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_tokens")
 
 
-def of_row(row: EvalRow) -> Question:
+def of_row(row: EvalRow) -> TranscriptQuestion:
     """The question of a row of an evaluation, with text but without tokens."""
     prompt, turns = turns_of(row.segments, row.tool_calls)
     reward = None if row.end == FAILED else row.reward
     ended = {name: getattr(row, name) for name in _ENDED}
-    branch = Branch(name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended)
+    branch = TranscriptBranch(
+        name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended
+    )
     facts = {name: getattr(row, name) for name in _FACTS}
     if row.policy_versions:
         facts["policy_versions"] = row.policy_versions
     scores = {} if reward is None else {"reward": reward, "success": float(row.success)}
-    return Question(
+    return TranscriptQuestion(
         id=f"{row.task}-{row.sample}",
         task=row.task,
         sample=row.sample + 1,
@@ -230,14 +229,14 @@ def of_row(row: EvalRow) -> Question:
 
 def turns_of(
     segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
-) -> tuple[str, list[Turn]]:
+) -> tuple[str, list[TranscriptTurn]]:
     """Prompt and turns of the segments of a row. A row does not record the turn of each call: each
     answered turn gets one call, and the last answered turn all remaining calls."""
-    prompt, turns, answered = "", list[Turn](), list[Turn]()
+    prompt, turns, answered = "", list[TranscriptTurn](), list[TranscriptTurn]()
     for segment in segments:
         if "policy" in segment:
             text = segment["policy"] + segment.get("eos", "")
-            turns.append(Turn(key=f"turn-{len(turns) + 1}", text=text))
+            turns.append(TranscriptTurn(key=f"turn-{len(turns) + 1}", text=text))
         elif not turns:
             prompt += segment.get("env", "")
         else:
@@ -254,13 +253,15 @@ def turns_of(
     return prompt, turns
 
 
-def redacted(question: Question, redactor: Redactor) -> Question:
+def redacted(question: TranscriptQuestion, redactor: Redactor) -> TranscriptQuestion:
     """The question without secrets. If its text contained one, all tokens are removed too."""
-    clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
+    clean = msgspec.convert(
+        redactor.tree(msgspec.to_builtins(question, enc_hook=str)), TranscriptQuestion
+    )
     turns = [turn for branch in clean.branches for turn in branch.turns]
     before = [turn for branch in question.branches for turn in branch.turns]
     texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
     if clean.prompt != question.prompt or texts != old:
         for turn in turns:
-            turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+            turn.token_ids, turn.logprobs = [], []
     return clean

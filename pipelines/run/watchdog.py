@@ -1,5 +1,4 @@
-"""The watchdogs of a command. `Watchdog` reports code that blocks the event loop and handles
-Ctrl-C meanwhile; `Waits` reports rollouts that wait longer than expected.
+"""The watchdog of a command: reports code that blocks the event loop, and handles Ctrl-C meanwhile.
 
 A run has one event loop. A tool that sleeps, or computes for seconds, blocks every rollout, and
 nothing on the loop can report it, but another thread can. That thread also counts signals (Ctrl-C,
@@ -8,8 +7,6 @@ SIGTERM, and SIGHUP of a closed terminal), so that they end a process whose main
     the first two       let the work save and end
     the second          ends the process if its loop does not run within GRACE_S
     a third, or later   ends the process at once, if it comes within GRACE_S of the previous one
-
-Expected times are not limits: `limits` ends a rollout that takes too long.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import math
 import os
 import resource
 import signal
@@ -27,9 +23,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -38,8 +33,6 @@ from agentenv.offload import poll_pause
 if TYPE_CHECKING:
     from asyncio import SelectorEventLoop as Loop
 
-    from agentenv.actor import Actor, Awaited
-    from agentenv.pipelines.run.terminal import View
 else:
     try:
         from uvloop import Loop
@@ -349,105 +342,3 @@ def holder(frame: FrameType | None) -> str:
             place, inner = f"{name} in {path}:{frame.f_lineno}", False
         frame = frame.f_back
     return place
-
-
-LOOK_S = 5.0
-EXPECTED_S = 60.0
-LONG_S = 300.0  # for a place in a busy engine, and for a whole turn
-AGAIN = 4  # a wait is reported again at AGAIN times its last reported length
-_OLDEST = attrgetter("since", "tree", "branch")
-
-
-def expected_s(what: str) -> float:
-    """Seconds after which a rollout's wait for `what` is reported."""
-    from agentenv.actor import PAUSED  # slow to load
-    from agentenv.recovery import TURN
-
-    if what == PAUSED:  # the user requested it
-        return math.inf
-    return LONG_S if what == TURN or what.startswith("a place") else EXPECTED_S
-
-
-def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
-    """Describes the rollouts that wait for `what`; `now` is the loop's time in seconds."""
-    first = min(waiting, key=_OLDEST)
-    seconds = now - first.since
-    who = "1 rollout waits" if len(waiting) == 1 else f"{len(waiting)} rollouts wait"
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-    branch = f", branch {first.branch}" if first.branch else ""
-    return (
-        f"{who} for {what}, the first since {since} ({seconds:.0f} s): task {first.task_id}, tree "
-        f"{first.tree}{branch}"
-    )
-
-
-def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
-    """The waits, grouped by their `what`."""
-    found: dict[str, list[Awaited]] = {}
-    for one in awaited:
-        found.setdefault(one.what, []).append(one)
-    return found
-
-
-@contextmanager
-def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]:
-    """Inside, `view` warns of waits that are longer than expected, and an interruption shows the
-    longest wait."""
-    waits = Waits(actors, view.warn)
-    watching = asyncio.create_task(waits.run())
-    view.longest_wait = waits.longest
-    try:
-        yield
-    finally:
-        watching.cancel()
-        view.longest_wait = str
-
-
-class Waits:
-    """Polls the rollouts of `actors` and reports each wait that is longer than expected, and again
-    whenever it has become AGAIN times as long."""
-
-    def __init__(
-        self, actors: Callable[[], Iterable[Actor]], report: Callable[[str], None]
-    ) -> None:
-        self._actors, self._report = actors, report
-        self._reported: dict[
-            str, tuple[float, float]
-        ] = {}  # by `what`: its start, and the length of the next report, s
-
-    async def run(self) -> None:
-        """Poll until cancelled."""
-        while True:
-            await poll_pause(LOOK_S)
-            self.poll()
-
-    def poll(self) -> None:
-        """Check all waits once."""
-        now = asyncio.get_running_loop().time()
-        longest: dict[str, float] = {}
-        for actor in self._actors():
-            for what, since in actor.longest().items():
-                longest[what] = min(since, longest.get(what, since))
-        self._reported = {what: one for what, one in self._reported.items() if what in longest}
-        for what, since in longest.items():
-            before, due_s = self._reported.get(what, (since, expected_s(what)))
-            if since > before:  # the reported wait is over; this is a new one
-                due_s = expected_s(what)
-            if now - since >= due_s:
-                group = [one for one in self._awaited() if one.what == what]
-                late = [one for one in group if now - one.since >= expected_s(what)]
-                self._report(line_of(what, late, now))
-                due_s = AGAIN * (now - since)
-            self._reported[what] = since, due_s
-
-    def longest(self) -> str:
-        """A description of the longest wait; empty: none."""
-        now = asyncio.get_running_loop().time()
-        awaited = list(self._awaited())
-        if not awaited:
-            return ""
-        what = min(awaited, key=_OLDEST).what
-        return line_of(what, by_what(awaited)[what], now)
-
-    def _awaited(self) -> Iterator[Awaited]:
-        return (one for actor in self._actors() for one in actor.awaited())

@@ -26,8 +26,8 @@ from agentenv.deadline import Restarts
 from agentenv.errors import ConfigError, EngineError
 from agentenv.link import hold_port, port_of
 from agentenv.offload import in_thread
-from agentenv.pipelines.serving import (
-    GpuPlan,
+from agentenv.pipelines.serving.gpus import GpuPlan
+from agentenv.pipelines.serving.server_command import (
     command,
     environment,
     find_python,

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 
 from agentenv.errors import DataError
+from agentenv.pipelines.evaluation.figures import questions_of
 from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.run.pictures import panels, png
 from agentenv.pipelines.run.tables import Table
@@ -154,10 +155,7 @@ def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | No
     for name in names:
         rows = [row for row in read_rows(folder / name) if row.dataset == dataset]
         if rows:
-            by_task: dict[str, list[float]] = {}
-            for row in rows:
-                by_task.setdefault(row.task, []).append(float(bool(row.success)))
-            return [fmean(found) for found in by_task.values()]
+            return [fmean(row.success for row in one.rows) for one in questions_of(rows)]
     return None
 
 

@@ -243,7 +243,7 @@ def runs_of(folder: Path, made: Made) -> Iterator[SweepRun]:
 Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last line
 
 
-class Runner:
+class SweepRunner:
     """Trains the runs, `jobs` at a time."""
 
     def __init__(self, config: str, *, jobs: int, nice: int, report: Report) -> None:

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 import agentenv.env
 from agentenv.config import RUN, Reporter, resolver
-from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
+from agentenv.dataset import TaskMix, load_mix, load_tasks
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
@@ -49,8 +49,10 @@ from agentenv.pipelines.setup.environments import (
     Resolve,
     try_env,
 )
+from agentenv.prompt import PromptConfig
+from agentenv.prompt_fitting import PromptFitter
 from agentenv.registry import loaded
-from agentenv.renderer import PromptConfig, Renderer, TagRenderer, TagsConfig
+from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Info, Limits, Message, Task

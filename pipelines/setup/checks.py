@@ -1,8 +1,10 @@
 """The checks of a run: one list, in an order that finds mistakes early, with three users.
 
-    a start     all checks before the run starts; raises the first failure (`refuse`)
-    --dry-run   checks that start nothing and need no missing input (`pipelines/diagnosis/`)
-    the doctor  all checks, on this machine, also with learner and engine started (there, too)
+    a start     START; raises the first failure (`refuse`)
+    --dry-run   those of START, and of the model's contract, that start nothing and need no missing
+                input (`pipelines/diagnosis/reading.py`)
+    the doctor  all: the machine, START, contracts of the parts, learner and engine started
+                (`pipelines/diagnosis/doctor.py`)
 
 A check is a coroutine. It raises an error "problem; remedy", or `Skip` if it does not apply, and
 may return a finding.
@@ -19,9 +21,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from msgspec import Struct
 
 from agentenv.errors import AgentEnvError, ConfigError, origin_of
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.setup import start_checks
 from agentenv.pipelines.setup.assembly import Assembly
-from agentenv.registry import loaded
 
 Stage = Literal[
     "machine",  # without a configuration: these checks take the folder of the runs
@@ -34,24 +38,21 @@ Stage = Literal[
     "measured",  # learner and engine compute the same
 ]
 Has = Literal["model", "rows", "env", "sft", "machine"]  # inputs that a dry run may lack
-# Names of configuration classes: this avoids loading all of them.
-TRAIN, EVALUATE = ("TrainConfig",), ("EvaluateConfig",)
-SUPERVISED = ("SupervisedRunConfig",)
-SAMPLING = (*TRAIN, *EVALUATE)
-RUNS = (*TRAIN, *SUPERVISED)
+TRAIN, EVALUATE, SUPERVISED = (TrainConfig,), (EvaluateConfig,), (SupervisedRunConfig,)
+SAMPLING, RUNS = (*TRAIN, *EVALUATE), (*TRAIN, *SUPERVISED)
 ALL = (*SAMPLING, *SUPERVISED)
 
 
 class Check(NamedTuple):
-    """A check. `function` takes the assembly; a name stands for a function that is slow to load.
-    `configs`: the configurations that it applies to. A dry run includes it if all inputs in `dry`
+    """A check. `function` takes the assembly. `configs`: the configurations that it applies to. A
+    dry run includes it if all inputs in `dry`
     exist; None: never. The doctor omits `slow` checks with --quick, `remote` ones with --offline,
     and those whose check `after` has failed."""
 
     name: str
     stage: Stage
-    configs: tuple[str, ...]
-    function: Callable[[Any], Awaitable[object]] | str
+    configs: tuple[type, ...]
+    function: Callable[[Any], Awaitable[object]]
     dry: frozenset[Has] | None = None
     slow: bool = False
     remote: bool = False
@@ -65,7 +66,7 @@ class Skip(AgentEnvError):
     """The check does not apply, or its input is missing; the message has the reason."""
 
 
-class CheckResult(Struct, rename={"message": "told"}):
+class CheckResult(Struct):
     """The result of a check. `message`: its finding, the problem if it failed, the reason if it was
     skipped."""
 
@@ -79,7 +80,7 @@ class CheckResult(Struct, rename={"message": "told"}):
 REQUIRES = "requires {!r}, which failed"
 
 
-class Runner:
+class CheckRunner:
     """Runs checks in sequence. If a check raises the same error as an earlier one, it is skipped
     with a reference to it. With `catches`, any exception is a failed check."""
 
@@ -97,11 +98,9 @@ class Runner:
                 self._failed.add(check.name)
                 yield CheckResult(check.name, "skipped", REQUIRES.format(check.after))
                 continue
-            name = check.function
-            function = loaded(name) if isinstance(name, str) else name
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    found = await function(subject)
+                    found = await check.function(subject)
             except Skip as why:
                 result = CheckResult(check.name, "skipped", str(why))
             except TimeoutError:
@@ -130,26 +129,35 @@ class Runner:
         return CheckResult(name, "failed", problem, remedy)
 
 
-def select(config: Any, first: Stage, last: Stage) -> list[Check]:
-    """The checks of a configuration in these stages."""
+def select(checks: Iterable[Check], config: Any, first: Stage, last: Stage) -> list[Check]:
+    """Those of the checks that apply to a configuration, in these stages."""
     stages = get_args(Stage)
     wanted = stages[stages.index(first) : stages.index(last) + 1]
-    names = {one.__name__ for one in type(config).__mro__}
-    return [one for one in CHECKS if one.stage in wanted and not names.isdisjoint(one.configs)]
+    return [one for one in checks if one.stage in wanted and isinstance(config, one.configs)]
 
 
 async def refuse(
     assembly: Assembly[Any],
     last: Stage = "parts",
     first: Stage = "configuration",
-    dry: Collection[Has] | None = None,
 ) -> None:
-    """Run the checks of these stages, and raise the first error. `dry`: only the checks of a dry
-    run that has these inputs."""
-    checks = select(assembly.config, first, last)
-    if dry is not None:
-        checks = [one for one in checks if one.dry is not None and one.dry <= {*dry}]
-    runner = Runner()
+    """Run the checks of a start in these stages, and raise the first error."""
+    await refuse_first(select(START, assembly.config, first, last), assembly)
+
+
+async def refuse_dry(
+    assembly: Assembly[Any], checks: Iterable[Check], inputs: Collection[Has]
+) -> None:
+    """Run those of the checks that a dry run with these inputs can make, from the stage of files,
+    and raise the first error."""
+    chosen = select(checks, assembly.config, "files", "contract")
+    dry = [one for one in chosen if one.dry is not None and one.dry <= {*inputs}]
+    await refuse_first(dry, assembly)
+
+
+async def refuse_first(checks: Iterable[Check], assembly: Assembly[Any]) -> None:
+    """Run checks, and raise the first error."""
+    runner = CheckRunner()
     async for _ in runner.run(checks, assembly):
         if runner.error is not None:
             raise runner.error
@@ -168,14 +176,8 @@ PROMPT: frozenset[Has] = frozenset({"rows", "env", "model"})
 SFT: frozenset[Has] = frozenset({"model", "sft"})
 MACHINE: frozenset[Has] = frozenset({"machine"})
 EPISODES = "first episodes"
-_OF = "agentenv.pipelines.diagnosis."  # slow to load
 
-CHECKS: tuple[Check, ...] = (
-    Check("versions", "machine", (), f"{_OF}doctor:packages"),
-    Check("free memory", "machine", (), f"{_OF}doctor:memory"),
-    Check("free disk", "machine", (), f"{_OF}doctor:disk"),
-    Check("descriptors", "machine", (), f"{_OF}doctor:descriptors"),
-    Check("sandbox", "machine", (), f"{_OF}doctor:sandbox"),
+START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
@@ -199,7 +201,7 @@ CHECKS: tuple[Check, ...] = (
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
-    Check("context", "model", SAMPLING, start_checks.context),
+    Check("context", "model", SAMPLING, start_checks.context, MODEL),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
@@ -214,7 +216,6 @@ CHECKS: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
     Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
-    Check("places to lead to", "parts", TRAIN, start_checks.prefix_starts, ENV, after=EPISODES),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits the limits
@@ -225,23 +226,4 @@ CHECKS: tuple[Check, ...] = (
     Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
     # there are enough questions for an update
     Check("number of updates", "parts", TRAIN, part("num_steps")),
-    Check("room for rollouts", "contract", TRAIN, f"{_OF}doctor:connections"),
-    Check("room on the disk", "contract", TRAIN, f"{_OF}doctor:checkpoints"),
-    Check("room in memory", "contract", TRAIN, f"{_OF}doctor:processes"),
-    Check("packed model", "contract", RUNS, f"{_OF}contract:packed_model", MODEL),
-    Check("adapters", "contract", RUNS, f"{_OF}contract:adapters", MODEL),
-    Check("calls come back", "contract", TRAIN, f"{_OF}contract:calls", after=EPISODES),
-    Check(
-        "special tokens in results",
-        "contract",
-        TRAIN,
-        f"{_OF}contract:special_tokens",
-        after=EPISODES,
-    ),
-    Check("services", "contract", TRAIN, f"{_OF}contract:services", remote=True),
-    Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity", after=EPISODES),
-    # the ranks start and load the model; the engine starts and serves it
-    Check("learner", "started", RUNS, part("learner"), slow=True),
-    Check("engine", "started", SAMPLING, part("engine"), slow=True),
-    Check("log-prob parity", "measured", TRAIN, f"{_OF}contract:parity", slow=True),
 )

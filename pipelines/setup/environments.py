@@ -32,9 +32,9 @@ from agentenv.pipelines.config.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.pipelines.serving import encodes_on_gpu
+from agentenv.pipelines.serving.gpus import encodes_on_gpu
+from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.registry import decode_part, loaded
-from agentenv.renderer import PromptConfig, load_instruction
 from agentenv.supervisor import Supervisor
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import ChosenTool, load_tools
@@ -110,13 +110,10 @@ class EnvMaker:
             )
         return env
 
-    def factories(self) -> list[Any]:
-        """The classes of the configured environments."""
-        return [agentenv.env.spec(one.env_id).load() for one in self._recipes.values()]
-
     async def check_machine(self) -> None:
         """Raises ConfigError if this machine lacks a requirement of an environment."""
-        for recipe, factory in zip(self._recipes.values(), self.factories(), strict=True):
+        for recipe in self._recipes.values():
+            factory = agentenv.env.spec(recipe.env_id).load()
             check = getattr(factory, "check_machine", None)
             if check is not None:
                 await check(**recipe.kwargs)
@@ -243,28 +240,6 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
             await env.close()
 
     return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
-
-
-async def check_replayable(make_env: Callable[[Task], Env], task: Task, key: str) -> None:
-    """Raises ConfigError with `key` if the environment cannot be brought to a state of an earlier
-    trajectory by replaying its actions."""
-
-    async def obstacle() -> str:
-        env = make_env(task)
-        try:
-            _, info = check_reset(await env.reset(seed=0))
-            if "turn" in info:
-                return "is a program, whose trajectories have several contexts"
-            return "cannot be copied or replayed" if env.fork_mode == "none" else ""
-        finally:
-            await env.close()
-
-    who = f"the environment {task.env_id}, begun for task {task.id},"
-    if why := await at_start(obstacle(), who):
-        raise ConfigError(
-            f"{key}: the environment {task.env_id} {why}, so no group can start after given turns; "
-            f"remove {key}, or train on another environment"
-        )
 
 
 HELD_S = 300.0  # minimum time after which a process that an environment blocks is killed

@@ -31,7 +31,8 @@ from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
-from agentenv.pipelines.serving import GIB, SERVER_BYTES
+from agentenv.pipelines.serving.gpus import GIB
+from agentenv.pipelines.serving.server_command import SERVER_BYTES
 from agentenv.server_config import LaunchConfig
 
 # Sizes of a model's layers, from its config.json or, without one, by a public name.
@@ -361,7 +362,7 @@ def embedded_memory(
 COPIES = 2
 
 
-class Passage(NamedTuple):
+class WeightPassage(NamedTuple):
     """The parent folder of new weights. `message`: a line for the terminal if it is not the default
     one, else empty."""
 
@@ -397,7 +398,7 @@ def stored_bytes(model: Path, learner: LearnerConfig, engine: EngineConfig) -> f
 
 def find_passage(
     run: Path, needed: float, *, chosen: Path | None, is_wide: bool, memory: Path = SHARED_MEMORY
-) -> Passage:
+) -> WeightPassage:
     """The place for `needed` bytes: the `chosen` folder of the configuration; for a run on several
     machines (`is_wide`), the run's folder; else shared memory, or the run's folder if that has too
     little space.
@@ -410,12 +411,12 @@ def find_passage(
                 f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another folder, or omit it for "
                 f"{memory} or the run's folder"
             )
-        return Passage(chosen)
+        return WeightPassage(chosen)
     message = ""
     if not is_wide:
         found = lack(memory, needed)
         if not found:
-            return Passage(memory)
+            return WeightPassage(memory)
         message = (
             f"new weights are transferred through {run}, since {memory} {found}; to use memory, "
             f"make it larger{_docker(needed)}, or choose another folder with {WEIGHTS_KEY}=DIR"
@@ -428,7 +429,7 @@ def find_passage(
             + (f", or make {memory} larger" if message else "")
             + (_docker(needed) if message else "")
         )
-    return Passage(run, message)
+    return WeightPassage(run, message)
 
 
 def lack(place: Path, needed: float) -> str:

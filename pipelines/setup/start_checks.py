@@ -32,10 +32,9 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
-from agentenv.pipelines.serving import find_python
+from agentenv.pipelines.serving.server_command import find_python
 from agentenv.pipelines.serving.servers import check_roles
 from agentenv.pipelines.setup.assembly import (
-    TRAINED,
     Assembly,
     RolloutAssembly,
     load_function,
@@ -45,7 +44,6 @@ from agentenv.pipelines.setup.environments import (
     EnvMaker,
     EnvSettings,
     check_graders,
-    check_replayable,
     tables_of,
     try_env,
     try_turn,
@@ -356,7 +354,7 @@ async def context(assembly: RolloutAssembly[Any]) -> None:
 async def turn_end(assembly: Assembly[Any]) -> None:
     """The model has end-of-turn tokens, and the one of the chat template is among them."""
     model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
-    if model is None or (isinstance(engine, EngineConfig) and not engine.has_weights):
+    if model is None or (isinstance(engine, EngineConfig) and not engine.capabilities.has_weights):
         return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
         if isinstance(renderer, TagRenderer | NativeRenderer):
@@ -415,15 +413,6 @@ async def observations(assembly: RolloutAssembly[Any]) -> None:
                 for name in sets:
                     room = assembly.sets[name].limits.max_tool_result_tokens
                     renderers[name].observation(messages, (), room)
-
-
-async def prefix_starts(assembly: RolloutAssembly[TrainConfig]) -> None:
-    """Each training environment can be brought to the states from which groups may start."""
-    if assembly.config.data.prefix_starts is None:
-        return
-    makers, tasks = await assembly.makers(), (await assembly.tasks())[TRAINED]
-    for task in {one.env_id: one for one in reversed(tasks)}.values():
-        await check_replayable(makers[TRAINED], task, "data.prefix_starts")
 
 
 async def graders(assembly: RolloutAssembly[Any]) -> None:

@@ -22,16 +22,16 @@ from msgspec import Struct
 from agentenv.data_files import RawRow, Row, read_rows
 from agentenv.env import check_observation
 from agentenv.errors import CrashError, DataError
+from agentenv.instruction import Instruction
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.dpo import Answer, encode_pair
 from agentenv.pipelines.config.supervised import (
-    ChatDataConfig,
     SFTConfig,
     SFTRunConfig,
     SupervisedRunConfig,
 )
 from agentenv.pipelines.supervised.dialogues import (
-    Conversation,
+    Dialogue,
     RowFormat,
     converted,
     find_sources,
@@ -39,7 +39,7 @@ from agentenv.pipelines.supervised.dialogues import (
     read_preference,
 )
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
-from agentenv.renderer import Instruction, Renderer
+from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 
 
@@ -136,20 +136,61 @@ class Loaded(NamedTuple, Generic[T]):
     longest: int
 
 
-class Cut:
-    """Applies data.max_length to sequences, and counts the changed rows. `longest`: the length of
-    the longest remaining sequence, in tokens."""
+class RowLoader:
+    """Loads the rows of a run of `agentenv sft` or `dpo`: all, or `ends` rows at each end of a
+    file. Applies data.max_length, and counts the changed rows. All methods raise DataError with
+    file, row and key for bad rows."""
 
-    def __init__(self, config: ChatDataConfig) -> None:
-        self.config = config
-        self.num_cut = self.num_left_out = self.longest = 0
+    def __init__(
+        self, config: SupervisedRunConfig, resolve: Resolve, report: Reporter, ends: int = 0
+    ) -> None:
+        self.config, self.seed = config.data, config.run.seed
+        self.is_ranking = not isinstance(config, SFTRunConfig)
+        self._resolve, self._report, self._ends = resolve, report, ends
+        self._num_cut = self._num_left_out = self._longest = 0
 
-    def __call__(self, *examples: Example) -> list[Example] | None:
+    def load(self, encoder: ChatEncoder) -> Loaded[Any]:
+        """Sequences with their masks, or pairs without the reference's log-probs."""
+        if self.is_ranking:
+            return self._load(lambda raw, form: self._pairs(raw, form, encoder))
+        return self._load(lambda raw, form: self._examples(raw, form, encoder))
+
+    def count(self) -> int:
+        """Number of rows that can be read as dialogues or preferences, without a tokenizer."""
+
+        def read(raw: RawRow, form: RowFormat) -> list[object]:
+            if self.is_ranking and is_pair_row(raw.row):
+                return [*read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, Random(0))]
+            return [(read_preference if self.is_ranking else read_conversation)(raw.row, form)]
+
+        return len(self._load(read).train)
+
+    def _examples(self, raw: RawRow, form: RowFormat, encoder: ChatEncoder) -> list[Example]:
+        example = encoder.encode(read_conversation(raw.row, form))
+        if not example.mask.any():
+            raise DataError("no training signal: the policy's texts are empty")
+        return self._cut(example) or []
+
+    def _pairs(self, raw: RawRow, form: RowFormat, encoder: ChatEncoder) -> list[EncodedTree]:
+        pairs = []
+        for both in _answers(raw, form, encoder, self.seed):
+            kept = self._cut(*both)
+            if kept is None:
+                continue
+            if kept[0].equals(kept[1]):
+                if both[0].equals(both[1]):
+                    raise DataError("the chosen and the rejected answer are equal")
+                self._num_left_out += 1  # they differed after the cut
+                continue
+            pairs.append(encode_pair(*kept))
+        return pairs
+
+    def _cut(self, *examples: Example) -> list[Example] | None:
         """The sequences of one row, cut; None if the row is skipped."""
         limit = self.config.max_length
         longest = max(len(example.token_ids) for example in examples)
         if longest <= limit:
-            self.longest = max(self.longest, longest)
+            self._longest = max(self._longest, longest)
             return list(examples)
         if self.config.overlong == "error":
             raise DataError(
@@ -158,83 +199,43 @@ class Cut:
             )
         cut = [example.cut(limit) for example in examples]
         if self.config.overlong == "skip" or not all(part.mask.any() for part in cut):
-            self.num_left_out += 1
+            self._num_left_out += 1
             return None
-        self.num_cut += 1
-        self.longest = limit
+        self._num_cut += 1
+        self._longest = limit
         return cut
 
-    def report_to(self, report: Reporter) -> None:
-        """Report the numbers of changed rows, if any."""
-        if self.num_cut or self.num_left_out:
-            report(
-                f"data.max_length = {self.config.max_length}: {self.num_cut} rows were truncated, "
-                f"{self.num_left_out} skipped"
+    def _load(self, read: Reader[T]) -> Loaded[T]:
+        config = self.config
+        rows = self._read(config.train, config.max_samples, read)
+        measured = self._read(config.eval, 0, read) if config.eval else []
+        if config.eval_split:
+            rows, measured = split(rows, config.eval_split, self.seed)
+        if self._num_cut or self._num_left_out:
+            self._report(
+                f"data.max_length = {config.max_length}: {self._num_cut} rows were truncated, "
+                f"{self._num_left_out} skipped"
             )
+        train, held = [one for row in rows for one in row], [one for row in measured for one in row]
+        return Loaded(train, held, self._longest)
 
-
-def load_examples(
-    config: ChatDataConfig,
-    encoder: ChatEncoder,
-    resolve: Resolve,
-    seed: int,
-    report: Reporter,
-    ends: int = 0,
-) -> Loaded[Example]:
-    """Sequences with their masks, of all rows or of `ends` rows at each end of a file. Raises
-    DataError with file, row and key for bad rows."""
-    cut = Cut(config)
-
-    def read(raw: RawRow, form: RowFormat) -> list[Example]:
-        example = encoder.encode(read_conversation(raw.row, form))
-        if not example.mask.any():
-            raise DataError("no training signal: the policy's texts are empty")
-        return cut(example) or []
-
-    return _load(config, read, cut, resolve, seed, report, ends, ranking=False)
-
-
-def load_pairs(
-    config: ChatDataConfig,
-    encoder: ChatEncoder,
-    resolve: Resolve,
-    seed: int,
-    report: Reporter,
-    ends: int = 0,
-) -> Loaded[EncodedTree]:
-    """Pairs without the reference's log-probs. Raises DataError as `load_examples` does."""
-    cut = Cut(config)
-
-    def read(raw: RawRow, form: RowFormat) -> list[EncodedTree]:
-        pairs = []
-        for both in _answers(raw, form, encoder, seed):
-            kept = cut(*both)
-            if kept is None:
-                continue
-            if kept[0].equals(kept[1]):
-                if both[0].equals(both[1]):
-                    raise DataError("the chosen and the rejected answer are equal")
-                cut.num_left_out += 1  # they differed after the cut
-                continue
-            pairs.append(encode_pair(*kept))
-        return pairs
-
-    return _load(config, read, cut, resolve, seed, report, ends, ranking=True)
-
-
-def count_rows(config: SupervisedRunConfig, resolve: Resolve, report: Reporter, ends: int) -> int:
-    """Number of rows that can be read as dialogues or preferences, without a tokenizer. Raises
-    DataError for bad rows, as `load_examples` does."""
-    ranking = not isinstance(config, SFTRunConfig)
-
-    def read(raw: RawRow, form: RowFormat) -> list[object]:
-        if ranking and is_pair_row(raw.row):
-            return [*read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, Random(0))]
-        return [(read_preference if ranking else read_conversation)(raw.row, form)]
-
-    cut, seed = Cut(config.data), config.run.seed
-    loaded = _load(config.data, read, cut, resolve, seed, report, ends, ranking=ranking)
-    return len(loaded.train)
+    def _read(self, names: str | list[str], limit: int, read: Reader[T]) -> list[list[T]]:
+        """The results of the rows of these files or names, at most `limit` (0: all)."""
+        config, listed = self.config, [names] if isinstance(names, str) else names
+        rows, problems = list[list[T]](), list[str]()
+        for source in find_sources(config, listed, self._resolve, ranking=self.is_ranking):
+            skip, left = config.skip_bad_rows, limit - len(rows) if limit else None
+            found = _read_rows(source.path, source.form, read, skip, problems, self._ends)
+            rows += islice(islice(found, source.max_samples or None), left)
+            if limit and len(rows) == limit:
+                break
+        if problems:
+            self._report(f"data.skip_bad_rows: {len(problems)} invalid rows are skipped")
+        for text in problems[:MAX_LISTED]:
+            logger.warning("%s", text)
+        if not any(rows):
+            raise DataError(f"{', '.join(listed)}: no training rows")
+        return rows
 
 
 def _answers(
@@ -251,47 +252,10 @@ def _answers(
     prompt, tools = found.prompt.messages, found.prompt.tools
     first = sum(message.role != "system" for message in prompt)
     chosen, rejected = (
-        encoder.encode(Conversation((*prompt, *answer), tools), first)
+        encoder.encode(Dialogue((*prompt, *answer), tools), first)
         for answer in (found.chosen, found.rejected)
     )
     yield chosen, rejected
-
-
-def _load(
-    config: ChatDataConfig,
-    read: Reader[T],
-    cut: Cut,
-    resolve: Resolve,
-    seed: int,
-    report: Reporter,
-    ends: int,
-    *,
-    ranking: bool,
-) -> Loaded[T]:
-    def load(names: str | list[str], limit: int) -> list[list[T]]:
-        listed = [names] if isinstance(names, str) else names
-        rows, problems = list[list[T]](), list[str]()
-        for source in find_sources(config, listed, resolve, ranking=ranking):
-            skip, left = config.skip_bad_rows, limit - len(rows) if limit else None
-            found = _read_rows(source.path, source.form, read, skip, problems, ends)
-            rows += islice(islice(found, source.max_samples or None), left)
-            if limit and len(rows) == limit:
-                break
-        if problems:
-            report(f"data.skip_bad_rows: {len(problems)} invalid rows are skipped")
-        for text in problems[:MAX_LISTED]:
-            logger.warning("%s", text)
-        if not any(rows):
-            raise DataError(f"{', '.join(listed)}: no training rows")
-        return rows
-
-    rows = load(config.train, config.max_samples)
-    measured: list[list[T]] = load(config.eval, 0) if config.eval else []
-    if config.eval_split:
-        rows, measured = split(rows, config.eval_split, seed)
-    cut.report_to(report)
-    train, held = [one for row in rows for one in row], [one for row in measured for one in row]
-    return Loaded(train, held, cut.longest)
 
 
 def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
@@ -360,7 +324,7 @@ def load_demonstrations(
     return demonstrations
 
 
-def _check_observations(conversation: Conversation) -> None:
+def _check_observations(conversation: Dialogue) -> None:
     """Raises DataError for messages that a policy never reads in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:

@@ -152,7 +152,7 @@ EXPECTED_COLUMNS = (
 )
 
 
-class Conversation(Struct, frozen=True):
+class Dialogue(Struct, frozen=True):
     """Messages in order; a system prompt is the first. `tools`: schemas."""
 
     messages: tuple[Message, ...]
@@ -162,12 +162,12 @@ class Conversation(Struct, frozen=True):
 class Preference(Struct, frozen=True):
     """Two answers to one prompt; each may have several turns with tool results between them."""
 
-    prompt: Conversation
+    prompt: Dialogue
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
 
 
-def read_conversation(row: Row, form: RowFormat) -> Conversation:
+def read_conversation(row: Row, form: RowFormat) -> Dialogue:
     """The dialogue of a row. Raises DataError with the key and the expected value."""
     found = _kind(row, form)
     if found == "turns":
@@ -180,7 +180,7 @@ def read_conversation(row: Row, form: RowFormat) -> Conversation:
     check_order(messages)
     if not any(message.role == "assistant" for message in messages):
         raise DataError("no training signal: no message is the policy's")
-    return Conversation(tuple(messages), _tools(row, form))
+    return Dialogue(tuple(messages), _tools(row, form))
 
 
 def read_preference(row: Row, form: RowFormat) -> Preference:
@@ -206,7 +206,7 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
         if not answer or answer[0].role != "assistant":
             raise DataError(f"key {name!r}: expected an answer that starts with the policy's turn")
         check_order([*prompt, *answer])
-    whole = Conversation(tuple(prompt), _tools(row, form))
+    whole = Dialogue(tuple(prompt), _tools(row, form))
     return Preference(whole, tuple(chosen), tuple(rejected))
 
 

@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import ConfigError, CrashError, DataError
+from agentenv.instruction import Instruction
 from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.model_files import GENERATION
 from agentenv.native import NativeRenderer
-from agentenv.pipelines.supervised.dialogues import Conversation
-from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Instruction, Renderer, TagRenderer
+from agentenv.pipelines.supervised.dialogues import Dialogue
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
 from agentenv.rows import BROKEN_BOXED
 from agentenv.tags import tag_calls, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task
@@ -87,7 +88,7 @@ class ChatEncoder:
         self._opens_thought: bool | None = None
         self.end_id = self._end_of_turn()
 
-    def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
+    def encode(self, conversation: Dialogue, first_trained: int = 0) -> Example:
         """Encode a conversation. Answers are trained from message number `first_trained` on,
         counted from 0 without the system prompt.
 
@@ -115,7 +116,7 @@ class ChatEncoder:
             number += len(group)
         return _join(parts)
 
-    def _split(self, conversation: Conversation) -> tuple[list[Message], list[Message]]:
+    def _split(self, conversation: Dialogue) -> tuple[list[Message], list[Message]]:
         """Messages of the prompt, with the effective system prompt, and the turns after it."""
         messages = [self._repaired(message) for message in conversation.messages]
         size = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))

@@ -24,7 +24,7 @@ SCORED_AT_ONCE = 64  # sequences
 
 
 @dataclass(frozen=True)
-class Imitation:
+class ImitationObjective:
     """Supervised fine-tuning. A row holds one sequence, or several with packing."""
 
     learner: DeepSpeedLearner
@@ -39,7 +39,7 @@ class Imitation:
         return len(self.rows)
 
     @classmethod
-    async def of(cls, assembly: SupervisedAssembly) -> Imitation:
+    async def of(cls, assembly: SupervisedAssembly) -> ImitationObjective:
         """The training and held-out rows of the configuration."""
         config, loaded = assembly.config, await assembly.rows()
         rows = [[place] for place in range(len(loaded.train))]
@@ -73,7 +73,7 @@ class Imitation:
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceObjective:
     """Preference training. A row is a pair with the log-probs of the reference policy."""
 
     learner: DeepSpeedLearner
@@ -88,7 +88,7 @@ class Preference:
         return len(self.pairs)
 
     @classmethod
-    async def of(cls, assembly: SupervisedAssembly) -> Preference:
+    async def of(cls, assembly: SupervisedAssembly) -> PreferenceObjective:
         """The pairs of the configuration, scored by the reference policy. The reference is the
         initial policy of the run: the learner has these weights until it loads a checkpoint."""
         loaded, learner = await assembly.rows(), await assembly.learner()

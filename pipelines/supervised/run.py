@@ -25,16 +25,17 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import Saver, load_state
 from agentenv.pipelines.run.pictures import panels, png
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.supervised.data import Loaded, load_examples, load_pairs
+from agentenv.pipelines.supervised.data import Loaded, RowLoader
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.renderer import Renderer, load_instruction
+from agentenv.prompt import load_instruction
+from agentenv.renderer import Renderer
 
 SMOOTHING = 0.9  # of the plotted running mean
 
@@ -90,11 +91,8 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
     @once
     async def rows(self) -> Loaded[Any]:
         """Training and held-out rows: sequences, or preference pairs."""
-        config, encoder = self.config, await self.encoder()
-        load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
-        more = (self.resolve, config.run.seed, self.report, self.ends)
-        found: Loaded[Any] = await in_thread(load, config.data, encoder, *more)
-        return found
+        loader = RowLoader(self.config, self.resolve, self.report, self.ends)
+        return await in_thread(loader.load, await self.encoder())
 
     @once
     async def learner(self) -> DeepSpeedLearner:

@@ -12,13 +12,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Answer, RolloutHooks
+from agentenv.actor import Actor, Answer
 from agentenv.branch import Branch
 from agentenv.config import Reporter
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import ConfigError, DataError
+from agentenv.hooks import RolloutHooks
 from agentenv.pipelines.config.evaluation import (
     WITH_TOOLS,
     HintsConfig,
@@ -72,7 +73,7 @@ class HintHooks(RolloutHooks):
     written = ""  # text before the first action, for the env
 
     def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
-        renderer, tree = self.rollout.actor.renderer, self.rollout.tree
+        renderer, tree = self.actor.renderer, self.tree
         prefix: str = tree.task.metadata[MARK]["prefix"]
         opened = renderer.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(THOUGHT_OPEN)
         if opened:  # by the chat template

@@ -180,7 +180,6 @@ REASONS = {
     "no_tool_call": "with tools, but without a call",
     "too_many_calls": "over filter.max_tool_calls",
     "repeated_call": "a repeated call",
-    "failed_call": "a tool returned an error",
     "duplicate": "another trajectory of the question has the same text",
     "answered_directly": "with tools, for a question that needs none",
     "surplus": "correct and clean, but another one was drawn",
@@ -239,9 +238,6 @@ def _problem(
     twice = [key for place, key in enumerate(keys) if key in keys[:place]]
     if twice:
         return "repeated_call", twice[0][:200]
-    errors = [str(call.get("error")) for call in calls if not call.get("ok")]
-    if errors and config.drop_failed_calls:
-        return "failed_call", errors[0][:200]
     return "", ""
 
 

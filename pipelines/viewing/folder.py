@@ -29,7 +29,7 @@ import psutil
 from agentenv.config import resolver
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.checkpoints import Checkpoints
-from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
+from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, LockHolder
 from agentenv.pipelines.viewing.evaluations import Evaluation, JsonLines, compare, size_of
 from agentenv.pipelines.viewing.health import Health, health_of
 from agentenv.pipelines.viewing.trees import Trees
@@ -138,7 +138,7 @@ class Folder:
         if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
             done = (self.path / SUMMARY).is_file() or not self.is_run
             return {"is": "finished" if done else "stopped", "holder": None}
-        if holder.get("host") != Holder.me().host:
+        if holder.get("host") != LockHolder.me().host:
             return {"is": "elsewhere", "holder": holder}
         is_alive = psutil.pid_exists(holder["pid"])
         return {"is": "running" if is_alive else "stopped", "holder": holder}

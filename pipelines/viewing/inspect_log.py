@@ -60,14 +60,14 @@ from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall, ToolCallError
 from msgspec.structs import replace
 
-from agentenv.pipelines.run.transcript import Branch, Question, Turn
+from agentenv.pipelines.run.transcript import TranscriptBranch, TranscriptQuestion, TranscriptTurn
 
 PROMPT = "prompt"  # the anchor of the other from-scratch trajectories
 
 
 def write_log(
     path: Path,
-    questions: Sequence[Question],
+    questions: Sequence[TranscriptQuestion],
     task: str,
     model: str,
     at: datetime,
@@ -99,9 +99,9 @@ def write_log(
     write_eval_log(log, path, format="eval")
 
 
-def by_trajectory(questions: Iterable[Question]) -> list[Question]:
+def by_trajectory(questions: Iterable[TranscriptQuestion]) -> list[TranscriptQuestion]:
     """Each trajectory as a separate question, an epoch of its task, with all of its turns."""
-    found: list[Question] = []
+    found: list[TranscriptQuestion] = []
     epochs: Counter[str] = Counter()
     for question in questions:
         for branch in question.branches:
@@ -117,7 +117,7 @@ def by_trajectory(questions: Iterable[Question]) -> list[Question]:
     return found
 
 
-def sample(question: Question, model: str, at: datetime) -> EvalSample:
+def sample(question: TranscriptQuestion, model: str, at: datetime) -> EvalSample:
     """The sample of a question with its branches."""
     events = _Events(question, model, at)
     root, branches = events.tree(), question.branches
@@ -153,7 +153,7 @@ class _Events:
     """The branches of a question as events, depth first: the span of a fork begins after its last
     shared turn."""
 
-    def __init__(self, question: Question, model: str, at: datetime) -> None:
+    def __init__(self, question: TranscriptQuestion, model: str, at: datetime) -> None:
         self._question, self._model, self._at = question, model, at
         self.all: list[Any] = []
         self.usage = ModelUsage()
@@ -175,13 +175,15 @@ class _Events:
         self._turns(root, first)
         return root
 
-    def _begin(self, branch: Branch, kind: str, above: str | None, **fields: Any) -> TimelineSpan:
+    def _begin(
+        self, branch: TranscriptBranch, kind: str, above: str | None, **fields: Any
+    ) -> TimelineSpan:
         span, title = self.name(f"branch-{branch.name}"), _title(branch)
         below = TimelineSpan(id=span, name=title, span_type=kind, **fields)
         self._event(SpanBeginEvent, span, id=span, parent_id=above, type=kind, name=title)
         return below
 
-    def _fork(self, above: TimelineSpan, branch: Branch, key: str) -> None:
+    def _fork(self, above: TimelineSpan, branch: TranscriptBranch, key: str) -> None:
         """Add a branch that forks at the anchor of a turn, or of the prompt."""
         anchor = self.name(key)
         below = self._begin(branch, "branch", above.id, branched_from=anchor)
@@ -189,7 +191,7 @@ class _Events:
         self._add(below, BranchEvent, from_anchor=anchor)
         self._turns(below, branch)
 
-    def _turns(self, span: TimelineSpan, branch: Branch) -> None:
+    def _turns(self, span: TimelineSpan, branch: TranscriptBranch) -> None:
         messages = self.conversation(branch, shared_only=True)
         forks = [one for one in self._question.branches if one.parent == branch.name]
         for turn in branch.turns:
@@ -205,7 +207,7 @@ class _Events:
         self._end(span, branch)
         self._event(SpanEndEvent, span.id, id=span.id)
 
-    def _end(self, span: TimelineSpan, branch: Branch) -> None:
+    def _end(self, span: TimelineSpan, branch: TranscriptBranch) -> None:
         facts = {"end": branch.end, "limit": branch.limit, "error": branch.error}
         facts |= {"forked_from": branch.parent, **branch.facts}
         data = {key: value for key, value in facts.items() if value is not None}
@@ -225,7 +227,7 @@ class _Events:
         self.all.append(event)
         return event
 
-    def conversation(self, branch: Branch, *, shared_only: bool) -> list[ChatMessage]:
+    def conversation(self, branch: TranscriptBranch, *, shared_only: bool) -> list[ChatMessage]:
         """A trajectory as messages; `shared_only`: only the part shared with other branches."""
         prompt = ChatMessageUser(content=self._question.prompt, id=self.name("prompt"))
         found: list[ChatMessage] = [prompt]
@@ -234,10 +236,10 @@ class _Events:
                 found += self._messages(turn)
         return found
 
-    def _call(self, turn: Turn, place: int) -> str:
+    def _call(self, turn: TranscriptTurn, place: int) -> str:
         return self.name(f"{turn.key}-call-{place}")
 
-    def _messages(self, turn: Turn) -> list[ChatMessage]:
+    def _messages(self, turn: TranscriptTurn) -> list[ChatMessage]:
         """A turn and its observation, a single text that answers the last of its calls."""
         calls = [
             ToolCall(
@@ -259,7 +261,7 @@ class _Events:
         return [action, ChatMessageTool(content=turn.answer, id=name, **last)]
 
     def _model_turn(
-        self, span: TimelineSpan, turn: Turn, messages: list[ChatMessage], action: Any
+        self, span: TimelineSpan, turn: TranscriptTurn, messages: list[ChatMessage], action: Any
     ) -> None:
         before, sampled = turn.num_context or 0, turn.num_tokens or 0
         usage = ModelUsage(
@@ -277,7 +279,7 @@ class _Events:
         more = {**given, "output": output, "metadata": turn.facts or None}
         self._add(span, ModelEvent, model=self._model, **more)
 
-    def _tools(self, span: TimelineSpan, turn: Turn, answers: list[ChatMessage]) -> None:
+    def _tools(self, span: TimelineSpan, turn: TranscriptTurn, answers: list[ChatMessage]) -> None:
         for place, call in enumerate(turn.calls, 1):
             is_last, error = place == len(turn.calls), call.get("error")
             self._add(
@@ -293,7 +295,7 @@ class _Events:
             )
 
 
-def _title(branch: Branch) -> str:
+def _title(branch: TranscriptBranch) -> str:
     """The name of a branch with its reward and limit."""
     reward = "failed" if branch.reward is None else f"{branch.reward:g}"
     return " ".join(filter(None, [branch.name, reward, branch.limit or ""]))

@@ -72,7 +72,7 @@ def static(name: str) -> bytes:
     return resources.files("agentenv.pipelines.viewing").joinpath("static", name).read_bytes()
 
 
-class Server:
+class PageServer:
     """Serves a page of the folder `path`. After `start`, it can be opened at `address`."""
 
     def __init__(self, path: Path, port: int = 0) -> None:
@@ -174,7 +174,7 @@ class Server:
             return 500, encode({"error": f"{error.filename}: {error.strerror}"})
 
 
-class FolderServer(Server):
+class FolderServer(PageServer):
     """Serves the page of one run or evaluation."""
 
     def __init__(self, folder: Folder, port: int = 0) -> None:
@@ -190,7 +190,7 @@ def encode(answer: Any) -> bytes:
     return msgspec.json.encode(answer, enc_hook=str)
 
 
-async def serve(server: Server, report: Callable[[str], None], *, opens: bool) -> None:
+async def serve(server: PageServer, report: Callable[[str], None], *, opens: bool) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)

@@ -13,7 +13,7 @@ from agentenv.errors import DataError
 from agentenv.offload import in_thread
 from agentenv.pipelines.sets.sweep import START, SweepRun, read_made, runs_of
 from agentenv.pipelines.viewing.folder import Folder
-from agentenv.pipelines.viewing.page import Server
+from agentenv.pipelines.viewing.page import PageServer
 
 PICTURE = "comparison.png"  # of `agentenv compare`
 COLUMNS = ("arm", "seed", "state", "updates", "calls", "success", "health")
@@ -44,7 +44,7 @@ PAGE = """<!doctype html>
 """
 
 
-class SetServer(Server):
+class SetServer(PageServer):
     """Serves the folder of a sweep. Raises ConfigError for another folder."""
 
     def __init__(self, path: Path, port: int = 0) -> None:

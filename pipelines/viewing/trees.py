@@ -22,7 +22,7 @@ from agentenv.archive import (
 )
 from agentenv.encoder import token_texts
 from agentenv.errors import DataError
-from agentenv.tree import GIVEN, Node, Scored, TrajectoryTree
+from agentenv.tree import Node, Scored, TrajectoryTree
 
 COLUMNS = (
     *("step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated"),
@@ -280,25 +280,12 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         "learner": _rounded(scored.logprobs),
         "entropies": _rounded(scored.entropies if len(scored.entropies) else node.entropies),
         "versions": [[span.version, span.start, span.end] for span in node.version_spans],
-        "observation": _observation(tree, node, texts),
+        "observation": "".join(_texts(node.observation_ids, texts)),
         "num_observed": len(node.observation_ids),
     }
     if credit is not None:
         found |= {key: getattr(credit, name)[at] for key, name in _CREDIT.items()}
     return found
-
-
-def _observation(tree: TrajectoryTree, node: Node, texts: Texts | None) -> str:
-    """The text after a turn; for a root, the prompt and the given turns."""
-    if node is not tree.root or not tree.given:
-        return "".join(_texts(node.observation_ids, texts))
-    origin = node.info[GIVEN]["tree"]
-    text = "".join(_texts(tree.prompt_ids, texts))
-    for number, turn in enumerate(tree.given, 1):
-        ids = turn.action_ids + turn.observation_ids
-        text += f"\n[given turn {number}, of tree {origin}; not trained]\n"
-        text += "".join(_texts(ids, texts))
-    return text
 
 
 def _texts(ids: Sequence[int], texts: Texts | None) -> list[str]:

@@ -18,12 +18,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.cluster.messages import Alive, Figures, Notice, pack, read_answer
+from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack, read_answer
 from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.supervisor import Placement, Supervisor
 from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve
@@ -133,7 +133,7 @@ class EngineHolder:
     async def serve(self) -> None:
         """Report the URL, then send heartbeats."""
         self.notify(f"{URL}{self._url}")
-        await serve(self._link, lambda frame: None, lambda: pack(Alive(Figures())))
+        await serve(self._link, lambda frame: None, lambda: pack(Alive(WorkerFigures())))
 
 
 async def build(

@@ -8,23 +8,23 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.cluster.envs import EnvServer
+from agentenv.cluster.envs import EnvHost
 from agentenv.config import Reporter, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
 from agentenv.pipelines.setup.environments import EnvMaker, env_settings, read_env_setup
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 
 
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, report: Reporter, number: int
-) -> EnvServer:
+) -> EnvHost:
     """The server of this process's environments."""
     setup = read_env_setup(frame)
     settings = env_settings(setup)
     stack.push_async_callback(close_shared)
     make = EnvMaker.of(settings, resolver(Path(setup.folder)))
-    return EnvServer(make, link, settings.limits.env_timeout_s)
+    return EnvHost(make, link, settings.limits.env_timeout_s)
 
 
 if __name__ == "__main__":

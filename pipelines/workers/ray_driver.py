@@ -2,7 +2,8 @@
 pipelines/workers/ray_placement.py starts.
 
 Each process gets a placement group with one bundle, preferably on the node with the fewest
-processes of the run, and in it a `Holder`, which keeps the resources as long as the process lives.
+processes of the run, and in it a `NodeHolder`, which keeps the resources as long as the process
+lives.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from agentenv.cluster.messages import Alive, Figures, Notice
+from agentenv.cluster.messages import Alive, Notice, WorkerFigures
 from agentenv.errors import ConfigError, MissingError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.workers import main
 from agentenv.pipelines.workers.ray_placement import (
     Connected,
-    Ended,
     Leaves,
-    Place,
+    PlaceProcess,
+    ProcessEnded,
+    ProcessStarted,
     RaySetup,
-    Started,
     in_words,
     left_over,
     pack,
@@ -36,6 +36,7 @@ from agentenv.pipelines.workers.ray_placement import (
     read_setup,
     total,
 )
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.supervisor import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 
@@ -58,7 +59,7 @@ print(process.pid)
 """
 
 
-class Holder:
+class NodeHolder:
     """A Ray actor on a node, for one process. Ray pickles the class by value, so the node need not
     have agentenv installed for it."""
 
@@ -232,7 +233,7 @@ class Ray:
         group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name, **wish)
         self.groups[spec.name] = group
         return (
-            self.ray.remote(Holder)
+            self.ray.remote(NodeHolder)
             .options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
@@ -287,14 +288,14 @@ class RayDriver:
         self._link.send(pack(await self._connected()))
         watching = asyncio.create_task(self._watch())
         try:
-            await serve(self._link, self._take, lambda: pack(Alive(Figures())))
+            await serve(self._link, self._take, lambda: pack(Alive(WorkerFigures())))
         finally:
             for task in (watching, *self._tasks):
                 task.cancel()
 
     def _take(self, frame: bytes) -> None:
         request = read_request(frame)
-        if isinstance(request, Place):
+        if isinstance(request, PlaceProcess):
             held = self._held[request.spec.name] = _Held()
             held.task = self._begin(self._hold(request.spec, held))
         else:
@@ -321,7 +322,7 @@ class RayDriver:
             host, held.node, pid = await held.holder.start.remote(
                 spec.command, env, spec.log, cwd, DETACH
             )
-            self._link.send(pack(Started(spec.name, host, held.node, pid)))
+            self._link.send(pack(ProcessStarted(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
         except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error
@@ -332,7 +333,7 @@ class RayDriver:
                 del self._held[spec.name]
             if held.holder is not None:
                 await in_thread(self._ray.release, spec.name, held.holder)
-        self._link.send(pack(Ended(spec.name, how)))
+        self._link.send(pack(ProcessEnded(spec.name, how)))
 
     def _choice(self, spec: ProcessSpec) -> str | None:
         """The node with enough free resources and the fewest processes of this run, or None."""
@@ -348,11 +349,11 @@ class RayDriver:
     async def _stop(self, name: str) -> None:
         held = self._held.get(name)
         if held is None or held.task is None:
-            self._link.send(pack(Ended(name, "has ended")))
+            self._link.send(pack(ProcessEnded(name, "has ended")))
             return
         if not held.node:  # it waits for resources
             held.task.cancel()
-            self._link.send(pack(Ended(name, "was not started")))
+            self._link.send(pack(ProcessEnded(name, "was not started")))
             return
         with suppress(Exception):
             async with asyncio.timeout(STOP_S):

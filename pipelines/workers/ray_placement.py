@@ -1,9 +1,9 @@
 """Placement of processes on a Ray cluster. Ray only places and starts them: they connect to this
 process themselves, have their own sessions, and outlive Ray.
 
-    RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> Holder, on a node --> process
-        Place ---------------->                                   holds CPUs and GPUs, starts it
-        <--- Started, Ended, Leaves
+    RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> NodeHolder, on a node --> process
+        PlaceProcess --------->                                   holds CPUs and GPUs, starts it
+        <--- ProcessStarted, ProcessEnded, Leaves
 
 Ray's client runs in a separate process: it ends with the head node of its cluster, which must not
 end the run.
@@ -44,7 +44,7 @@ class RaySetup(Struct, array_like=True, frozen=True):
     wait_for_nodes_s: float
 
 
-class Stop(Struct, array_like=True, frozen=True, tag=51):
+class StopProcess(Struct, array_like=True, frozen=True, tag=51):
     """End the process."""
 
     name: str
@@ -58,7 +58,7 @@ class Connected(Struct, array_like=True, frozen=True, tag=21):
     text: str
 
 
-class Started(Struct, array_like=True, frozen=True, tag=22):
+class ProcessStarted(Struct, array_like=True, frozen=True, tag=22):
     """A process runs on a node of Ray, under a guard with process id `pid`."""
 
     name: str
@@ -67,7 +67,7 @@ class Started(Struct, array_like=True, frozen=True, tag=22):
     pid: int
 
 
-class Ended(Struct, array_like=True, frozen=True, tag=23):
+class ProcessEnded(Struct, array_like=True, frozen=True, tag=23):
     """A process has ended, or was never started; `how` describes it."""
 
     name: str
@@ -81,16 +81,16 @@ class Leaves(Struct, array_like=True, frozen=True, tag=24):
     within_s: float
 
 
-class Place(Struct, array_like=True, frozen=True, tag=50):
+class PlaceProcess(Struct, array_like=True, frozen=True, tag=50):
     """Start a process."""
 
     spec: ProcessSpec
 
 
-FromDriver = Connected | Started | Ended | Leaves | Alive | Notice
+FromDriver = Connected | ProcessStarted | ProcessEnded | Leaves | Alive | Notice
 pack = packed
 read_setup = msgspec.msgpack.Decoder(RaySetup).decode
-read_request = msgspec.msgpack.Decoder(Place | Stop).decode
+read_request = msgspec.msgpack.Decoder(PlaceProcess | StopProcess).decode
 _read_answer = msgspec.msgpack.Decoder(FromDriver).decode
 
 
@@ -132,7 +132,7 @@ class _Placed:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
-        self.started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[ProcessStarted] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -154,7 +154,7 @@ class RayPlacement(WorkerGroup[Worker]):
     def __init__(self, setup: RaySetup, folder: Path, report: Callable[[str], None]) -> None:
         super().__init__(report)
         self._leave: dict[str, Leave] = {}  # by kind, a process's name without its number
-        self.placed: dict[str, Started] = {}
+        self.placed: dict[str, ProcessStarted] = {}
         self._wanted: dict[str, _Placed] = {}
         self._host = ""
         self._connected = asyncio.Event()
@@ -195,7 +195,7 @@ class RayPlacement(WorkerGroup[Worker]):
         command = guarded(spec.command, GRACE_S, alone=True)
         command[0] = spec.command[0]  # the interpreter on the node
         placed = self._wanted[spec.name] = _Placed(replace(spec, command=command))
-        self._send(Place(placed.spec))
+        self._send(PlaceProcess(placed.spec))
         either: set[asyncio.Future[Any]] = {placed.started, placed.ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not placed.started.done():
@@ -209,7 +209,7 @@ class RayPlacement(WorkerGroup[Worker]):
         self.placed.pop(name, None)
         if placed is None or not self.workers:
             return
-        self._send(Stop(name))
+        self._send(StopProcess(name))
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S + 5.0):
                 await placed.ended
@@ -223,7 +223,7 @@ class RayPlacement(WorkerGroup[Worker]):
     def joined(self, worker: Worker) -> None:
         for placed in self._wanted.values():
             if placed.is_open:
-                worker.link.send(pack(Place(placed.spec)))
+                worker.link.send(pack(PlaceProcess(placed.spec)))
 
     def take(self, worker: Worker, message: Any) -> None:
         placed = self._wanted.get(getattr(message, "name", ""))
@@ -232,10 +232,10 @@ class RayPlacement(WorkerGroup[Worker]):
                 self._host = self._host or message.host  # processes use the first address
                 self._connected.set()
                 self.report(message.text)
-            case Started() if placed is not None and not placed.started.done():
+            case ProcessStarted() if placed is not None and not placed.started.done():
                 self.placed[message.name] = message
                 placed.started.set_result(message)
-            case Ended() if placed is not None and not placed.ended.done():
+            case ProcessEnded() if placed is not None and not placed.ended.done():
                 placed.ended.set_result(message.how)
             case Leaves():
                 leave = self._leave.get(message.name.rpartition("-")[0])

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
-from agentenv.cluster.messages import Figures, Grow, pack
+from agentenv.cluster.messages import Grow, WorkerFigures, pack
 from agentenv.config import Reporter, build_config
 from agentenv.encoder import encode_in_process
-from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
 from agentenv.failures import MAX_TEXTS, Failure, Failures
 from agentenv.frames import Frame, framed, unpack_recorded
@@ -34,7 +34,8 @@ from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.watchdog import Waits, ended_when_held
+from agentenv.pipelines.run.waits import WaitWatch
+from agentenv.pipelines.run.watchdog import ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
     TRAINING,
@@ -42,7 +43,7 @@ from agentenv.pipelines.setup.assembly import (
     actor_seed,
     training_set,
 )
-from agentenv.pipelines.workers import main
+from agentenv.pipelines.workers.worker_process import main
 from agentenv.plan import RolloutPlan
 from agentenv.worker_group import named, serve
 
@@ -92,7 +93,7 @@ class ReportedFailures(Failures):
             if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
                 self._traced.add(failure.same)
                 logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
-        self._link.send(pack(messages.Ended(failure)))
+        self._link.send(pack(messages.RolloutEnded(failure)))
 
 
 class WorkerEngine(Protocol):
@@ -121,7 +122,7 @@ class RolloutWorker:
         *,
         settings: str = "",
         incarnation: int = 0,
-        look: Callable[[Figures], None] = lambda figures: None,
+        look: Callable[[WorkerFigures], None] = lambda figures: None,
     ) -> None:
         self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
         self._settings, self._incarnation = settings, incarnation
@@ -194,7 +195,6 @@ class RolloutWorker:
                 session=request.session,
                 record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
-                order=request.order,
             )
         except Exception as error:
             self._link.send(pack(messages.Raised(request.number, *named(error))))
@@ -204,7 +204,7 @@ class RolloutWorker:
 
     def _beat(self) -> bytes:
         actor = self._actor
-        found = Figures(
+        found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
             num_cut=getattr(actor.renderer, "num_cut", 0),
@@ -285,9 +285,9 @@ async def build(
         actor_seed(config, sampling, TRAINING),
     )
     lag = LoopLag()
-    waits = Waits(lambda: [actor], lambda text: worker.notify(text))
+    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 
-    def look(figures: Figures) -> None:
+    def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()
         figures.behind = waits.longest()
 

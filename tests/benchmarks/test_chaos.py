@@ -34,7 +34,7 @@ def start_training(arguments: Sequence[str], output: int) -> Forked:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.promise
 def test_a_short_storm_loses_and_duplicates_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -330,10 +329,8 @@ def test_the_wait_for_an_environment_of_another_bench_is_bounded(
     with pytest.raises(PeerError, match="no output"):
         make("exit 1")
     (lock,) = (tmp_path / "made").glob("*.lock")
-    began = time.monotonic()
     with locked(lock), pytest.raises(PeerError, match=r"another benchmark has .*over 0\.1 s"):
         make("exit 0", limit_s=0.1)
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

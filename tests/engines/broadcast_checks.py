@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
@@ -25,6 +25,12 @@ from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM
 
 TIMEOUT_S = 5.0
+
+
+class QuickConfig(PoolConfig, frozen=True, kw_only=True):
+    broadcast_timeout_s: ClassVar[float] = TIMEOUT_S
+
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 IDS = itertools.count()
 
@@ -86,7 +92,7 @@ async def bench(
         0,
         vocab_size=VOCAB,
         eos_ids={EOS},
-        config=PoolConfig(broadcast_timeout_s=TIMEOUT_S),
+        config=QuickConfig(),
         name=f"{root.name}-{next(IDS)}",
     )
     try:

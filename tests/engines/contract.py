@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -88,7 +88,7 @@ async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:
 async def check_stream_interval(server: Server) -> None:
     """After the first token, each chunk has at least the requested number of tokens."""
     sizes: list[int] = []
-    request = Request(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
+    request = ServerRequest(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
     done = await sampled(server, request, lambda chunk: sizes.append(len(chunk.token_ids)))
     assert sum(sizes) == len(done.token_ids) == len(done.logprobs) == len(done.entropies) == 20
     assert len(sizes) <= 4
@@ -124,7 +124,7 @@ async def check_stop_tokens(server: Server, world: World, version: int) -> None:
     tokens = greedy(world.models[version], ids, 40)
     end = next(n for n in range(4, 40) if tokens[n] not in tokens[:n])
     sampling = SamplingParams(max_tokens=40, temperature=GREEDY)
-    request = Request(f"tokens-{id(ids):x}", ids, sampling, 16, (tokens[end], END))
+    request = ServerRequest(f"tokens-{id(ids):x}", ids, sampling, 16, (tokens[end], END))
     done = await sampled(server, request)
     assert done.token_ids == tokens[: end + 1]
     assert (done.finish_reason, done.stop) == ("stop", None)

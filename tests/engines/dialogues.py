@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import RemoteServer, sampled
-from agentenv.engines.remote.client import SESSION_HEADER
+from agentenv.engines.remote.request import ServerRequest
+from agentenv.engines.remote.routing import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
@@ -146,7 +146,7 @@ async def turn(
 ) -> Any:
     """A turn, and the tokens of its chunks; `bare`: without entropies."""
     chunks: list[Chunk] = []
-    request = Request(name, PROMPT, sampling, interval, stops, f"tree of {name}", not bare)
+    request = ServerRequest(name, PROMPT, sampling, interval, stops, f"tree of {name}", not bare)
     done = await sampled(server, request, chunks.append)
     assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids
     return msgspec.to_builtins(done)
@@ -155,7 +155,7 @@ async def turn(
 async def leave(server: RemoteServer[Any]) -> None:
     """Cancel a turn that has begun, and wait until the server was notified."""
     begun = asyncio.Event()
-    request = Request("left", PROMPT, SamplingParams(400, seed=1), 1)
+    request = ServerRequest("left", PROMPT, SamplingParams(400, seed=1), 1)
     pending = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
     await begun.wait()
     pending.cancel()

@@ -14,16 +14,16 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
-    Request,
     ServerInfo,
     ServerLoad,
     ServerLostError,
+    ServerRequest,
 )
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import EngineError
@@ -108,7 +108,7 @@ class FaultyServer:
         self.connected = False
         self.num_connected = 0
         self.loaded: list[tuple[str, int]] = []
-        self.requests: list[Request] = []
+        self.requests: list[ServerRequest] = []
         self.versions_requested: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
         self.num_preemptions = self.num_refused = self.num_failed = 0
@@ -152,7 +152,7 @@ class FaultyServer:
     def take_over(self, handed: bytes) -> None:
         """It is in the same process."""
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         self._check()
         assert not self.asleep, "asked to sample while it sleeps"
         self._check_room()
@@ -268,7 +268,7 @@ class FaultyServer:
     async def close(self) -> None:
         self.num_closed += 1
 
-    def _sampling(self, request: Request) -> SamplingParams:
+    def _sampling(self, request: ServerRequest) -> SamplingParams:
         """Stop tokens of one printable byte are stop strings to the engine in this process."""
         stops = [ALPHABET[index] for index in request.stop_token_ids if index < EOS]
         return replace(request.sampling, stop=(*request.sampling.stop, *stops))
@@ -317,7 +317,7 @@ class Guest:
     def take_over(self, handed: bytes) -> None:
         self.num_taken_over += 1
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         assert self.num_taken_over
         return await self._server.generate(request, on_chunk)
 

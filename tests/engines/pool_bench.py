@@ -17,7 +17,7 @@ from agentenv.cluster.messages import (
     FirstToken,
     Grow,
     Quit,
-    Release,
+    SlotRelease,
     read_answer,
     read_request,
 )
@@ -174,7 +174,7 @@ async def leased(
             if isinstance(message, Quit):
                 leases.quit(message.number)
             else:
-                assert isinstance(message, Acquire | FirstToken | Release)
+                assert isinstance(message, Acquire | FirstToken | SlotRelease)
                 leases.handle(message)
 
     receiving = [

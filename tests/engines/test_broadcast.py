@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.learner import LearnerConfig
@@ -117,7 +117,7 @@ async def test_a_late_server_gets_a_directory_then_broadcasts(
         assert not (tmp_path / "published" / f"v{version}").exists()
         assert late.policy_version == version
         for name in (first.name, late.name):
-            http = HttpClient(name)
+            http = ServerClient(name)
             weight_info = await http.call_json("GET", "/weight_info")
             await http.close()
             assert weight_info["weight_version"].startswith(f"{version}-")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from tests.engines import contract
 from tests.engines.world import EngineSubject, World

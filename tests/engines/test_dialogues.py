@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote import Request, ServerLostError
+from agentenv.engines.remote.request import ServerLostError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.errors import ConfigError, EngineError
@@ -145,7 +145,7 @@ def test_an_event_with_fewer_log_probs_than_tokens_loses_the_server(missing: str
         "output_token_logprobs": [[-0.5, 3, None]],
         "output_top_logprobs": [[[-0.5, 3, None]]],
     }
-    request = Request("r", [1], SamplingParams(max_tokens=8))
+    request = ServerRequest("r", [1], SamplingParams(max_tokens=8))
     for figures, lost in ((meta, False), ({**meta, missing: []}, True)):
         answer = SGLangAnswer("s", request, 4, VersionSpan, 9)
         event = json.dumps({"output_ids": [3], "meta_info": figures}).encode()

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.embedded.engine import Call, EmbeddedEngine
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine, EngineCall
 from agentenv.engines.embedded.scheduler import Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
-from tests.engines.small_models import VOCAB, Steps, check, prompt, serving
+from tests.engines.small_models import Steps, check, prompt, serving
 
 
 async def test_a_late_chunk_is_not_reported() -> None:
     chunks: list[Chunk] = []
-    call = Call(asyncio.get_running_loop().create_future(), chunks.append)
+    call = EngineCall(asyncio.get_running_loop().create_future(), chunks.append)
     call.report(Chunk([1], [0.0], [0.0]))
     call.over = True
     call.report(Chunk([2], [0.0], [0.0]))
@@ -81,21 +79,14 @@ async def test_cancel_frees_the_slot(
 
 
 async def test_unservable_requests_are_refused(tiny: tuple[Path, Any]) -> None:
+    """Beside those of the contract."""
     folder, model = tiny
     ok = SamplingParams(max_tokens=5)
     bad: list[tuple[Any, SamplingParams, str]] = [
-        ([], ok, "at least one token id"),
         ([1.5], ok, "token ids"),
-        ([0, VOCAB], ok, "vocabulary"),
-        ([-1], ok, "vocabulary"),
-        ([1], SamplingParams(max_tokens=0), "max_tokens"),
         ([1] * 60, ok, "max_model_len 64"),
-        ([1], SamplingParams(max_tokens=5, temperature=-1.0), "temperature"),
         ([1], SamplingParams(max_tokens=5, temperature=1e-9), "temperature"),
-        ([1], SamplingParams(max_tokens=5, top_p=0.0), "top_p"),
-        ([1], SamplingParams(max_tokens=5, top_k=0), "top_k"),
         ([1], SamplingParams(max_tokens=5, stop=("x",)), "tokenizer.json"),
-        ([1], SamplingParams(max_tokens=5, stop=("",)), "empty"),
     ]
     async with serving(folder, max_model_len=64) as engine:
         for ids, params, word in bad:
@@ -193,9 +184,3 @@ def test_unsupported_configs_are_refused(tiny: tuple[Path, Any], tmp_path: Path)
         EmbeddedEngine(EmbeddedConfig(max_model_len=600), folder)
     with pytest.raises(EngineError, match=r"config\.json"):
         EmbeddedEngine(EmbeddedConfig(), tmp_path / "nowhere")
-
-
-def test_importing_the_core_loads_no_torch() -> None:
-    names = "agentenv, agentenv.engine, agentenv.engines.embedded"
-    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentenv.engines.embedded.sampler import Sampler
+from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.errors import EngineError
 from agentenv.types import SamplingParams
 from tests.engines.small_models import VOCAB, prompt, serving
@@ -49,6 +49,9 @@ def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> lis
         {"repetition_penalty": 0.7, "temperature": 0.0},
         {"repetition_penalty": 1.2, "min_p": 0.02, "top_k": 20, "top_p": 0.8, "temperature": 1.4},
         {"min_p": 1.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 0.7},
+        {"top_k": 4, "top_p": 0.6, "temperature": 2.0},
     ],
 )
 async def test_reported_log_probs_are_of_the_sampled_distribution(
@@ -94,7 +97,7 @@ def test_a_penalty_counts_a_token_from_the_next_step() -> None:
     logits[0, 7] = 4.0
     logits[0, 8] = 3.0
     params = [SamplingParams(3, temperature=0.0, repetition_penalty=2.0)]
-    sampler = Sampler(params, torch.device("cpu"), VOCAB, lambda row: [1])
+    sampler = TokenSampler(params, torch.device("cpu"), VOCAB, lambda row: [1])
     half = torch.full((1,), 0.5, dtype=torch.float64)
     assert [int(sampler.sample(logits, half)[0]) for _ in range(3)] == [7, 8, 7]
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.engine import SleepingEngine
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.engines.embedded.weights import Weights, read_architecture
+from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 from agentenv.errors import EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import check_sampled
@@ -77,7 +76,6 @@ async def test_turns_continue_unchanged_after_a_sleep(
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
     async with started(world, max_num_seqs=2) as engine:
-        assert isinstance(engine, SleepingEngine)
         turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
         whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)
@@ -142,7 +140,7 @@ async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(world: Wo
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_and_their_views_are_unchanged_after_offloading(tmp_path: Path, tied: bool) -> None:
     world = World(tmp_path, tied=tied, num_models=1)
-    weights = Weights(read_architecture(world.paths[0]), torch.float32, torch.device("cpu"))
+    weights = EmbeddedWeights(read_architecture(world.paths[0]), torch.float32, torch.device("cpu"))
     weights.load(world.paths[0])
     before = {name: place.clone() for name, place in weights.targets.items()}
     view = weights.layers[0].qkv[3:5]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from agentenv.engines.remote.chat_model import ChatModel, fenced, read_chat, read_reply, shortened
 from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.engines.remote.endpoint import ChatModel, fenced, read_chat, read_reply, shortened
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.server_config import ChatModelConfig
 from tests.support.openai_endpoint import ScriptedEndpoint, reply

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.base import top_k_entropies
+from agentenv.engines.remote.client import FailedError, RequestRefusedError, ServerClient
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
-from agentenv.engines.remote.base import top_k_entropies
-from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 
@@ -29,7 +29,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @asynccontextmanager
-async def serving(handler: Handler, **options: Any) -> AsyncIterator[HttpClient]:
+async def serving(handler: Handler, **options: Any) -> AsyncIterator[ServerClient]:
     """A client of a socket on which `handler` acts as the server."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,7 +42,7 @@ async def serving(handler: Handler, **options: Any) -> AsyncIterator[HttpClient]
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    client = HttpClient(f"http://{host}:{port}", **options)
+    client = ServerClient(f"http://{host}:{port}", **options)
     try:
         yield client
     finally:
@@ -74,7 +74,7 @@ def answering(status: str, body: str) -> Handler:
 )
 async def test_a_refusal_reports_the_reason_of_the_server(body: str) -> None:
     async with serving(answering("400 Bad Request", body)) as client:
-        with pytest.raises(RefusedError, match="/x answered 400: too long") as caught:
+        with pytest.raises(RequestRefusedError, match="/x answered 400: too long") as caught:
             await client.call("POST", "/x", {"a": 1})
     assert (caught.value.status, caught.value.reason) == (400, "too long")
     assert not isinstance(caught.value, ServerLostError)
@@ -314,10 +314,10 @@ async def test_streams_leave_descriptors_for_the_rest_of_the_process() -> None:
 
 
 async def test_names_hide_credentials_and_bad_urls_are_refused() -> None:
-    assert HttpClient("http://me:secret@host:8000/base/").name == "http://host:8000/base"
+    assert ServerClient("http://me:secret@host:8000/base/").name == "http://host:8000/base"
     for url in ("host:8000", "ftp://host", ""):
         with pytest.raises(ConfigError, match="expected http"):
-            HttpClient(url)
+            ServerClient(url)
 
 
 def test_entropy_of_the_largest_and_the_rest() -> None:

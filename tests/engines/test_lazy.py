@@ -16,10 +16,13 @@ HTTP = ("aiohttp", "agentenv.engines.remote.client")
         ("agentenv.engine", (*HTTP, "agentenv.engines")),
         ("agentenv.engines.scripted", (*HTTP, "agentenv.engines.pool")),
         pytest.param("agentenv.engines.embedded.engine", HTTP, marks=pytest.mark.slow),
-        ("agentenv.engines.pool", ("agentenv.engines.vllm", "agentenv.engines.sglang")),
+        (
+            "agentenv.engines.pool.pooled_engine",
+            ("agentenv.engines.vllm", "agentenv.engines.sglang"),
+        ),
         ("agentenv.engines.vllm", ("vllm", "agentenv.engines.sglang")),
         ("agentenv.engines.sglang", ("sglang", "agentenv.engines.vllm")),
-        ("agentenv.pipelines.serving", ("agentenv.engines.sglang",)),
+        ("agentenv.pipelines.serving.servers", ("agentenv.engines.sglang",)),
     ],
 )
 def test_an_engine_imports_no_module_of_another(module: str, absent: tuple[str, ...]) -> None:

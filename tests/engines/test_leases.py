@@ -16,11 +16,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentenv.cluster.engines import LeasedEngine
-from agentenv.cluster.messages import Release, pack, read_answer
+from agentenv.cluster.messages import SlotRelease, pack, read_answer
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
-from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, ServerLostError
+from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, Reset, Starved, TurnDone
+from agentenv.engines.remote.request import (
+    ForeignWeightsError,
+    PartEnd,
+    ServerLostError,
+    ServerRequest,
+)
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest
@@ -221,7 +226,7 @@ def test_tokens_right_after_an_update_have_its_version(folder: Path) -> None:
         (server, _) = b.servers
         generate = server.generate
 
-        async def slow_probe(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        async def slow_probe(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
             if request.id.startswith("weights-"):
                 await asyncio.sleep(0.6)
             return await generate(request, on_chunk)
@@ -244,10 +249,17 @@ def test_tokens_right_after_an_update_have_its_version(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "outcome",
-    [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
+    [
+        TurnDone(),
+        Aborted("why"),
+        Busy("full", 2.5),
+        Starved(),
+        Reset("gone"),
+        Lost("failed", "500"),
+    ],
 )
 def test_every_outcome_of_a_lease_survives_encoding(outcome: Outcome) -> None:
-    left = Release(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
+    left = SlotRelease(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left
 
 
@@ -276,7 +288,7 @@ class Storm:
         on_named()
 
     async def sample(
-        self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
+        self, server: FaultyServer, generate: Any, request: ServerRequest, on_chunk: Any
     ) -> PartEnd:
         """Like the server; records the versions of sampled tokens."""
         if request.id.startswith("weights-"):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote import ServerLoad
+from agentenv.engines.remote.request import ServerLoad
 
 
 class Growing:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLostError
+from agentenv.engines.remote.request import BusyError, PartEnd, ServerLostError, ServerRequest
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.types import Chunk, Completion, VersionSpan
@@ -148,7 +148,7 @@ async def test_the_retries_of_a_turn_are_bounded(b: Bench) -> None:
 def fail_turns(server: FaultyServer, number: int = 10**6) -> None:
     generate, left = server.generate, iter(range(number))
 
-    async def fail(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def fail(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if request.id.startswith("weights-") or next(left, None) is None:
             return await generate(request, on_chunk)
         raise ServerLostError("502 bad gateway")

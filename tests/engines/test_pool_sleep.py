@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder

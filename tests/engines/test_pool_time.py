@@ -13,7 +13,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import PartEnd, Request, ServerLoad
+from agentenv.engines.remote.request import PartEnd, ServerLoad, ServerRequest
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
@@ -273,7 +273,7 @@ async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
     (server,) = b.servers
     generate = server.generate
 
-    async def keep_waiting(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def keep_waiting(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if request.session == "waits":
             await asyncio.Event().wait()
         return await generate(request, on_chunk)
@@ -315,7 +315,9 @@ def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
             server.num_slots = num_slots
             generate, break_s = server.generate, [60.0]
 
-            async def take_a_break(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+            async def take_a_break(
+                request: ServerRequest, on_chunk: Callable[[Chunk], None]
+            ) -> PartEnd:
                 if request.session != "preempted" or not break_s:
                     return await generate(request, on_chunk)
                 on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.server_config import PoolConfig

@@ -10,9 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote import ServerInfo
-from agentenv.engines.remote.client import SESSION_HEADER, HttpClient, routing
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import VLLMFacts
+from agentenv.engines.remote.request import ServerInfo
+from agentenv.engines.remote.routing import SESSION_HEADER, routing
 from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 
@@ -127,7 +128,7 @@ async def test_any_session_fits_in_a_header(session: str) -> None:
     app = web.Application()
     app.router.add_post("/", answer)
     async with TestServer(app) as server:
-        client = HttpClient(str(server.make_url("/")))
+        client = ServerClient(str(server.make_url("/")))
         try:
             async with client.stream("/", {}, routing(session, None)) as events:
                 assert [event async for event in events] == []

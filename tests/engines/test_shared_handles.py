@@ -15,7 +15,7 @@ import torch
 
 from agentenv.engines.remote.weights import SharedWeights
 from agentenv.learners import shared
-from agentenv.pipelines.serving import VLLM_PLUGIN
+from agentenv.pipelines.serving.server_command import VLLM_PLUGIN
 
 UUID = "6b0ca9d2-0000-1111-2222-333344445555"
 SIZE = 1000

@@ -22,7 +22,7 @@ from agentenv.learners.deepspeed_learner import MemorySender
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.pipelines.rl.publishing import MemoryPublisher
-from agentenv.pipelines.serving import VLLM_GATE
+from agentenv.pipelines.serving.server_command import VLLM_GATE
 from agentenv.server_config import VLLM_IPC
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled

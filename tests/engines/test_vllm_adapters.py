@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
 from agentenv.types import Completion, SamplingParams
@@ -62,7 +62,7 @@ class Served:
 
     async def names(self) -> list[str]:
         """The models that the server lists, adapters among them."""
-        http = HttpClient(self.process.url)
+        http = ServerClient(self.process.url)
         found = await http.call_json("GET", "/v1/models")
         await http.close()
         return [model["id"] for model in found["data"]]

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from agentenv.engine import Engine
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, write_model
@@ -50,7 +50,7 @@ class ServerSubject:
         sampling: SamplingParams,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> Completion:
-        request = Request(f"contract-{id(self):x}-{next(self._ids)}", prompt_ids, sampling)
+        request = ServerRequest(f"contract-{id(self):x}-{next(self._ids)}", prompt_ids, sampling)
         return await sampled(self.server, request, on_chunk or (lambda chunk: None))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:

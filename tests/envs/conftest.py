@@ -10,6 +10,7 @@ import pytest
 from agentenv.env import close_shared
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
 from tests.support.sandboxes import (
@@ -27,6 +28,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+async def services() -> AsyncIterator[None]:
+    """Services that a test shares are closed at its end."""
+    yield
+    await close_shared()
+
+
+@pytest.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
     """A sandbox that leaves no process, descriptor or task."""
     await asyncio.to_thread(int)  # the loop's own helper thread is no leak
@@ -38,6 +46,14 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     assert (num_descriptors(), len(asyncio.all_tasks())) == before
 
 
+@pytest.fixture(params=RUNGS)
+async def on_each_rung(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    """A sandbox on each rung offered here."""
+    one = Sandbox(rungs=(request.param,), preload=())
+    yield one
+    await one.close()
+
+
 @pytest.fixture
 async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
     one = sandbox.session(1)
@@ -46,9 +62,8 @@ async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
 
 
 @pytest.fixture
-async def site() -> AsyncIterator[Web]:
-    """A small web; services that a test shared are closed at its end."""
+async def site(services: None) -> AsyncIterator[Web]:
+    """A small web."""
     site = Web()
     async with serving(site) as site.url:
         yield site
-        await close_shared()

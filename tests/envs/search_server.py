@@ -10,12 +10,19 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.test_utils import TestServer
 
-from agentenv.envs.search.keys import TrafficConfig
+from agentenv.envs.search.keys import FetchConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 QUICK = TrafficConfig(rate_per_s=0, num_retries=2)
+ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
+PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
+<nav><a href="/">Home</a></nav><article><h1>Lima</h1>
+<p>Lima is the capital of Peru and its largest city, on the coast of the Pacific Ocean.</p>
+<p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
+<p>Today some ten million people live there, a third of all people of the country.</p>
+</article><footer>All rights reserved</footer></body></html>"""
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from agentenv.envs.web_search import search_config
 
 FILLER = "Nothing of interest stands in this sentence. " * 200
 SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"
+GOOD = "The pages say.\n**Final Information**\n\nFounded in 1535."
 ARTICLE = f"<html><body><p>{FILLER}</p><p>{SNIPPET}, it says.</p><p>{FILLER}</p></body></html>"
 
 
@@ -20,6 +21,7 @@ class Web:
 
     def __init__(self) -> None:
         self.url = ""
+        self.reply: Any = GOOD  # of the summarizer; a number is a status
         self.summarized: list[dict[str, Any]] = []
         self.num_searches = 0
 
@@ -36,14 +38,22 @@ class Web:
             return web.Response(text=ARTICLE, content_type="text/html")
         if request.path == "/v1/chat/completions":
             self.summarized.append(await request.json())
-            reply = "The pages say.\n**Final Information**\n\nFounded in 1535."
-            return web.json_response({"choices": [{"message": {"content": reply}}]})
+            if isinstance(self.reply, int):
+                return web.Response(status=self.reply)
+            usage = {"prompt_tokens": 900, "completion_tokens": 30}
+            choices = [{"message": {"content": self.reply}}]
+            return web.json_response({"choices": choices, "usage": usage})
         return web.Response(status=404)
 
     def config(self, **keys: Any) -> SearchConfig:
-        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
+        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}}
         backend = {"name": "web", "provider": "searxng", "url": self.url}
         return search_config({"backend": backend, "pages": pages, **keys})
+
+    def browser(self, **summarizer: Any) -> SearchConfig:
+        """As in ARPO's evaluation: the policy reads summaries of the pages."""
+        model = {"url": f"{self.url}/v1", "model": "small", "num_retries": 0, "timeout_s": 5.0}
+        return self.config(preset="arpo_eval", summarizer=model | summarizer)
 
 
 async def search(

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 import agentenv.env
 import agentenv.envs
-from agentenv.env import close_shared, shared_stats
+from agentenv.env import shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
 
+pytestmark = pytest.mark.usefixtures("services")
+
 ENV_ID = "agentenv/CodeInterpreter-v0"
 TASK = Task("t", ENV_ID, "How much is 57 times 4837?", ("275709",))
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 def run(code: str) -> Message:
@@ -86,10 +81,6 @@ async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
     assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
 
 
-def python(code: str) -> Message:
-    return Message("assistant", "", (ToolCall("python", {"code": code}),))
-
-
 @pytest.mark.slow
 async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
     env = agentenv.env.make(ENV_ID, TASK)
@@ -97,19 +88,19 @@ async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
     child = await env.fork()
     assert shared_stats()["sandbox/num_replays"] == 0  # nothing has run, nothing is to be replayed
     await child.close()
-    await env.step(python("x = 5"))
+    await env.step(run("x = 5"))
     child = await env.fork()
     assert shared_stats()["sandbox/num_live_forks"] == 1
     await child.close()
-    await env.step(python("f = open('/dev/null')"))  # which a copy would share
+    await env.step(run("f = open('/dev/null')"))  # which a copy would share
     child = await env.fork()
     assert shared_stats()["sandbox/num_replays"] == 1
-    assert (await child.step(python("x + 1")))[0][0].content == "6"
+    assert (await child.step(run("x + 1")))[0][0].content == "6"
     assert shared_stats()["sandbox/num_replays"] == 1
     await child.close()
-    await env.step(python("import time; time.time_ns()"))
+    await env.step(run("import time; time.time_ns()"))
     with pytest.raises(EnvError, match="cannot be replayed: a cell printed"):
         await env.fork()
     assert shared_stats()["sandbox/num_replays_refused"] == 1
-    assert (await env.step(python("x")))[0][0].content == "5"  # the parent goes on
+    assert (await env.step(run("x")))[0][0].content == "5"  # the parent goes on
     await env.close()

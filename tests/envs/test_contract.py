@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import pytest
 
 import agentenv.env
 import envs
-from agentenv.env import close_shared
 from agentenv.testing import check_tool_env
 from agentenv.types import Message, Task, ToolCall
 from tests.envs.test_program_env import keys
+
+pytestmark = pytest.mark.usefixtures("services")
 
 
 class Case(NamedTuple):
@@ -82,12 +83,6 @@ CASES = {
         lambda directory: {"program": keys()}, [call("search", query="q"), answer("275709")]
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 def ours() -> list[str]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 import agentenv
 import envs
-from agentenv.env import close_shared
-from agentenv.renderer import preset
+from agentenv.prompt import preset
 from agentenv.types import Message, Task, ToolCall
+
+pytestmark = pytest.mark.usefixtures("services")
 
 TASK = Task("t", "agentenv/DeepSearch-v0", "How many points are 24 and 10?", ("34",))
 ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{34}</answer>")
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 def call(tool: str, **arguments: str) -> Message:

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv import Message, Task, demonstrate, tool
 from agentenv.actor import Actor
-from agentenv.engines.chat import ChatRenderer, Piece, Pieces
+from agentenv.engines.chat import ChatPiece, ChatRenderer, Pieces
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared
 from agentenv.envs.dialogue import (
@@ -29,10 +29,11 @@ from agentenv.metrics import entropy_profile
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
 from agentenv.pipelines.run.transcript import turns_of
-from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_messages
+from agentenv.pipelines.supervised.dialogues import Dialogue, RowFormat, read_messages
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.renderer import PromptConfig, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, ToolCall
@@ -184,7 +185,7 @@ def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout() -> N
     ]  # fmt: skip
     messages = tuple(Message(one["role"], one["content"]) for one in row["messages"])
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
-    example = ChatEncoder(tags()).encode(Conversation(messages, tools))
+    example = ChatEncoder(tags()).encode(Dialogue(messages, tools))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 
@@ -208,7 +209,7 @@ def test_the_native_cold_start_has_the_tokens_of_the_rollout() -> None:
     assert row["success"]
     form = RowFormat()
     messages = tuple(read_messages(row, "messages", form))
-    example = ChatEncoder(renderer).encode(Conversation(messages, row["tools"]))
+    example = ChatEncoder(renderer).encode(Dialogue(messages, row["tools"]))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 
@@ -218,7 +219,7 @@ def test_a_call_answered_by_a_user_is_learned_without_its_unsampled_end() -> Non
     roles: Any = ["user", "assistant", "user", "assistant"]
     texts = ["What?", CALL, "red", ANSWER]
     messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=True))
-    example = ChatEncoder(tags()).encode(Conversation(messages, tools))
+    example = ChatEncoder(tags()).encode(Dialogue(messages, tools))
     learned = [t for t, mine in zip(example.token_ids, example.mask, strict=True) if mine]
     assert tags().decode(learned) == CALL + ANSWER + "<|im_end|>"
     assert tags().decode(example.token_ids.tolist()).count("<|im_end|>") == 4
@@ -393,14 +394,16 @@ async def test_a_missing_user_model_is_refused_at_the_start(served: ScriptedEndp
 # chat messages of an endpoint without tokens
 
 
-def pieces(native: bool) -> tuple[ChatRenderer, list[Piece]]:
+def pieces(native: bool) -> tuple[ChatRenderer, list[ChatPiece]]:
     store = Pieces()
     renderer = ChatRenderer(store, native=native)
     ids = renderer.prompt([Message("user", "What?")], [])
-    ids += store.add(Piece(text="Which?", content="Which?", is_turn=True), 3)
+    ids += store.add(ChatPiece(text="Which?", content="Which?", is_turn=True), 3)
     ids += renderer.observation([Message("user", "red")], [], 100)
     call = ({"id": "1", "type": "function", "function": {"name": "price", "arguments": "{}"}},)
-    turn = store.add(Piece(text=CALL, content="", is_turn=True, calls=call if native else ()), 3)
+    turn = store.add(
+        ChatPiece(text=CALL, content="", is_turn=True, calls=call if native else ()), 3
+    )
     ids += turn
     ids += renderer.observation([Message("tool", "7"), Message("user", "Well?")], [], 100, turn)
     return renderer, store.read(ids)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.env import close_shared
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig

@@ -13,7 +13,6 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentenv.gym
-from agentenv.errors import ConfigError
 from agentenv.types import Task
 
 OWN = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
@@ -48,29 +47,6 @@ def test_gymnasium_runs_an_episode_with_tools() -> None:
     _, reward, terminated, *_ = env.step(r"<think>.</think><answer>\boxed{34}</answer>")
     assert (reward, terminated) == (1.0, True)
     env.close()
-
-
-@pytest.mark.parametrize(
-    ("protocol", "text", "shown"),
-    [
-        ("hermes", '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>',
-         "\n<tool_response>\n42\n</tool_response>\n"),
-        ("llama", '{"name": "python", "parameters": {"code": "6 * 7"}}', "\n42\n"),
-        ("hermes", '<tool_call>{"name": "python"', "\n<tool_response>\nThe tool call cannot be "
-         "read: <tool_call> is not closed by </tool_call>\n</tool_response>\n"),
-    ],
-)  # fmt: skip
-def test_gymnasium_runs_native_tool_calls(protocol: str, text: str, shown: str) -> None:
-    python = {"preload": []}
-    env = gymnasium.make(
-        "agentenv/CodeInterpreter-v0", tasks=[TASK], protocol=protocol, python=python
-    )
-    env.reset(seed=1)
-    found, _, terminated, *_ = env.step("<think>.</think>" + text)
-    assert (found, terminated) == (shown, False)
-    env.close()
-    with pytest.raises(ConfigError, match="protocol must be one of"):
-        gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol="xml")
 
 
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}

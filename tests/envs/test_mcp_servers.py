@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.env import Grade, close_shared
+from agentenv.env import close_shared
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.tool_env import ToolEnv
-from agentenv.types import Message, Task, ToolCall
-from tests.support.small_server import until
+from agentenv.types import Task
+from tests.envs.test_mcp_tools import Anything, call, free_port, listening
 from tests.support.warehouse import ROOT
 
 pytest.importorskip("mcp")
@@ -25,24 +22,12 @@ FOLDER = ROOT / ".venv-mcp"
 FROM_NPM, FROM_PYPI = FOLDER / "node_modules" / ".bin", FOLDER / "bin"
 EVERYTHING = FROM_NPM / "mcp-server-everything"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.usefixtures("services"),
+    pytest.mark.mcp_servers,
     pytest.mark.skipif(
         not (FOLDER / ".complete").is_file(), reason="no published servers: sh .ci/mcp-servers"
     ),
 ]
-
-
-class Anything:
-    async def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> Grade:
-        return Grade(1.0, True)
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 class Episode:
@@ -72,9 +57,7 @@ class Episode:
         return text
 
     async def call(self, tool: str, **arguments: Any) -> tuple[str, bool]:
-        messages, *_, info = await self.env.step(
-            Message("assistant", "", (ToolCall(tool, arguments),))
-        )
+        messages, *_, info = await self.env.step(call(tool, **arguments))
         return messages[0].content, info["tool_calls"][0]["ok"]
 
 
@@ -104,27 +87,11 @@ async def test_the_everything_server_works_over_stdio() -> None:
 
 @pytest.mark.parametrize(("mode", "path"), [("streamableHttp", "/mcp"), ("sse", "/sse")])
 async def test_the_everything_server_works_over_both_http_transports(mode: str, path: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen(  # noqa: ASYNC220
-        [str(EVERYTHING), mode],
-        env={**os.environ, "PORT": str(port)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until(lambda: _answers(port))
-        async with Episode(MCPTools(url=f"http://127.0.0.1:{port}{path}")) as episode:
+    port = free_port()
+    async with listening(str(EVERYTHING), mode, port=port, PORT=str(port)) as address:
+        async with Episode(MCPTools(url=f"{address}{path}")) as episode:
             await check_everything(episode)
         await close_shared()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 async def test_the_filesystem_server_works(tmp_path: Path) -> None:

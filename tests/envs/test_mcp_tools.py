@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.small_server import until
 from tests.support.warehouse import ROOT
 
 pytest.importorskip("mcp")
+pytestmark = pytest.mark.usefixtures("services")
 
 SERVER = Path(__file__).resolve().parents[1] / "support" / "mcp_server.py"
 COMMAND = [sys.executable, str(SERVER), "stdio"]
@@ -40,14 +42,41 @@ class Anything:
         return Grade(float(sum(calls.values())), True)
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
-
-
 def call(tool: str, **arguments: object) -> Message:
     return Message("assistant", "", (ToolCall(tool, arguments),))
+
+
+@asynccontextmanager
+async def listening(*command: str, port: int, **variables: str) -> AsyncIterator[str]:
+    """The address of a server once it listens at this port."""
+    process = subprocess.Popen(  # noqa: ASYNC220
+        command,
+        env={**os.environ, **variables},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        await asyncio.to_thread(until, lambda: _answers(port))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def serving(mode: str) -> AbstractAsyncContextManager[str]:
+    """The address of our server over one of the transports."""
+    port = free_port()
+    return listening(sys.executable, str(SERVER), mode, str(port), port=port)
 
 
 @pytest.mark.slow
@@ -88,17 +117,10 @@ async def test_a_dead_server_is_restarted() -> None:
 
 @pytest.mark.slow
 async def test_chosen_tools_are_called_over_streamable_http() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, str(SERVER), "http", str(port)]
-    process = subprocess.Popen(  # noqa: ASYNC220
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        await _listening(port)
+    async with serving("http") as address:
         entry = ToolConfig(
             name="agentenv.envs.mcp_tools:MCPTools",
-            kwargs={"url": f"http://127.0.0.1:{port}/mcp", "only": ["add"], "fork_mode": "pure"},
+            kwargs={"url": f"{address}/mcp", "only": ["add"], "fork_mode": "pure"},
             max_calls=1,
         )
         env = ToolEnv(TASK, [], Anything())
@@ -110,22 +132,6 @@ async def test_chosen_tools_are_called_over_streamable_http() -> None:
         assert "all 1 calls" in (await env.step(call("add", a=2, b=3)))[0][0].content
         await env.close()
         await close_shared()
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def _listening(port: int) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.1)
-            else:
-                writer.close()
-                await writer.wait_closed()
-                return
 
 
 @pytest.mark.parametrize(
@@ -306,26 +312,15 @@ async def test_a_result_that_violates_its_schema_is_read(tmp_path: Path) -> None
         await close_shared()
 
 
-def serving(mode: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A server on a free port, and its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, str(SERVER), mode, str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return process, f"http://127.0.0.1:{port}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["http", "sse"])
 async def test_headers_are_sent_with_every_request_over_both_http_transports(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "tok-4711-secret")
-    process, address = serving(mode)
-    url = f"{address}/{'mcp' if mode == 'http' else 'sse'}?key=of-the-query-9"
     caplog.set_level(logging.DEBUG)
-    try:
-        await _listening(int(address.rpartition(":")[2]))
+    async with serving(mode) as address:
+        url = f"{address}/{'mcp' if mode == 'http' else 'sse'}?key=of-the-query-9"
         headers = {"Authorization": "Bearer ${SERVER_TOKEN}", "X-Team": "blue"}
         source = MCPTools(url=url, headers=headers)
         tools = {tool.name: tool for tool in await source.load()}
@@ -336,9 +331,6 @@ async def test_headers_are_sent_with_every_request_over_both_http_transports(
         assert [one.text for one in many] == [str(n + 1) for n in range(9)]
         assert "of-the-query-9" not in source.connection.place
         await close_shared()
-    finally:
-        process.kill()
-        process.wait()
     assert not any(secret in caplog.text for secret in ("of-the-query-9", "tok-4711-secret"))
 
 

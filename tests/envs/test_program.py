@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator
@@ -25,12 +23,13 @@ from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.timeout(120)
+SOCKETS: dict[int, Path] = {}  # by the port of a server
 MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of the processes of a program
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
-    """The port of a server that returns the requested path."""
+async def port(tmp_path: Path) -> AsyncIterator[int]:
+    """The port of a server that returns the requested path, also at a Unix socket."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
@@ -41,8 +40,13 @@ async def port() -> AsyncIterator[int]:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    yield server.sockets[0].getsockname()[1]
+    port = server.sockets[0].getsockname()[1]
+    SOCKETS[port] = tmp_path / "socket"
+    local = await asyncio.start_unix_server(answer, SOCKETS[port])
+    SOCKETS[port].chmod(0o666)
+    yield port
     server.close()
+    local.close()
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,7 @@ def python(code: str) -> tuple[str, ...]:
 
 async def run(spec: ProgramSpec, port: int = 0, **variables: str) -> tuple[Ended, Path]:
     """The end of a program, whose folder is then removed."""
-    program = await Program.start(spec, variables, port)
+    program = await Program.start(spec, variables, port, SOCKETS.get(port))
     try:
         async with asyncio.timeout(60):
             return await program.wait(), program.folder
@@ -101,21 +105,6 @@ async def test_a_program_reaches_the_endpoint_and_its_files(port: int, unsafe: b
     ended, _ = await run(spec, port, KEY="value")
     assert ended.output == "/hello content value ['data']\n"
     assert (ended.exit, ended.signal, ended.limit) == (0, None, "")
-
-
-async def test_the_temporary_folder_may_have_a_long_name(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer than the name of a socket can be."""
-    folder = tmp_path / ("x" * 120)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    code = f"""
-    import urllib.request
-    print(urllib.request.urlopen("http://127.0.0.1:{port}/hello").read().decode())
-    """
-    ended, _ = await run(ProgramSpec(command=python(code)), port)
-    assert ended.output == "/hello\n"
 
 
 @UNSAFE
@@ -215,36 +204,6 @@ async def test_a_signal_ends_a_program() -> None:
     ended, _ = await run(ProgramSpec(command=("sh", "-c", "kill -SEGV $$")))
     assert ended.signal == signal.SIGSEGV
     assert ended.text == "was ended by signal 11"
-
-
-async def test_a_program_that_dies_before_its_reply_leaves_no_pending_task(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    asked = asyncio.Event()
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.set()
-        await reader.read()
-        await ended.wait()
-        writer.close()
-        closed.set()
-
-    ended, closed = asyncio.Event(), asyncio.Event()
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    code = "import socket, sys; socket.create_connection(('127.1', int(sys.argv[1]))).send(b'?')"
-    spec = ProgramSpec(command=("python3", "-c", code, str(port), MARK))
-    await run(spec, port)
-    await asked.wait()
-    for _ in range(5):
-        await asyncio.sleep(0.02)
-        gc.collect()
-    ended.set()
-    await closed.wait()
-    await asyncio.sleep(0.05)
-    server.close()
-    await close_shared()
-    assert "pending" not in caplog.text
 
 
 async def test_files_are_read_only_within_the_folder_of_a_program(tmp_path: Path) -> None:

@@ -164,12 +164,6 @@ ENDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"max_calls": 5},
         "calls",
     ),
-    "cpu": ("ask([{'role': 'user', 'content': 'x'}])\nwhile True: pass", {"cpu_s": 1}, "cpu"),
-    "memory": (
-        "ask([{'role': 'user', 'content': 'x'}])\nx = bytearray(200 << 20); time.sleep(60)",
-        {"memory_bytes": 100 << 20},
-        "memory",
-    ),
 }
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import platform
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from agentenv.envs.sandbox.launch import HUGE_PAGES, Rung, environment
+from agentenv.envs.sandbox.launch import HUGE_PAGES, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
-from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.support.sandboxes import output_of, process_of, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
@@ -53,12 +51,9 @@ FILES = {
 }
 
 
-@pytest.fixture(params=RUNGS)
-async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    rung: Rung = request.param
-    one = Sandbox(rungs=(rung,), preload=())
-    yield one
-    await one.close()
+@pytest.fixture
+def sandbox(on_each_rung: Sandbox) -> Sandbox:
+    return on_each_rung
 
 
 @pytest.fixture

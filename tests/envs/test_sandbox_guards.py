@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
 from tests.support.sandboxes import output_of, process_of
@@ -39,11 +38,9 @@ def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
     return without
 
 
-@pytest.fixture(params=RUNGS)
-async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    one = Sandbox(rungs=(request.param,), preload=())
-    yield one
-    await one.close()
+@pytest.fixture
+def sandbox(on_each_rung: Sandbox) -> Sandbox:
+    return on_each_rung
 
 
 async def shifted(sandbox: Sandbox) -> bool:
@@ -130,7 +127,7 @@ async def test_the_check_of_open_files_stops_forks_that_share_a_pipe(
 ) -> None:
     assert not await crossed(sandbox)
     assert sandbox.counters.num_live_forks == 0
-    guard = "if open_files != STANDARD or not channel"
+    guard = "if files != STANDARD or not channel"
     remove("fork_broker.py", guard, "if not channel")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await crossed(open_)
@@ -144,8 +141,8 @@ async def test_the_broker_refuses_signals_to_the_zygote(sandbox: Sandbox, remove
     session.close()
     remove(
         "fork_broker.py",
-        "elif _same_process(pid, arguments[0]):",
-        "elif _same_process(pid, arguments[0]) or True:",
+        "elif _same_process(call.pid, call.arguments[0]):",
+        "elif _same_process(call.pid, call.arguments[0]) or True:",
     )
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     with pytest.raises(ConfigError, match="its self-test failed: it could signal processes"):

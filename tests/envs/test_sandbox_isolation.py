@@ -56,10 +56,9 @@ async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> Non
     )
     assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
     assert await output_of(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
-    assert (
-        await output_of(first, "sorted(os.listdir('/sandbox')), os.getppid(), os.getuid()")
-        == "(['cells.py', 'confine.py', 'fork_broker.py', 'zygote.py'], 1, 1000)"
-    )
+    inside = ["cells.py", "confine.py", "fork_broker.py", "process_table.py", "zygote.py"]
+    seen = await output_of(first, "sorted(os.listdir('/sandbox')), os.getppid(), os.getuid()")
+    assert seen == f"({inside}, 1, 1000)"
     await first.run("open('/tmp/mine', 'w').write('secret')", 10)
     assert await output_of(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
     first.close()
@@ -85,23 +84,3 @@ async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path
         code = "\n".join(line[12:] for line in code.splitlines())
         assert await output_of(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
         session.close()
-
-
-async def test_forged_frames_of_a_cell_are_not_trusted(sandbox: Sandbox) -> None:
-    """Frames that model-written code sends itself, to confuse the host."""
-    for payload in (
-        "b'\\xff\\xff\\xff\\xff'",
-        "b'\\0\\0\\0\\2hi'",
-        "b'\\0\\0\\0\\4null'",
-        "b'\\0\\0\\0\\x10{\"output\": true}'",
-    ):
-        session = sandbox.session(1)
-        result = await session.run(f"import os; os.write(3, {payload})", 10)
-        assert result.end == "died", payload
-        assert (await session.run("1", 10)).ok
-        session.close()
-    forged = '{"output": "' + "x" * 100_000 + '"}'
-    session = sandbox.session(1)
-    code = f"import os; os.write(3, {len(forged)}.to_bytes(4, 'big') + {forged!r}.encode())"
-    assert len(await output_of(session, code)) <= 16_000
-    session.close()

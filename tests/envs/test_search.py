@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.env import close_shared
 from agentenv.envs.search.corpus import words
 from agentenv.envs.web_search import SearchTool
 from agentenv.errors import DataError, ToolError
+
+pytestmark = pytest.mark.usefixtures("services")
 
 ROWS = [
     {"id": "lima", "title": "Lima", "text": "Lima is the capital of Peru."},
@@ -25,12 +25,6 @@ ROWS = [
         "text": "Gr\u00f6\u00dfe und L\u00e4nge der Stra\u00dfe, \u6771\u4eac, 42.",
     },
 ]
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 def write(directory: Path, rows: list[Any]) -> Path:

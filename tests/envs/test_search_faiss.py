@@ -60,7 +60,7 @@ async def test_closing_a_backend_releases_its_waiters(tmp_path: Path, encoder: s
     waiting = [asyncio.ensure_future(backend.search(Query("lima"))) for _ in range(100)]
     await asyncio.sleep(0)
     await backend.close()
-    done, pending = await asyncio.wait(waiting, timeout=10)
+    done, pending = await asyncio.wait(waiting)
     assert len(done) == 100
     assert not pending
 

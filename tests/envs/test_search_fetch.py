@@ -15,16 +15,14 @@ from aiohttp.abc import AbstractResolver
 from agentenv.envs.search.keys import FetchConfig
 from agentenv.envs.search.pages import AddressRule, PageFetcher, RefusedAddress
 from agentenv.errors import ConfigError, InfraError, ToolError
-from tests.envs.search_server import Handler, Names, Scripted, serving
-
-PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
-<nav><a href="/">Home</a></nav><article><h1>Lima</h1>
-<p>Lima is the capital of Peru and its largest city, on the coast of the Pacific Ocean.</p>
-<p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
-<p>Today some ten million people live there, a third of all people of the country.</p>
-</article><footer>All rights reserved</footer></body></html>"""
-ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
-
+from tests.envs.search_server import (
+    ONLY_127_0_0_1,
+    PAGE,
+    Handler,
+    Names,
+    Scripted,
+    serving,
+)
 
 MALFORMED = ["http://[bad", "http://a:99999/", "//[x", "http://:80", "http://\u2100.com/",
              "http://a:b/", "http://\udcff/"]  # fmt: skip

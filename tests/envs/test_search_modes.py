@@ -11,7 +11,8 @@ import pytest
 
 from agentenv.config import to_plain
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
+from agentenv.envs.search.service import REPEATED, Episode, SearchService
+from agentenv.envs.search.summarizer import truncated_reasoning
 from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError
 from tests.envs.search_site import SNIPPET, Web, search
@@ -69,19 +70,6 @@ async def test_a_summary_is_requested_once_and_cached(site: Web, tmp_path: Path)
     assert len(site.summarized) == 1
     await search(site.config(**keys), "lima", Episode("When?", ["<think>Other.</think>"]))
     assert len(site.summarized) == 2
-
-
-async def test_the_summarizer_receives_the_question_and_the_reasoning(site: Web) -> None:
-    summarizer = {"url": f"{site.url}/v1", "model": "small"}
-    config = site.config(preset="arpo_eval", summarizer=summarizer)
-    episode = Episode("When was Lima founded?", ["<think>I should search.</think>"])
-    result = await search(config, "founding of lima", episode=episode)
-    assert result.text == "Founded in 1535."
-    (sent,) = site.summarized
-    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
-    prompt = sent["messages"][0]["content"]
-    for part in (episode.question, "I should search.", "founding of lima", f"{SNIPPET}, it says."):
-        assert part in prompt
 
 
 async def test_a_page_cannot_leave_its_fence(site: Web) -> None:

@@ -9,22 +9,13 @@ import pytest
 from aiohttp import web
 
 from agentenv.envs.search import pages
-from agentenv.envs.search.cache import ResultCache
-from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
+from agentenv.envs.search.keys import PagesConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ConfigError, ToolError
-from tests.envs.search_server import Names, serving
-
-PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
-<nav><a href="/">Home</a></nav><article><h1>Lima</h1>
-<p>Lima is the capital of Peru and its largest city, on the coast of the Pacific Ocean.</p>
-<p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
-<p>Today some ten million people live there, a third of all people of the country.</p>
-</article><footer>All rights reserved</footer></body></html>"""
-ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
-
+from agentenv.result_cache import ResultCache
+from tests.envs.search_server import ONLY_127_0_0_1, PAGE, Names, serving
 
 # extraction
 
@@ -85,7 +76,7 @@ async def test_a_page_is_fetched_once() -> None:
             return web.Response(status=404)
         return web.Response(text=PAGE, content_type="text/html")
 
-    config = PagesConfig(fetch=ONLY_127_0_0_1, extract_timeout_s=60)
+    config = PagesConfig(fetch=ONLY_127_0_0_1)
     async with serving(answer) as url:
         reader = PageReader(config, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))

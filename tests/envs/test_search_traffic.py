@@ -7,13 +7,14 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from agentenv.envs.search.cache import CachedBackend, ResultCache, SharedFetches
+from agentenv.envs.search.cache import CachedBackend
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from agentenv.errors import ConfigError, InfraError
 from agentenv.http import retry_after_s
+from agentenv.result_cache import ResultCache, SharedFetches
 from tests.envs.search_server import QUICK, Scripted, send, serving
 from tests.support.virtual_clock import run_virtual
 

@@ -85,9 +85,9 @@ def simulate(program: list[Instruction], arch: int, number: int, *arguments: int
 
 
 class Filter:
-    def __init__(self, machine: Machine, files: bool, threads: bool) -> None:
+    def __init__(self, machine: Machine, files: bool) -> None:
         self.arch = AUDIT_ARCH[machine.name]
-        self.program = confine.program(machine.name, OWN_PID, files=files, threads=threads)
+        self.program = confine.program(machine.name, OWN_PID, files=files)
 
     def __call__(self, number: int, *arguments: int) -> int:
         return simulate(self.program, self.arch, number, *arguments)
@@ -95,11 +95,8 @@ class Filter:
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("files", [True, False])
-@pytest.mark.parametrize("threads", [True, False])
-def test_a_session_may_make_only_permitted_calls(
-    machine: Machine, files: bool, threads: bool
-) -> None:
-    answer = Filter(machine, files, threads)
+def test_a_session_may_make_only_permitted_calls(machine: Machine, files: bool) -> None:
+    answer = Filter(machine, files)
     assert {name: answer(number) for name, number in machine.reading.items()} == dict.fromkeys(
         machine.reading, ALLOW
     )
@@ -115,21 +112,16 @@ def test_a_session_may_make_only_permitted_calls(
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
 def test_some_calls_are_permitted_by_their_arguments(machine: Machine) -> None:
-    answer = Filter(machine, files=False, threads=True)
+    answer = Filter(machine, files=False)
     assert answer(machine.openat, -100, 0, 0o2000000) == ALLOW  # read-only, close on exec
     for flags in (0o1, 0o2, 0o100, 0o1000, 0o20200000, 0o101, 0o10000000):
         assert answer(machine.openat, -100, 0, flags) == EROFS
     stat = {257: 262, 56: 79}[machine.openat]  # newfstatat
     assert [answer(stat, 3, 0, 0, flags) for flags in (0, 0x100, 0x1000)] == [ENOENT, ENOENT, ALLOW]
     thread, fork, vfork, user = 0x3D0F00, 17, 0x4111, 0x10000000
-    assert answer(machine.clone, thread) == ALLOW
-    for flags in (fork, vfork, thread | user, user | 17, 0x100, 0x10000):
-        assert answer(machine.clone, flags) == EPERM
-    assert answer(confine.CLONE3) == ENOSYS
-    without = Filter(machine, files=False, threads=False)
-    for flags in (thread, fork):
-        assert without(machine.clone, flags) == EAGAIN
-    assert without(confine.CLONE3) == EAGAIN
+    for flags in (thread, fork, vfork, thread | user, user | 17, 0x100, 0x10000):
+        assert answer(machine.clone, flags) == EAGAIN
+    assert answer(confine.CLONE3) == EAGAIN
     for call in (machine.kill, {62: 234, 129: 131}[machine.kill]):  # kill, tgkill
         assert answer(call, OWN_PID, 9) == ALLOW
         for pid in (0, 1, -1, -OWN_PID, OWN_PID + 1):
@@ -149,7 +141,7 @@ def test_some_calls_are_permitted_by_their_arguments(machine: Machine) -> None:
 @pytest.mark.parametrize("flags", [confine.FORK_BESIDE, confine.FORK_INTO_NAMESPACES])
 def test_only_forks_and_signals_are_referred_to_the_listener(machine: Machine, flags: int) -> None:
     """The clone of a fork, one prctl and signals; no other call is referred."""
-    program = confine.program(machine.name, OWN_PID, files=True, threads=False, fork_flags=flags)
+    program = confine.program(machine.name, OWN_PID, files=True, fork_flags=flags)
     above = confine.listening(machine.name, flags)
 
     def decided(number: int, *arguments: int) -> int:
@@ -174,7 +166,7 @@ def test_only_forks_and_signals_are_referred_to_the_listener(machine: Machine, f
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
 def test_calls_by_the_numbers_of_another_machine_are_refused(machine: Machine) -> None:
-    program = Filter(machine, files=True, threads=True).program
+    program = Filter(machine, files=True).program
     i386 = 0x40000003
     others = {i386, *AUDIT_ARCH.values()} - {AUDIT_ARCH[machine.name]}
     assert {simulate(program, arch, 0) for arch in others} == {KILL_PROCESS}
@@ -183,7 +175,7 @@ def test_calls_by_the_numbers_of_another_machine_are_refused(machine: Machine) -
 
 def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(ValueError, match="no system call filter for riscv64"):
-        confine.program("riscv64", 1, files=False, threads=False)
+        confine.program("riscv64", 1, files=False)
 
 
 @pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.pipelines.serving.watch import gpu_use
 from agentenv.types import SamplingParams

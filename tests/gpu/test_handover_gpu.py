@@ -109,6 +109,7 @@ class Bench:
                 await learner.sleep()
                 probe = ParityProbe(pool, learner, [])
                 colocation = Colocation(pool, learner, probe, handover)
+                learner.turn = colocation.turn
             publisher: Publisher = DirectoryPublisher(
                 pool, learner, self.folder, colocation, handover
             )

@@ -20,7 +20,7 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.credit import tree_credit
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.serving import GIB
+from agentenv.pipelines.serving.gpus import GIB
 from agentenv.pipelines.setup.memory import find_shape, learner_memory
 from agentenv.tree import TrajectoryTree
 from benchmarks.parts.layouts import WARM_UP, grow, load_shapes

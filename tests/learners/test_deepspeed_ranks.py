@@ -22,7 +22,8 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.rank_group import RankLink
 from agentenv.learners.rank_process import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link, held_ports
+from agentenv.link import PREFIX_BYTES, Link
+from agentenv.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
     assert_ended,
@@ -32,6 +33,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
+from tests.support.ports import held_ports
 
 
 @pytest.mark.slow
@@ -273,7 +275,7 @@ async def test_an_update_is_streamed_tree_by_tree() -> None:
     server = await asyncio.start_server(rank, "127.0.0.1", 0)
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
-        hello = wire.RankHello("", 0, 1, os.getpid(), "here", "")
+        hello = Hello("", 0, os.getpid(), host="here")
         stream = Link(*streams)
         link = RankLink(hello, stream, None, is_here=False)
         assert isinstance(await link.exchange(update), wire.RankDone)

@@ -16,10 +16,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from agentenv.learners.turnwise import Turnwise
-from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
+from agentenv.learners.late_forks import Uniform
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
+from benchmarks.experiments.turnwise import Spread, Turnwise
 
 pytestmark = pytest.mark.slow
 

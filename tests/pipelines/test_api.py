@@ -1,4 +1,4 @@
-"""`train` and `evaluate` of agentenv.pipelines: the commands' work, from Python."""
+"""`train` and `evaluate` of agentenv: the commands' work, from Python."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from agentenv import ConfigError, DataError, Task, ToolEnv, tool
+from agentenv import ConfigError, DataError, Task, ToolEnv, evaluate, tool, train
 from agentenv.config import load_config, read_toml, to_plain
-from agentenv.env import env_ids, shared, shared_stats
+from agentenv.env import env_ids, forget_shared, shared, shared_stats
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.launchers import train as command
-from agentenv.pipelines import api, evaluate, train
+from agentenv.pipelines import api
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation import run as evaluation_run
 from tests.support.warehouse import STOCK
@@ -106,15 +106,6 @@ def test_a_class_rows_and_a_model_in_memory_train(warehouse: Path, tmp_path: Pat
     assert found.success.num_trajectories == 5
     assert {row.question for row in found.rows} == {row["question"] for row in ROWS[:5]}
     assert state() == before
-
-
-def test_train_works_inside_a_running_event_loop(warehouse: Path, tmp_path: Path) -> None:
-    """As in a notebook, whose cells run in one."""
-
-    async def cell() -> api.TrainingResult:
-        return train(warehouse, [f"run.dir={tmp_path}", "train.num_steps=1"], is_quiet=True)
-
-    assert asyncio.run(cell()).success is None  # the file has no evaluation set
 
 
 def test_rows_in_memory_replace_the_file_of_a_set(warehouse: Path, tmp_path: Path) -> None:
@@ -217,16 +208,14 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
         evaluate(warehouse.parent / "model", tokenizer=object(), env=Warehouse, data=ROWS)
 
 
-def test_an_existing_run_is_refused_unless_resumed(warehouse: Path, tmp_path: Path) -> None:
-    more = {"run.dir": str(tmp_path), "run.name": "long"}
-    train(warehouse, {**more, "train.num_steps": 1}, is_quiet=True)
+def test_an_existing_run_is_refused_unless_resumed(warehouse: Path, finished: Path) -> None:
     with pytest.raises(ConfigError, match="already contains a run"):
-        train(warehouse, more, is_quiet=True)
-    result = train(warehouse, {**more, "train.num_steps": 2}, resume=True, is_quiet=True)
-    assert result.summary["num_steps"] == 2
+        train(warehouse, {"run.name": finished.name}, is_quiet=True)
 
 
-def test_shared_resources_of_the_caller_stay_open(warehouse: Path, tmp_path: Path) -> None:
+def test_train_works_inside_a_running_event_loop(warehouse: Path, tmp_path: Path) -> None:
+    """As in a notebook, whose cells run in one; the caller's shared resources stay open."""
+
     class Counter:
         closed = False
 
@@ -236,15 +225,16 @@ def test_shared_resources_of_the_caller_stay_open(warehouse: Path, tmp_path: Pat
         def close(self) -> None:
             self.closed = True
 
+    async def cell() -> api.TrainingResult:
+        return train(warehouse, [f"run.dir={tmp_path}", "train.num_steps=1"], is_quiet=True)
+
     mine = shared("mine", Counter)
     try:
-        train(warehouse, [f"run.dir={tmp_path}", "train.num_steps=1"], is_quiet=True)
+        assert asyncio.run(cell()).success is None  # the file has no evaluation set
         assert shared("mine", Counter) is mine
         assert not mine.closed
         assert shared_stats() == {"mine": 1.0}
     finally:
-        from agentenv.env import forget_shared
-
         forget_shared()
 
 
@@ -300,7 +290,7 @@ def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None
 def test_the_core_exports_train_and_evaluate_lazily() -> None:
     import agentenv
 
-    assert agentenv.train is train
-    assert agentenv.evaluate is evaluate
+    assert agentenv.train is api.train
+    assert agentenv.evaluate is api.evaluate
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         agentenv.nothing  # noqa: B018

@@ -27,7 +27,7 @@ from agentenv.pipelines.diagnosis.audit import (
     with_another_gold,
 )
 from agentenv.pipelines.diagnosis.contract import JOINTS, guess_twice, remedy
-from agentenv.pipelines.setup.checks import Check, CheckResult, Runner
+from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner
 from agentenv.types import Message, Task
 from tests.support.rank_here import rank_here
 
@@ -61,7 +61,7 @@ def steady(number: int, shift: float = 0.0) -> Step:
 async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
     assert [one.step for one in find_jumps(steps)] == jumps
     check = Check("jumps", "measured", (), no_jumps)
-    (verdict,) = [one async for one in Runner().run([check], steps)]
+    (verdict,) = [one async for one in CheckRunner().run([check], steps)]
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
     assert verdict.state == expected
     assert ("samples" in verdict.remedy) is bool(jumps)
@@ -75,7 +75,7 @@ async def test_rewards_of_a_selection_of_the_trajectories_are_reported(
     few = step(1, [1.0] * 5, [1.0] * 5)
     few.entries[0] = replace(few.entries[0], num_failed=num_failed)
     check = Check("failures", "measured", (), few_failures)
-    (verdict,) = [one async for one in Runner().run([check], [few])]
+    (verdict,) = [one async for one in CheckRunner().run([check], [few])]
     assert verdict.state == state
     assert f"{num_failed} of 10 trajectories failed" in verdict.message
     assert ("run.log" in verdict.remedy) is (state == "failed")
@@ -217,7 +217,7 @@ def test_a_custom_grader_that_rewards_two_guesses_is_found(
         assert code == 1
         assert (
             "name a second candidate besides the gold answer "
-            "are graded as correct" in sanity["told"]
+            "are graded as correct" in sanity["message"]
         )
 
     overrides = [*keys, f"run.name=own-{name}", "train.num_steps=1"]
@@ -237,7 +237,7 @@ def test_a_custom_grader_that_rewards_two_guesses_is_found(
     }
     (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
     assert remedy in verdict["remedy"]
-    numbers = [int(text) for text in re.findall(r"\d+", verdict["told"])]
+    numbers = [int(text) for text in re.findall(r"\d+", verdict["message"])]
     assert numbers[0] > 0
     if is_paid:
         assert numbers[0] == numbers[1] * {"contains": 1, "last": 1 / 2}[name]

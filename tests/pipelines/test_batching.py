@@ -20,12 +20,14 @@ from agentenv.learners.baselines import DAPO, ReinforcePP
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import Alarms, Batch, BatchBuilder, RefusedStepError
+from agentenv.pipelines.rl.alarms import Alarms
+from agentenv.pipelines.rl.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.records import EvalRow
+from agentenv.pipelines.supervised.course import LossCourse
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Task
 from tests.learners.trees import credited, random_tree
@@ -46,7 +48,7 @@ def builder(algorithm: Algorithm, **queue: Any) -> BatchBuilder:
     return BatchBuilder(config, RunState())
 
 
-def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
+def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> StepBatch:
     batch = ours.begin(delivered)
     ours.settle(batch)
     return batch
@@ -149,6 +151,13 @@ def test_a_tool_whose_every_call_fails_after_it_worked_trains_nothing(
     assert ours.state.counters.num_delivered == len(earlier)
 
 
+def test_a_step_without_any_trajectory_is_not_trained() -> None:
+    ours, (tree,) = builder(ARPO(group_size=4)), trees()[3:]
+    with pytest.raises(RefusedStepError, match="all 5 trajectories of a step failed") as caught:
+        settled(ours, [tree])
+    assert caught.value.trees == [3]
+
+
 def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
     trees = [calling(i, "HTTP 401") for i in range(24)]
@@ -212,8 +221,9 @@ def course(*means: float) -> list[float]:
 def test_an_unsuitable_rate_of_the_cold_start_shows_in_its_loss(
     losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = Alarms(load_config(TrainConfig, CONFIG))
-    ours.check_imitation(losses, {"sums": exact, "roots": 1.0}, is_last=True)
+    ours = LossCourse(0.01)
+    ours.losses = losses
+    ours.check({"sums": exact, "roots": 1.0}, is_last=True)
     assert len(caplog.messages) == bool(told)
     assert told in caplog.text
     if told:

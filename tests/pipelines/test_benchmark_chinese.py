@@ -19,7 +19,8 @@ from agentenv.envs.search.keys import SearchConfig
 from agentenv.pipelines.config.benchmarks import benchmark, load_benchmark
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.renderer import PromptConfig, TagRenderer, preset
+from agentenv.prompt import PromptConfig, preset
+from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, SamplingParams
 from tests.support.tea_house import HOUSES, turn, write_world
 

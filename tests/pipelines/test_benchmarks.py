@@ -27,7 +27,7 @@ from agentenv.pipelines.config.benchmarks import (
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.renderer import PromptConfig, load_instruction
+from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.types import Limits, Task
 from tests.pipelines.benchmark_files import CANARY, Row, encrypted, load, write
 from tests.support.xbench import encrypt

@@ -9,11 +9,13 @@ import pytest
 
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.errors import DataError
+from agentenv.instruction import Instruction
 from agentenv.native import NativeRenderer
-from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_conversation
+from agentenv.pipelines.supervised.dialogues import Dialogue, RowFormat, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
 from agentenv.pipelines.supervised.objectives import fill_rows
-from agentenv.renderer import Instruction, PromptConfig, Renderer, TagRenderer
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import Renderer, TagRenderer
 from agentenv.types import Completion, Message, ToolCall
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer
 
@@ -28,9 +30,9 @@ def tags() -> TagRenderer:
     return TagRenderer(build_tokenizer())
 
 
-def conversation(*texts: str, **keys: Any) -> Conversation:
+def conversation(*texts: str, **keys: Any) -> Dialogue:
     """The user begins, then they take turns."""
-    return Conversation(
+    return Dialogue(
         tuple(Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)),
         **keys,
     )
@@ -81,8 +83,8 @@ def test_a_chain_and_its_messages_and_turns_are_one_sequence(tags: TagRenderer) 
         "turns": [{"action": THINK + CALL, "result": "2964"}, {"action": END, "result": None}],
     }
     others = [
-        Conversation(messages),
-        Conversation(called),
+        Dialogue(messages),
+        Dialogue(called),
         read_conversation(turns, RowFormat()),
     ]
     rolled_out = [
@@ -131,7 +133,7 @@ def test_the_system_prompt_of_the_row_wins_over_that_of_the_configuration(
     encoder = ChatEncoder(tags, instruction=Instruction("Ours."))
     plain = conversation("What?", "one")
     assert "system\nOurs." in tags.decode(encoder.encode(plain).token_ids.tolist())
-    own = Conversation((Message("system", "Theirs."), *plain.messages))
+    own = Dialogue((Message("system", "Theirs."), *plain.messages))
     text = tags.decode(encoder.encode(own).token_ids.tolist())
     assert "system\nTheirs." in text
     assert "Ours." not in text
@@ -154,7 +156,7 @@ NATIVE_CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "52 * 57"}}
 def test_native_calls_are_written_in_the_form_that_the_renderer_parses() -> None:
     tokenizer = make_tokenizer(QWEN25)
     renderer = NativeRenderer(tokenizer)
-    called = Conversation(
+    called = Dialogue(
         (
             Message("user", "What is 52 * 57?"),
             Message("assistant", "", (ToolCall("python", {"code": "52 * 57"}),)),
@@ -172,7 +174,7 @@ def test_native_calls_are_written_in_the_form_that_the_renderer_parses() -> None
     action = [*renderer.encode(NATIVE_CALL), tokenizer.eos_token_id]
     parsed = renderer.parse(Completion(action, [], [], "stop", []), TOOLS)
     assert parsed.tool_calls == called.messages[1].tool_calls
-    written = Conversation(
+    written = Dialogue(
         (called.messages[0], Message("assistant", NATIVE_CALL), *called.messages[2:]), TOOLS
     )
     assert ChatEncoder(renderer).encode(written).equals(example)

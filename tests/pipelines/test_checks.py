@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,23 +14,29 @@ from agentenv import tool
 from agentenv.config import load_config
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.doctor import CHECKS
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
-from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner, select
-from agentenv.registry import loaded
-from agentenv.tools import StatelessTool
+from agentenv.pipelines.setup.checks import START, Check, CheckResult, CheckRunner, select
+from tests.support.warehouse import ROOT
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 async def found(
-    warehouse: Path, folder: Path, overrides: Sequence[str] = ()
+    config: Path,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = START,
 ) -> dict[str, CheckResult]:
-    config = load_config(TrainConfig, warehouse, overrides)
+    """The results of these checks of a training run in `folder`, by name."""
+    settings = load_config(TrainConfig, config, overrides)
     async with AsyncExitStack() as stack:
         run = RunDirectory(folder / "run", resume=False)
-        assembly = TrainingAssembly(config, run.path, None, stack, lambda text: None)
-        checks = select(config, "configuration", "parts")
-        return {one.name: one async for one in Runner().run(checks, assembly)}
+        assembly = TrainingAssembly(settings, run.path, None, stack, lambda text: None)
+        chosen = select(checks, settings, "configuration", "measured")
+        return {one.name: one async for one in CheckRunner().run(chosen, assembly)}
 
 
 def failed(results: dict[str, CheckResult]) -> list[str]:
@@ -42,17 +47,12 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path)
-    later = ("machine", "contract", "started", "measured")
-    before = [check for check in CHECKS if check.stage not in later]
-    assert [*results] == [check.name for check in before if "TrainConfig" in check.configs]
+    assert [*results] == [check.name for check in START if TrainConfig in check.configs]
     assert {one.state for one in results.values()} == {"passed"}
 
 
-def test_check_names_are_unique_and_lazily_loaded_checks_exist() -> None:
+def test_check_names_are_unique() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    for check in CHECKS:
-        look = loaded(check.function) if isinstance(check.function, str) else check.function
-        assert callable(look), check.name
 
 
 LACKING = """
@@ -84,54 +84,101 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
         raise KeyError("no such part")
 
     (result,) = [
-        one async for one in Runner(catches=True).run([Check("a", "parts", (), broken)], None)
+        one async for one in CheckRunner(catches=True).run([Check("a", "parts", (), broken)], None)
     ]
     assert result.state == "failed"
     assert "raised KeyError: 'no such part' (test_checks.py, line" in result.message
 
 
-@pytest.mark.parametrize(
-    ("override", "names", "problem", "remedy"),
-    [
-        ("learner.groups_per_minibatch=4", ["sizes divide"],
-         "does not divide queue.groups_per_step = 2", ""),
-        ("limits.max_tree_seconds=1", ["time-outs"], "max_tree_seconds = 1 ends trees before",
-         "an outer deadline must be longer than the inner one"),
-        ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
-         "lower them, or choose an engine"),
-        ("python={}", ["environments"], "[python]: not used by me/Warehouse-v0",
-         "remove the table"),
-        ("train={num_epochs=0.01,max_logprob_gap=1}", ["number of updates"],
-         "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
-    ],
-)  # fmt: skip
+MISTAKES = [  # of a run whose model, rows and environment exist: override, check, problem, remedy
+    ("learner.groups_per_minibatch=4", "sizes divide",
+     "does not divide queue.groups_per_step = 2", ""),
+    ("limits.max_tree_seconds=1", "time-outs", "max_tree_seconds = 1 ends trees before",
+     "an outer deadline must be longer than the inner one"),
+    ("env.id=me/Nope-v0", "classes of environments", "env.id: no environment is registered as", ""),
+    ("run.setup=nowhere:nothing", "set-up", "run.setup: 'nowhere:nothing'", ""),
+    ("engine={name='embedded', max_model_len=2048}", "context", "engine.max_model_len = 2048: ",
+     "set at most that"),
+    ("engine={name='vllm', max_model_len=2048, servers={python='/bin/sh'}}", "context",
+     "engine.max_model_len = 2048: ", "set at most that"),
+    ("eval.engine={name='embedded', max_model_len=2048}", "context",
+     "eval.engine.max_model_len = 2048: ", "set at most that"),
+    ("limits.max_response_tokens=2000", "context", "exceed the engine's context",
+     "lower them, or choose an engine"),
+    ("python={}", "environments", "[python]: not used by me/Warehouse-v0", "remove the table"),
+    ("limits.max_prompt_tokens=4", "prompts", "limits.max_prompt_tokens", ""),
+    ("train={num_epochs=0.01,max_logprob_gap=1}", "number of updates",
+     "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "name", "problem", "remedy"), MISTAKES)
 async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
-    warehouse: Path, tmp_path: Path, override: str, names: list[str], problem: str, remedy: str
+    warehouse: Path, tmp_path: Path, override: str, name: str, problem: str, remedy: str
 ) -> None:
     results = await found(warehouse, tmp_path, [override])
-    assert failed(results) == names
-    one = results[names[0]]
-    assert problem in one.message
-    assert one.remedy.startswith(remedy)
+    assert failed(results) == [name]
+    assert problem in results[name].message
+    assert results[name].remedy.startswith(remedy)
 
 
-class Radio(StatelessTool):
-    """Its state cannot be replayed."""
+A_GRADER = """
+from agentenv import ToolEnv
+class Wrong:
+    async def grade(self, task): return 1.0
+class Mine(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[], grader=Wrong())
+"""
+MINE = ["env={{id='graded_first:Mine'}}", "data.train={folder}/rows.jsonl"]
+MINE += ["eval.sets={{heldout={{path='{folder}/rows.jsonl'}}}}", "checkpoint.best_metric=''"]
+EARLY = [  # of a run with a set-up: overrides, check, problem
+    (["eval.timeout_s=1"], "time-outs", "eval.timeout_s = 1 ends evaluations before"),
+    (["python={{timeout_s=9999}}"], "time-outs",
+     "python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 60"),
+    (["env.module=nowhere"], "classes of environments",
+     "env.module: 'nowhere' cannot be imported"),
+    (["env.kwargs.corpsu=x"], "classes of environments",
+     "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0"),
+    (["env.tools=[{{name='nowhere:tool'}}]"], "classes of environments",
+     "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
+    (["grader.kind=custom"], "classes of environments",
+     'grader.kind = "custom" needs grader.path, a Python file'),
+    (["data.train={folder}/bad.jsonl"], "rows that are here", "bad.jsonl, row 1: key 'question'"),
+    (["model.path=/nowhere"], "model", "model.path: /nowhere is not a model directory"),
+    (["grader={{path='/nowhere.py'}}"], "files", "grader.path: /nowhere.py: no such file"),
+    (["run.setup=agentenv.envs.quickstart_setup:prepar"], "set-up",
+     "run.setup: 'agentenv.envs.quickstart"),
+    (["engine={{name='vllm', servers={{python='/nowhere'}}}}"], "servers",
+     "engine.servers.python: /nowhere"),
+    (["engine={{name='vllm', urls=['http://127.0.0.1:9']}}"], "servers",
+     "engine.urls: no engine server answers at http://127.0.0.1:9 (Conn"),
+    *[([f"{key}=/nowhere.jsonl"], "files", f"{key}: /nowhere.jsonl: no such dataset file")
+      for key in ("data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data",
+                  "sft.gate")],
+    (MINE, "graders of rows that are here", "the grader fails on the gold answer '1' of row"),
+    ([*MINE, "python.timeout_s=3"], "graders of rows that are here",
+     "[python]: not used by graded_first:Mine"),
+]  # fmt: skip
 
-    name, description, fork_mode = "radio", "Listens.", "none"
-    schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
 
-
-async def test_prefix_starts_require_a_replayable_environment(
-    warehouse: Path, tmp_path: Path
+@pytest.mark.parametrize(("overrides", "name", "problem"), EARLY)
+async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    name: str,
+    problem: str,
 ) -> None:
-    tools = f'env.tools=[{{name="stock"}}, {{name="{__name__}:Radio"}}]'
-    results = await found(warehouse, tmp_path, [tools, "data.prefix_starts={}"])
-    assert failed(results) == ["places to lead to"]
-    one = results["places to lead to"]
-    assert "data.prefix_starts: the environment me/Warehouse-v0 cannot be copied" in one.message
-    assert one.remedy.startswith("remove data.prefix_starts, or train on")
-    assert failed(await found(warehouse, tmp_path / "led", ["data.prefix_starts={}"])) == []
+    (tmp_path / "graded_first.py").write_text(A_GRADER)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": 1}\n' * 16)
+    (tmp_path / "bad.jsonl").write_text('{"answer": 1}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = START[: [check.name for check in START].index("set-up is run")]
+    given = [one.format(folder=tmp_path) for one in overrides]
+    results = await found(QUICKSTART, tmp_path, given, before)
+    assert failed(results)[0] == name
+    assert problem in f"{results[name].message}; {results[name].remedy}"
 
 
 async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 from agentenv.engines.remote.weights import SharedWeights
-from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.learners.deepspeed_learner import MemorySender
 from agentenv.pipelines.rl.publishing import (
     Colocation,
     Handover,
     MemoryPublisher,
-    sleeping_engine,
 )
 from tests.support.warehouse import make_workspace
 
@@ -93,7 +90,6 @@ class Log:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.awake = {"engine": True, "learner": False}
-        self.turn: Any = None
 
     def part(self, name: str) -> Any:
         log = self
@@ -123,6 +119,7 @@ async def test_the_device_has_one_owner_at_a_time_and_switches_only_on_demand() 
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
     shared = Colocation(engine, learner, Idle(), Handover())  # type: ignore[arg-type]
+    learner.turn = shared.turn
     async with learner.turn(), learner.turn():
         assert log.awake == {"engine": False, "learner": True}
     handed = ["engine sleeps", "learner wakes", "learner sleeps", "engine wakes"]
@@ -185,6 +182,7 @@ async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     engine: Any = Engine()
     handover = Handover()
     colocation = Colocation(engine, learner, Idle(), handover)  # type: ignore[arg-type]
+    learner.turn = colocation.turn
     sender = Sender(learner, Path("none"))
     await MemoryPublisher(engine, sender, colocation, handover).publish()
     first = ["falls asleep", "reads", "sleeps"] if has_room else ["falls asleep", "sleeps", "reads"]
@@ -193,9 +191,3 @@ async def test_the_engine_loads_weights_while_the_learner_offloads_if_both_fit(
     found = handover.take()
     assert (found["handover/sleep_s"] < 0.04) == has_room
     assert found["handover/load_s"] >= (0.05 if has_room else 0.01)
-
-
-def test_an_engine_that_cannot_sleep_is_refused() -> None:
-    engine = ScriptedEngine(ScriptedConfig(), None)
-    with pytest.raises(ConfigError, match=r"resources\.colocated: this engine cannot sleep"):
-        sleeping_engine(engine)

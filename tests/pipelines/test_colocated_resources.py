@@ -11,18 +11,19 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.engine import Served
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines import serving
 from agentenv.pipelines.config.cluster import ResourcesConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import adapter_rank
-from agentenv.pipelines.serving import GIB, GpuPlan, command, environment, learner_gpus
+from agentenv.pipelines.serving import server_command
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, learner_gpus
+from agentenv.pipelines.serving.server_command import command, environment
 from agentenv.pipelines.serving.servers import ServerFactory, ServerProcess, ServerSpec
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
@@ -78,7 +79,7 @@ async def test_servers_that_share_a_gpu_get_separate_caches(
     """Its size is computed, since no server can measure what is free while others start."""
     build_model(tmp_path, seed=0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
-    monkeypatch.setattr(serving, "memory_of", lambda gpu: {"7": 100 * GIB}[gpu])
+    monkeypatch.setattr(server_command, "memory_of", lambda gpu: {"7": 100 * GIB}[gpu])
     started: list[ServerSpec] = []
     monkeypatch.setattr(
         ServerProcess, "start", lambda process: asyncio.sleep(0, started.append(process.spec))
@@ -124,7 +125,7 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="127.0.0.1:1")
     with pytest.raises(ConfigError, match="with ranks that the run starts"):
         learner_gpus(COLOCATED, engine, elsewhere, GpuPlan(["a", "b"]))
-    with pytest.raises(ConfigError, match="sglang servers cannot read the memory of the learner"):
+    with pytest.raises(ConfigError, match="is for vLLM"):
         SGLangConfig(weights="ipc")
     with pytest.raises(ConfigError, match="goes through a directory"):
         VLLMConfig(weights="ipc", lora="adapter")

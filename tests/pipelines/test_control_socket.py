@@ -21,12 +21,12 @@ from agentenv.launchers import ctl
 from agentenv.pipelines.run import control
 from agentenv.pipelines.run.control import (
     MAX_REQUEST,
-    Checkpoint,
-    Done,
     GetStatus,
     Pause,
     Reply,
     Request,
+    RequestDone,
+    SaveCheckpoint,
     UnreachableError,
     listening,
     send,
@@ -61,7 +61,7 @@ def run() -> Iterator[Path]:
 async def answer(request: Request) -> Reply:
     if isinstance(request, Pause):
         raise ConfigError("not now")
-    return Done([type(request).__name__])
+    return RequestDone([type(request).__name__])
 
 
 def run_with_socket(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
@@ -93,7 +93,7 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
         folder, path = run / "ctl", run / "ctl" / "socket"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert send(run, GetStatus()) == Done(["GetStatus"])
+        assert send(run, GetStatus()) == RequestDone(["GetStatus"])
         with pytest.raises(ConfigError, match="not now"):
             send(run, Pause())
 
@@ -125,7 +125,7 @@ def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
 
     def look() -> None:
         assert stat.S_IMODE((deep / "ctl" / "socket").stat().st_mode) == 0o600
-        assert send(deep, GetStatus()) == Done(["GetStatus"])
+        assert send(deep, GetStatus()) == RequestDone(["GetStatus"])
 
     run_with_socket(deep, look)
     assert not (deep / "ctl").exists()
@@ -160,7 +160,7 @@ def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
             assert expected in reply_to(run, data)
         except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
             assert len(data) > MAX_REQUEST
-        assert send(run, GetStatus()) == Done(["GetStatus"])
+        assert send(run, GetStatus()) == RequestDone(["GetStatus"])
 
     run_with_socket(run, say)
 
@@ -174,7 +174,7 @@ def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
         with socket.socket(socket.AF_UNIX) as silent:
             silent.settimeout(20)
             silent.connect(str(run / "ctl" / "socket"))
-            assert send(run, GetStatus()) == Done(["GetStatus"])
+            assert send(run, GetStatus()) == RequestDone(["GetStatus"])
             assert b"no request within 0.5 s" in silent.recv(4096)
 
     run_with_socket(run, say)
@@ -195,7 +195,7 @@ def test_a_run_that_does_not_answer_is_distinguished_from_an_ended_one(run: Path
         deaf.bind(str(run / "ctl" / "socket"))
         deaf.listen(1)
         with pytest.raises(UnreachableError, match="event loop is blocked"):
-            send(run, Checkpoint(), timeout_s=0.2)
+            send(run, SaveCheckpoint(), timeout_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFix
     codes: list[int] = []
     run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
     assert capsys.readouterr().out.splitlines() == [
-        "Checkpoint",
+        "SaveCheckpoint",
         "",
         "next:",
         f"  agentenv view {run}  # its curves and trees",

@@ -111,31 +111,21 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
         assert (status["phase"], status["pid"]) == ("RL", process.pid)
         assert 0 < status["trees"]["in_flight"] <= status["queue"]["capacity"]
 
-        # waits of rollouts with their start; texts only on request
+        # waits of rollouts with their start
         wait = client.until("why", holds=stuck)
         assert wait["longest_s"] >= 0
         assert wait["since"]
-        assert "`cancel` ends the tree" in wait["advice"]
         why = client("why", wait["tree"])
         assert why["row"]["tree"] == wait["tree"]
-        assert why["row"]["question"] is None
-        assert all(branch["text"] is None for branch in why["branches"])
-        if why["branches"]:
-            text = client("why", wait["tree"], "--text")
-            assert "How many" in text["row"]["question"]
-            assert any("<stock>" in (one["text"] or "") for one in text["branches"])
         assert "the tool 'stock'" in " ".join(client.shown("why").split())
 
-        # pause: nothing starts; meanwhile a checkpoint and an evaluation work
+        # pause: nothing starts; meanwhile a checkpoint works
         client("pause")
         assert client("pause")["lines"] == ["the run is already paused"]
         path = Path(client("checkpoint")["facts"]["path"])  # after the update in progress
         before = client("status")
         assert before["is_paused"]
         assert (path / "state.json").is_file()
-        found = client("evaluate", "a")["facts"]
-        assert (run / "eval" / found["when"] / "rows.jsonl").is_file()
-        assert found["sets"]["a"]["num_trajectories"] == 2
         after = client("status")
         assert after["step"] == before["step"]
         assert after["trees"]["offered"] == before["trees"]["offered"]
@@ -143,7 +133,6 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
         assert not client("status")["is_paused"]
 
         client("cancel", client.until("why", holds=stuck)["tree"])
-        assert "'nope'; known: ['a']" in client.refused("evaluate", "nope")
         assert "is not in flight" in client.refused("cancel", 99999)
 
         client.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
@@ -155,22 +144,14 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
     conserved(rows)
     assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
     log = (run / "run.log").read_text()
-    for command in ("pause", "resume", "cancel", "checkpoint", "evaluate"):
+    for command in ("pause", "resume", "cancel", "checkpoint"):
         assert f"agentenv ctl {command}: " in log
 
     assert ctl.main([str(run)]) == 1  # its files name their owner
     assert "was killed" in capsys.readouterr().err
-    # an earlier version kept keys that were changed in flight
-    change = {"time": "noon", "command": "set", "facts": {"values": {"limits.max_seconds": 5}}}
-    (run / "steering.jsonl").write_text(json.dumps(change, separators=(",", ":")) + "\n")
-    with running(slow, "controlled", "--resume") as (run, process):
-        log = (run / "run.log").read_text()
-        assert "contains values that were set at run time; they are ignored" in log
 
 
-def test_trees_in_workers_are_reachable_except_for_their_texts(
-    slow: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trees_in_workers_are_reachable_too(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     processes = ("cluster.kind=processes", "cluster.workers=1", "eval.sets={}")
     chosen = [one for one in processes if not one.startswith("eval")]
     with running(slow, "controlled-workers", *chosen) as (run, process):

@@ -28,11 +28,12 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis import doctor as doctors
 from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
-from agentenv.pipelines.diagnosis.doctor import examine
-from agentenv.pipelines.serving import Machine as PlannedMachine
-from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
+from agentenv.pipelines.diagnosis.doctor import CHECKS, examine
+from agentenv.pipelines.serving.gpus import PlannedMachine
+from agentenv.pipelines.setup.checks import Check, CheckResult, CheckRunner
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.types import Completion, Message
+from tests.pipelines.test_checks import found
 from tests.support.toy import CharTokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +49,7 @@ def failed(results: Sequence[CheckResult]) -> list[str]:
 def run_checks(of: Any, *names: str) -> list[CheckResult]:
     async def look() -> list[CheckResult]:
         checks = [check for check in CHECKS if check.name in names]
-        return [one async for one in Runner().run(checks, of)]
+        return [one async for one in CheckRunner().run(checks, of)]
 
     return asyncio.run(look())
 
@@ -181,34 +182,16 @@ async def _no_machine(*_: object) -> str:
     return ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "expected", "remedy"),
-    [
-        ("limits.max_tree_seconds=1", "time-outs", "must be longer"),
-        ("limits.max_turn_tokens=-1", "configuration", ""),
-        ("queue.groups_per_step=3", "sizes divide", ""),
-        ("env.id=me/Nope-v0", "classes of environments", "env.module"),
-        ("run.setup=nowhere:nothing", "set-up", ""),
-        ("limits.max_prompt_tokens=4", "prompts", ""),
-    ],
-)
-def test_a_fault_of_the_configuration_fails_exactly_its_check(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, fault: str, expected: str, remedy: str
-) -> None:
-    found = check_results(monkeypatch, warehouse, fault)
-    assert failed(list(found.values())) == [expected]
-    assert remedy in found[expected].remedy
-    for one in found.values():  # checks that depend on it name it
-        if one.state == "skipped" and "needs" in one.message:
-            assert one.message == f"needs {expected!r}, which failed"
+async def only(name: str, config: Path, folder: Path) -> CheckResult:
+    """The result of one check of a training run."""
+    checks = [check for check in CHECKS if check.name == name]
+    return (await found(config, folder, (), checks))[name]
 
 
 def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
     return Message("assistant", "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "name", "value", "expected", "remedy"),
     [
@@ -222,14 +205,14 @@ def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
     ],
 )  # fmt: skip
-def test_a_fault_of_a_part_fails_exactly_its_check(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
-    expected: str, remedy: str,
+async def test_a_fault_of_a_part_fails_its_check(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str,
+    value: Any, expected: str, remedy: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(of, name, value)
-    found = check_results(monkeypatch, warehouse)
-    assert failed(list(found.values())) == [expected]
-    assert remedy in found[expected].message + found[expected].remedy
+    result = await only(expected, warehouse, tmp_path)
+    assert result.state == "failed"
+    assert remedy in result.message + result.remedy
 
 
 class Grades:
@@ -245,7 +228,6 @@ class Grades:
         return Grade(reward=float(good), success=good)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "problem"),
     [
@@ -257,15 +239,15 @@ class Grades:
         (lambda gold, said: gold == said.strip(" ."), ""),
     ],
 )
-def test_a_grader_that_confuses_right_and_wrong_answers_is_found(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, right: Any, problem: str
+async def test_a_grader_that_confuses_right_and_wrong_answers_is_found(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: Any, problem: str
 ) -> None:
     import my_env  # type: ignore[import-not-found]
 
     monkeypatch.setattr(my_env, "ExactMatch", lambda: Grades(right))
-    found = check_results(monkeypatch, warehouse)
-    assert failed(list(found.values())) == (["grader sanity"] if problem else [])
-    assert problem in found["grader sanity"].message
+    result = await only("grader sanity", warehouse, tmp_path)
+    assert result.state == ("failed" if problem else "passed")
+    assert problem in result.message
 
 
 def test_an_answer_is_reformatted_in_common_spellings() -> None:
@@ -333,7 +315,7 @@ def test_results_are_reported_as_json_and_by_the_exit_code(
     assert doctor.main(["--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert [one["state"] for one in told] == ["passed", "failed", "skipped"]
-    assert (told[1]["told"], told[1]["remedy"]) == ("it is broken", "mend it")
+    assert (told[1]["message"], told[1]["remedy"]) == ("it is broken", "mend it")
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "remedy: mend it" in said

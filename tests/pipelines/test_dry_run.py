@@ -17,7 +17,7 @@ from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis.plan import make_plan
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.serving import Machine
+from agentenv.pipelines.serving.gpus import PlannedMachine
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
@@ -118,16 +118,6 @@ def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
         told = " ".join(capsys.readouterr().out.split())
         assert ("would fit on a GPU together" in told) == is_advised
         assert 'engine.weights = "ipc" keeps them on the GPU' in told
-    assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert "would fit on a GPU together" not in told
-    assert "alternating: each update waits about 0.9 s for the hand-over" in told
-    keys = ("engine.servers.gpu_memory_share=0.04", "resources.colocated=at_once")
-    assert train.main([*recipe, *keys, "engine.weights=ipc"]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert "at once: the caches hold" in told
-    assert "for about 0.5 s of hand-over an update" in told
-    assert "keeps them on the GPU" not in told
 
 
 @pytest.mark.parametrize(
@@ -150,7 +140,7 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
     config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
-    plan = make_plan(config, Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    plan = make_plan(config, PlannedMachine(1, 80 * 2**30, 0.0, "one GPU"), Path)
     _, learner, engine = plan.processes
     assert learner.gpus == engine.gpus == ["0"]
     both = learner.memory.gpu_bytes + engine.memory.gpu_bytes
@@ -162,7 +152,9 @@ def test_a_gpu_suited_to_vllm_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agentenv.pipelines.serving.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "agentenv.pipelines.serving.server_command.importlib.util.find_spec", lambda name: None
+    )
     build_model(tmp_path / "model", seed=0)
     config = str(ROOT / "configs" / "quickstart.toml")
 

@@ -26,8 +26,8 @@ from agentenv.frames import Leased
 from agentenv.http import status_error
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
-from agentenv.pipelines.rl import evaluations, report
-from agentenv.pipelines.rl.batching import Alarms
+from agentenv.pipelines.rl import cold_start, evaluations, step_report
+from agentenv.pipelines.rl.alarms import Alarms
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import RunSaver
@@ -193,8 +193,11 @@ class Signals:
                 second[0](*second[1:])
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["hangup", "once", "twice"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [*((point, 2) for point in POINTS)]
+    + [(point, number) for point in ("rollout", "Update 3", "Save 2") for number in (0, 1)],
+)
 def test_a_signal_saves_a_checkpoint_at_any_point(
     warehouse: Path,
     rank: type[ToyRank],
@@ -381,7 +384,9 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
     assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Alarms, "check_hits"), (report, "rollout_metrics")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Alarms, "check_hits"), (step_report, "rollout_metrics")]
+)
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
@@ -642,8 +647,9 @@ def cold_arguments(warehouse: Path, name: str) -> list[str]:
     return arguments(warehouse, name, *(text.replace("{here}", str(here)) for text in COLD_START))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("point", COLD_POINTS)
+@pytest.mark.parametrize(
+    ("point", "number"), [*((point, 1) for point in COLD_POINTS), ("Imitate 3", 2)]
+)
 def test_a_cold_start_resumes_where_a_signal_interrupted_it(
     warehouse: Path, rank: type[ToyRank], point: str, number: int
 ) -> None:
@@ -668,12 +674,18 @@ def test_a_cold_start_resumes_where_a_signal_interrupted_it(
         assert (folder / "eval" / point / "rows.jsonl").read_text().startswith(stored)
 
 
-def test_the_checkpoint_after_the_cold_start_is_kept_for_other_algorithms(
-    warehouse: Path, rank: type[ToyRank]
+def test_a_cold_start_reports_its_loss_and_its_checkpoint_is_kept_for_other_algorithms(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)
     given = cold_arguments(warehouse, "cold-kept")
     often = ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.minutes=1e-6"]
     assert train.main([*given, *often]) == 0
+    told = capsys.readouterr().out
+    assert all(f"cold start step {step}, stage 1 of 1: loss 0.000" in told for step in (1, 3))
     folder = warehouse.parent / "runs" / "cold-kept" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000004"]
     other = arguments(warehouse, "from-cold", f"model.path={folder}/step-000000")

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-import agentenv.engines.pool
+import agentenv.engines.pool.pooled_engine
 from agentenv.config import build_config, load_config
-from agentenv.engines.pool import read_urls, watch_urls
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.pooled_engine import read_urls, watch_urls
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
@@ -113,7 +113,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
 async def test_servers_join_and_leave_as_listed_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agentenv.engines.pool, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(agentenv.engines.pool.pooled_engine, "WATCH_INTERVAL_S", 0.02)
     folder = write_folder(tmp_path)
     made = {name: FaultyServer(name, reciter(folder)) for name in ("a", "b")}
     path = tmp_path / "urls"

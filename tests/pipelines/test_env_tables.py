@@ -12,7 +12,7 @@ import pytest
 
 import agentenv
 from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.env import close_shared
 from agentenv.envs.code_interpreter import PythonTool
@@ -23,7 +23,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TABLES, TrainConfig
 from agentenv.pipelines.evaluation.subject import of_run
 from agentenv.pipelines.setup.environments import EnvMaker, check_graders, tables_of
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.types import Limits, Message, Task, ToolCall
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}

@@ -1,5 +1,5 @@
-"""Exports as their readers find them: Inspect's viewer and Inspect Scout, which checks ATIF with
-Harbor's own models. In .venv-inspect (sh .ci/inspect), since some of what they need is older."""
+"""Exports as their readers find them: Inspect's viewer and Inspect Scout. In .venv-inspect
+(sh .ci/inspect), since some of the packages it needs are older."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from agentenv.archive import Archive, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.frames import ArchiveConfig
 from tests.support.example_tree import SECRET, example_tree
+from tests.support.stored_evaluation import failed, row, write_evaluation
 
 pytestmark = [pytest.mark.inspect, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -36,19 +37,6 @@ print(json.dumps([
      "anchors": [e.anchor_id for e in one.events if e.event == "anchor"],
      "tree": span(one.timelines[0].root), "error": one.error and one.error.message}
     for one in log.samples]))
-"""
-
-READ_ATIF = """
-import asyncio, json, sys
-from inspect_scout.sources import atif
-
-async def main():
-    print(json.dumps([
-        {"id": one.transcript_id, "source": one.source_id,
-         "messages": [(m.role, m.text) for m in one.messages]}
-        async for one in atif(sys.argv[1])]))
-
-asyncio.run(main())
 """
 
 READ_LOGS_IN_SCOUT = """
@@ -103,7 +91,7 @@ def read(program: str, path: Path) -> Any:
 def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
     run: Path, tmp_path: Path
 ) -> None:
-    logs = exported(run, tmp_path / "logs", "--format", "inspect")
+    logs = exported(run, tmp_path / "logs")
     (sample,) = read(READ_LOG, logs / "step-000001.eval")
     assert sample["id"] == "tree-000003"
     assert sample["messages"] == ["user", "assistant", "tool", "assistant"]
@@ -131,7 +119,7 @@ def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
 
 
 def test_each_trajectory_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
-    logs = exported(run, tmp_path / "logs", "--format", "inspect", "--per", "trajectory")
+    logs = exported(run, tmp_path / "logs", "--per", "trajectory")
     samples = read(READ_LOG, logs / "step-000001.eval")
     assert [(one["epoch"], one["scores"].get("reward")) for one in samples] == [
         (1, 1.0),
@@ -145,15 +133,24 @@ def test_each_trajectory_is_an_epoch_of_its_question(run: Path, tmp_path: Path) 
     assert samples[3]["messages"] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
-def test_scout_imports_atif(run: Path, tmp_path: Path) -> None:
-    files = exported(run, tmp_path / "atif", "--format", "atif", "--tokens")
-    found = read(READ_ATIF, files)
-    assert len(found) == 4  # a file that Harbor's models refuse is left out
-    assert {one["source"] for one in found} == {"small/step-000001/tree-000003"}
-    (fork,) = [one for one in found if one["id"].endswith("/0.1+1")]
-    assert [role for role, _ in fork["messages"]] == [
-        "user",
-        *["assistant", "tool"] * 2,
-        "assistant",
+def test_all_steps_and_sets_are_written(run: Path, tmp_path: Path) -> None:
+    (run / "trees" / "step-000003.frames").touch()  # empty after a kill: skipped
+    logs = exported(run, tmp_path / "logs", "--tokens")
+    assert [one.name for one in sorted(logs.iterdir())] == ["step-000001.eval"]
+    (sample,) = read(READ_LOG, logs / "step-000001.eval")
+    assert SECRET not in json.dumps(sample)
+    rows = [
+        row(str(task), sample, dataset=name)
+        for name in "ab"
+        for task in (1, 2)
+        for sample in (0, 1)
     ]
-    assert SECRET not in json.dumps(found)
+    rows[0] = failed("1", 0)
+    rows[0].dataset = "a"
+    sets = exported(write_evaluation(tmp_path / "e", rows), tmp_path / "sets")
+    assert [one.name for one in sorted(sets.iterdir())] == ["a.eval", "b.eval"]
+    found = read(READ_LOG, sets / "a.eval")
+    epochs = sorted((one["id"], one["epoch"], one["error"]) for one in found)
+    failed_one, *others = epochs
+    assert failed_one == ("1", 1, "EngineError: down")
+    assert others == [("1", 2, None), ("2", 1, None), ("2", 2, None)]

@@ -28,8 +28,8 @@ from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.arguments import EXIT_BAD_INPUT
 from agentenv.pipelines.run.terminal import first_reason
-from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.pipelines.workers.rollout_worker import seen_from_here
+from agentenv.pipelines.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from tests.pipelines.test_rollout_workers import SLOW, log_of, run, trees, until
 from tests.support.runs import rows_of
@@ -102,8 +102,9 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     async def join_and_leave(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
         start()
-        assert training.workers is not None
-        await until(lambda: training.workers.stats()["up"] == 2)
+        workers = training.loop.feeder.workers
+        assert workers is not None
+        await until(lambda: workers.stats()["up"] == 2)
         first.send_signal(signal.SIGTERM)
         await until(lambda: first.poll() is not None)
         await until(lambda: training.state.step >= 8)

@@ -67,17 +67,7 @@ def test_without_failures_the_table_is_short() -> None:
 
 
 def test_the_summary_has_shares_and_the_rate_of_the_run(state: RunState) -> None:
-    found = summarize(
-        state,
-        name="held",
-        seed=0,
-        algorithm="arpo",
-        policy_version=1,
-        in_flight=0,
-        event_loop={},
-        engine={},
-        failures=["1223 x EnvError: closed"],
-    )
+    found = summarize(state, "held", 0, ["1223 x EnvError: closed"])
     assert found["failed_share"]["after_rl"] == pytest.approx(0.89)
     assert found["success_if_failed_wrong"]["after_rl"] == pytest.approx(0.02)
     assert found["rollouts"]["failed_share"] == pytest.approx(1223 / 2400)
@@ -89,16 +79,7 @@ def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of
     for num_done in (0, 12):
         state = RunState(reports={})
         state.totals.num_trajectories = num_done
-        found = summarize(
-            state,
-            name="held",
-            seed=0,
-            algorithm="arpo",
-            policy_version=1,
-            in_flight=0,
-            event_loop={},
-            engine={},
-        )
+        found = summarize(state, "held", 0)
         assert found["rollouts"]["failed_share"] == 0.0
         assert found["failed_share"] == dict.fromkeys(found["failed_share"])
         assert found["tokens"]["sampled_per_s"] == 0.0

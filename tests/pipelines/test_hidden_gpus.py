@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.serving import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
+from agentenv.pipelines.serving.gpus import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
 from agentenv.pipelines.setup.environments import EnvProcesses, EnvSettings
 from agentenv.supervisor import Supervisor
 from tests.support.warehouse import ROOT
@@ -27,7 +27,7 @@ def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", request.param)
     devices = [Path("/dev/nvidia0"), Path("/dev/nvidia1"), Path("/dev/nvidiactl")]
-    monkeypatch.setattr("agentenv.pipelines.serving.Path.glob", lambda *_: devices)
+    monkeypatch.setattr("agentenv.pipelines.serving.gpus.Path.glob", lambda *_: devices)
     return request.param
 
 

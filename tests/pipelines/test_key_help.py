@@ -56,7 +56,7 @@ def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for key in (
         "queue.max_staleness  (int, default '1')",
         "algorithm[aepo].branch_penalty",
-        "algorithm[arpo|turnwise|tree_grpo|gigpo|aepo].beam_size",
+        "algorithm[arpo|aepo].beam_size",
         "algorithm.group_size",
         "engine[embedded].device",
         "engine[vllm|sglang].servers.num_servers",

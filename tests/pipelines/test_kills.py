@@ -29,7 +29,7 @@ from tests.pipelines.killed_runs import (
 from tests.support.killing import Plan
 from tests.support.warehouse import make_workspace, with_programs
 
-pytestmark = [pytest.mark.timeout(7200), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(7200)
 
 # Victims in a run of programs, in turn: one whose death ends the run, then one that is replaced.
 OF_PROGRAMS: Sequence[tuple[type[ProgramRun], tuple[str, ...]]] = (

@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
 from agentenv.offload import replaced
-from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.batching import BatchBuilder, StepBatch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -62,6 +62,13 @@ class Runs(RuleBasedStateMachine):
         self.stack.enter_context(redirect_stdout(StringIO()))
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(Recorder, "draw", lambda self: [])
+        settle = BatchBuilder.settle
+
+        def settling(batches: BatchBuilder, batch: StepBatch) -> None:
+            self.delivered[batches.state.step] = batch.delivered
+            settle(batches, batch)
+
+        patch.setattr(BatchBuilder, "settle", settling)
         self.loop = VirtualClockLoop()
         self.delivered: dict[int, list[TrajectoryTree]] = {}  # by step; later processes overwrite
         self.num_starts = 0
@@ -116,12 +123,6 @@ class Runs(RuleBasedStateMachine):
             resume="latest" if resume else "",
             build=self.world.build,
         )
-        batches, settle = self.training.batches, self.training.batches.settle
-
-        def settling(batch: Batch) -> None:
-            self.delivered[self.training.state.step] = batch.delivered
-            settle(batch)
-
         queue, drain = self.training.queue, self.training.queue.drain
         self.num_held = 0
 
@@ -129,7 +130,7 @@ class Runs(RuleBasedStateMachine):
             self.num_held = queue.num_waiting
             return drain()
 
-        batches.settle, queue.drain = settling, draining  # type: ignore[method-assign]
+        queue.drain = draining  # type: ignore[method-assign]
         self.main = self.loop.create_task(self.training.run_all())
         self.advance(0.1)
 
@@ -200,9 +201,9 @@ class Runs(RuleBasedStateMachine):
         assert not left, f"left: {waiting_tasks(self.loop)}"
         for env in self.world.envs:
             assert env.num_closed == 1, f"an env was closed {env.num_closed} times"
-        if hasattr(self.training, "parts"):
-            assert self.training.parts.actor.envs.count == 0
-            assert self.training.parts.eval_actor.envs.count == 0
+        if hasattr(self.training, "loop"):
+            assert self.training.loop.parts.actor.envs.count == 0
+            assert self.training.loop.parts.eval_actor.envs.count == 0
             assert self.world.engine.num_running == 0
         return asyncio.CancelledError() if self.main.cancelled() else error
 
@@ -238,6 +239,8 @@ class Runs(RuleBasedStateMachine):
             fate = "failed" if credit is None else "filtered" if is_filtered else "trained"
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
+        if self.config.refills:  # each step trains as many groups with a signal
+            assert len(learner.trained) == NUM_STEPS * self.config.queue.groups_per_step
         counters = state.counters
         found = (counters.trained, counters.filtered, counters.num_failed)
         assert found == tuple(map(len, fates.values()))

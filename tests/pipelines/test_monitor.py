@@ -3,15 +3,13 @@ does not depend."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -28,12 +26,11 @@ from agentenv.pipelines.run.monitors import (
     Row,
 )
 from agentenv.pipelines.run.trackers import (
-    TrackioConfig,
-    TrackioMonitor,
     WandbConfig,
     wandb_mode,
 )
 from tests.pipelines.wandb_file import history, records
+from tests.support.warehouse import ROOT
 
 SAMPLE: Row = {
     "kind": "calc",
@@ -274,45 +271,15 @@ def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
         build_config(SFTRunConfig, raw, "sft.toml")
 
 
-# Trackio, as its package is called; that it takes this was tried with 0.43.0
-
-
-class _Trackio(ModuleType):
-    """Keeps its records; a duplicate run name gets another one."""
-
-    def __init__(self) -> None:
-        super().__init__("trackio")
-        self.begun: list[tuple[str, str]] = []
-        self.logged: list[tuple[dict[str, Any], int]] = []
-
-    def init(self, *, project: str, name: str, resume: str, **_: Any) -> Any:
-        self.begun.append((name, resume))
-        shown = name if resume == "allow" else f"{name}-1"
-        return SimpleNamespace(name=shown, log=self._log, finish=lambda: None)
-
-    def _log(self, row: dict[str, Any], step: int) -> None:
-        self.logged.append((row, step))
-
-    @staticmethod
-    def Table(columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-        assert {len(row) for row in data} == {len(columns)}
-        return data
-
-
-def test_a_resumed_run_continues_in_trackio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trackio = _Trackio()
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    run = tmp_path / "shop"
-    run.mkdir()
-    for step in (1, 2):
-        monitor = TrackioMonitor(TrackioConfig(), run, {})
-        monitor.log({"reward/mean": 0.5}, Axis("step", step))
-        monitor.trajectories("train", [SAMPLE], Axis("step", step))
-        monitor.finish(0)
-    assert trackio.begun == [("shop", "never"), ("shop-1", "allow")]
-    assert [step for _, step in trackio.logged] == [1, 1, 2, 2]
-    assert trackio.logged[2][0] == {"reward/mean": 0.5}
-    (row,) = trackio.logged[3][0]["trajectories/train"]
-    assert row[:4] == [2, "calc", "6 * 7?", "42"]
+@pytest.mark.slow
+def test_the_dashboard_shows_metrics_that_a_run_sends(finished: Path) -> None:
+    sent: set[str] = set()
+    for line in (finished / "metrics.jsonl").read_text().splitlines():
+        sent |= {f"agentenv_{re.sub(r'[^A-Za-z0-9_]', '_', name)}" for name in json.loads(line)}
+    board = json.loads((ROOT / "configs" / "observability" / "dashboard.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    names = {re.match(r"\w+", expression)[0] for expression in shown}  # type: ignore[index]
+    assert len(names) > 15
+    assert names <= sent | {"agentenv_engine_outage_s"}  # of servers
+    variable = board["templating"]["list"][1]["query"]
+    assert re.findall(r"agentenv_\w+", variable)[0] in sent

@@ -11,9 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.engines.remote import PartEnd, Request
+from agentenv.engines.remote.request import PartEnd, ServerRequest
 from agentenv.errors import LearnerError
-from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Score
 from agentenv.pipelines.config.rl import TrainConfig
@@ -44,7 +43,7 @@ def set_logprob(server: FaultyServer, logprob: float) -> None:
     """Let it report this log-prob for every token."""
     ask = server.generate
 
-    async def generate(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         def report(chunk: Chunk) -> None:
             on_chunk(replace(chunk, logprobs=[logprob] * len(chunk.logprobs)))
 
@@ -170,15 +169,3 @@ async def test_a_gap_of_two_models_ends_the_run(keys: tuple[str, ...], gaps: lis
     learner.policy_version = len(gaps) - 1
     with pytest.raises(LearnerError, match=r"server1 and the learner .* train\.stop_logprob_gap"):
         await check.check()
-
-
-@pytest.mark.usefixtures("here")
-def test_an_engine_of_another_model_ends_the_run(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whose log-probs are made up; a wider train.max_logprob_gap, as in other tests, allows it."""
-    changed = ["run.name=apart", "train.max_logprob_gap=0.01", "train.num_steps=3"]
-    assert train.main([str(warehouse), *changed]) == 1
-    told = capsys.readouterr().err
-    assert "the engine and the learner disagree by" in told
-    assert "more than train.stop_logprob_gap = 0.1" in told

@@ -37,7 +37,7 @@ from agentenv.pipelines.diagnosis.plan import (
     rate_advice,
     saving_line,
 )
-from agentenv.pipelines.serving import GIB
+from agentenv.pipelines.serving.gpus import GIB
 from agentenv.pipelines.setup.memory import (
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,

@@ -21,7 +21,7 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.terminal import first_reason
 from agentenv.pipelines.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
-from tests.pipelines.test_rollout_workers import SLOW, log_of, run, taken, trees, until
+from tests.pipelines.test_rollout_workers import SLOW, end, log_of, run, taken, trees, until
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
@@ -113,7 +113,7 @@ def on(nodes: Nodes, *overrides: str) -> list[str]:
 
 
 def ray_of(training: Training) -> RayPlacement:
-    found = training.parts.ray
+    found = training.loop.parts.ray
     assert found is not None
     return found
 
@@ -137,7 +137,7 @@ def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
 
         async def storm(training: Training, told: list[str] = told) -> None:
             await until(lambda: training.state.step >= 2)
-            workers, before = training.workers, placed(training)
+            workers, before = training.loop.feeder.workers, placed(training)
             assert workers is not None
             assert len(set(before.values())) == num_nodes  # spread
             (name,) = nodes.kill(training, before["worker-1"])
@@ -160,12 +160,6 @@ def test_a_killed_node_costs_no_tree_and_a_joining_node_is_used(
         both = trees(found)  # which asserts the bound
         assert {index: both[index] for index in trees(calm)} == trees(calm)
         assert rows_of(found)[-1]["workers/lost"] == 1
-
-
-def end() -> None:
-    """As Ctrl-C does."""
-    (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
-    main.cancel()
 
 
 def test_a_run_continues_after_its_cluster_loses_the_head_node(

@@ -20,7 +20,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.servers import fill_roles
 from agentenv.pipelines.setup.environments import EnvMaker, tables_of
-from agentenv.renderer import PromptConfig
+from agentenv.prompt import PromptConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task
 from tests.support.warehouse import ROOT

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.pipelines.config.cluster import ResourcesConfig
-from agentenv.pipelines.serving import GpuPlan, learner_gpus
+from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
 from agentenv.server_config import ServersConfig
 
 TWO = LearnerConfig(num_ranks=2)

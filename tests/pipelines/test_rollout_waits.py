@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.deadline import doing
+from agentenv.deadline import WaitKind, doing
 from agentenv.env import StepResult
-from agentenv.pipelines.run.watchdog import LOOK_S, Waits
+from agentenv.pipelines.run.waits import LOOK_S, WaitWatch, expected_s
 from agentenv.plan import Independent
 from agentenv.types import Message
 from tests.support.toy import CountingEnv
@@ -29,19 +30,19 @@ class Slow(CountingEnv):
         return await super().step(action)
 
 
-async def check_waits(waits: Waits) -> None:
-    """As Waits.run, by the clock of the test."""
+async def check_waits(waits: WaitWatch) -> None:
+    """As WaitWatch.run, by the clock of the test."""
     while True:
         await asyncio.sleep(LOOK_S)
         waits.poll()
 
 
-def watched(actor: Actor, rest: Callable[[Waits], Any]) -> list[str]:
+def watched(actor: Actor, rest: Callable[[WaitWatch], Any]) -> list[str]:
     """The reports while the actor rolls out a tree of three; `rest` runs in parallel."""
     told: list[str] = []
 
     async def main() -> None:
-        waits = Waits(lambda: [actor], told.append)
+        waits = WaitWatch(lambda: [actor], told.append)
         watching = asyncio.create_task(check_waits(waits))
         growing = asyncio.create_task(actor.rollout(TASK, Independent(3), index=5))
         await asyncio.sleep(1.0)
@@ -65,6 +66,11 @@ def test_a_tool_that_hangs_is_named_once_and_again_after_a_longer_wait() -> None
     assert second.startswith(start)
     assert "(240 s)" in second
     assert LOOK_S <= 5.0
+
+
+def test_a_busy_server_may_take_longer_than_a_tool() -> None:
+    assert expected_s("the tool 'search'") < expected_s(WaitKind.SLOT) == expected_s(WaitKind.TURN)
+    assert expected_s(WaitKind.PAUSED) == math.inf
 
 
 def test_a_caller_awaiting_the_rollouts_gets_their_longest_wait() -> None:
@@ -102,7 +108,7 @@ def test_a_finished_tree_waits_for_the_journal_only() -> None:
     actor, told = make_actor(), []
 
     async def main() -> None:
-        watching = asyncio.create_task(check_waits(Waits(lambda: [actor], told.append)))
+        watching = asyncio.create_task(check_waits(WaitWatch(lambda: [actor], told.append)))
         await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
         watching.cancel()
 

@@ -26,7 +26,6 @@ from agentenv.cluster.engines import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.frames import Leased
-from agentenv.link import held_ports
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
@@ -46,6 +45,7 @@ from benchmarks.parts.chaos import (
 )
 from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
+from tests.support.ports import held_ports
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
@@ -157,6 +157,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
+def end() -> None:
+    """As Ctrl-C does."""
+    (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
+    main.cancel()
+
+
 @pytest.fixture(scope="module")
 def calm(warehouse: Path) -> Path:
     """A run in one process, and of as many steps."""
@@ -178,8 +184,9 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
 
     async def kill(training: Training) -> None:
         def has_trees() -> bool:
-            assert training.workers is not None
-            found = training.workers.workers.values()
+            workers = training.loop.feeder.workers
+            assert workers is not None
+            found = workers.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):
@@ -187,11 +194,17 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
             victim = workers()[number % 2]
             killed.append(victim.pid)
             victim.kill()
+        await until(lambda: training.state.step >= 8)
+        end()  # not before, however long workers take to start
 
-    found = run(warehouse, "killed", *PROCESSES, *SLOW, during=kill)
+    with pytest.raises(asyncio.CancelledError):
+        run(warehouse, "killed", *PROCESSES, *SLOW, "train.num_steps=10000", during=kill)
+    found = warehouse.parent / "runs" / "workers-killed"
     assert len(killed) == 3
-    assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
-    assert trees(found) == trees(calm)
+    assert taken(found)[: len(taken(calm))] == taken(calm)  # 0 lost, in the same order
+    assert len(set(taken(found))) == len(taken(found))  # 0 duplicated
+    both = trees(found)
+    assert {index: both[index] for index in trees(calm)} == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert re.search(
         r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ resume", log_of(found)
@@ -237,8 +250,7 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
 def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
     async def interrupt(training: Training) -> None:
         await until(lambda: training.state.step >= 2)
-        (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
-        main.cancel()
+        end()
 
     with pytest.raises(asyncio.CancelledError):
         run(warehouse, "interrupted", *PROCESSES, *SLOW, during=interrupt)

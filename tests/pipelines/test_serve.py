@@ -45,7 +45,7 @@ def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
         said = next(line for line in process.stdout if line.startswith("judge is at "))
         url = said.split()[3].rstrip(":")
         assert f"'roles.judge={{url=\"{url}\"}}'" in said
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=600) as answer:
             served = answer.read().decode()
         assert "--served-model-name judge" in served
         assert "--max-model-len 512" in served
@@ -54,7 +54,7 @@ def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert "stopping" in rest
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=10)
+        urllib.request.urlopen(url, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
-from agentenv.pipelines.serving import GpuPlan, command, environment, find_python, visible_gpus
+from agentenv.pipelines.serving.gpus import GpuPlan, visible_gpus
+from agentenv.pipelines.serving.server_command import command, environment, find_python
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 

@@ -21,7 +21,8 @@ from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.pipelines.synthesis.sampling import HintHooks
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.tree import Trajectory
 from tests.pipelines.synthesizing import (

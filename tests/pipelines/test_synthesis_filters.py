@@ -152,12 +152,6 @@ def test_trajectories_with_repeated_calls_are_dropped() -> None:
     assert reason(searching("x", "y", tool_calls=other)) == "", "one text, two tools"
 
 
-def test_trajectories_with_failed_calls_are_dropped_on_request() -> None:
-    row = searching("q", tool_calls=[call("q", ok=False, error="no result")])
-    assert reason(row) == ""
-    assert reason(row, drop_failed_calls=True) == "failed_call"
-
-
 def test_tools_must_be_used_where_they_were_offered() -> None:
     assert reason(trajectory(ANSWER), "tools") == "no_tool_call"
     assert reason(trajectory(ANSWER), "hints") == "no_tool_call"

@@ -16,7 +16,6 @@ from agentenv.launchers import evaluate, train
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
 from agentenv.pipelines.config.supervised import SFTStage
-from agentenv.pipelines.rl import cold_start
 from agentenv.pipelines.rl.cold_start import why_lower
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.report import phase_title
@@ -218,17 +217,6 @@ def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
     assert type(config.algorithm).__name__ == name.upper()
 
 
-@pytest.mark.slow
-def test_refill_replaces_groups_without_signal(warehouse: Path) -> None:
-    arguments = [str(warehouse), "run.name=refill", "queue.refill=true", "algorithm.group_size=2"]
-    assert train.main(arguments) == 0
-    run = warehouse.parent / "runs" / "refill"
-    assert all(row["learner/num_trained"] == 2 for row in rows_of(run) if "learner/loss" in row)
-    trees = json.loads((run / "summary.json").read_text())["trees"]
-    assert trees["trained"] == 8
-    assert trees["filtered"] > 0
-
-
 def a_tree() -> TrajectoryTree:
     tree = TrajectoryTree(Task("t", "env", "?", ("a",)))
     root = tree.add(None, observation_ids=[1, 2])
@@ -257,17 +245,3 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
         assert len(list(run.path.glob("trajectories/*"))) == num_files
         told = "no more are written" in caplog.text
         assert told == (name == "bounded")
-
-
-@pytest.mark.slow
-def test_a_cold_start_without_a_gate_reports_its_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)
-    keys = ['sft.stages=[{rows="mixed",num_steps=3}]', "train.num_steps=1", f"run.dir={tmp_path}"]
-    keys += ["queue.groups_per_step=2", "learner.groups_per_minibatch=2", "algorithm.group_size=4"]
-    keys += ["eval.sets.heldout.phases=false", "train.max_untrained_steps=0"]
-    assert train.main([str(ROOT / "tests" / "support" / "small_quickstart.toml"), *keys]) == 0
-    told = capsys.readouterr().out
-    for step in (1, 2, 3):
-        assert f"cold start step {step}, stage 1 of 1 (mixed): loss " in told

@@ -14,14 +14,12 @@ import psutil
 import pytest
 
 from agentenv.config import load_config
-from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import PACKAGES, ConfigError, EngineDeadError, EnvError
+from agentenv.errors import PACKAGES, ConfigError
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl import parts
 from agentenv.pipelines.rl.parts import MEMORY, build_parts
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.tool_env import ToolEnv
 from tests.support.forks import Command, project
 from tests.support.forkserver import Forked
 from tests.support.runs import trees_of
@@ -127,40 +125,13 @@ def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
         own = {Path(path) for path in held if "agentenv-weights-" in path}
         process.kill()
         process.wait()
-        _, there = psutil.wait_procs(below, timeout=20)
+        _, there = psutil.wait_procs(below, timeout=600)
     assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
     assert len(own) == MEMORY.is_dir()
     steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
     resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
     assert train.main(resumed) == 0
     assert not any(folder.exists() for folder in own)
-
-
-def test_a_dead_engine_ends_the_run_with_the_reason(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generate = ScriptedEngine.generate
-
-    async def dying(self: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
-        if self.stats()["requests"] >= 20:
-            raise EngineDeadError("the engine thread died: out of memory")
-        return await generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(ScriptedEngine, "generate", dying)
-    assert train.main([str(warehouse), "run.name=dead-engine"]) == 1
-    assert "the engine thread died: out of memory" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_step_without_any_trajectory_ends_the_run(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def broken(*_: Any) -> Any:
-        raise EnvError("the index is gone")
-
-    monkeypatch.setattr(ToolEnv, "step", broken)
-    assert train.main([str(warehouse), "run.name=broken-env"]) == 1
-    assert "EnvError: the index is gone" in capsys.readouterr().err
 
 
 async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(

@@ -4,6 +4,8 @@ store, for the same commands."""
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from agentenv.dataset import load_tasks
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.errors import ConfigError
-from agentenv.launchers import evaluate, train
+from agentenv.launchers import evaluate
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
@@ -24,51 +26,33 @@ from agentenv.pipelines.rl.state import Evaluating
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.renderer import PromptConfig, TagsConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
 from agentenv.types import Task
 from tests.support.runs import rows_of
-from tests.support.warehouse import ROOT, warehouse_turn
+from tests.support.warehouse import warehouse_turn
 
 pytestmark = pytest.mark.slow
 
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
-SHORT = [
-    *("engine.name=scripted", "train.num_steps=2", "train.max_logprob_gap=1e9"),
-    *("eval.sets.heldout.max_tasks=24", "eval.sets.heldout.num_samples=2"),
-    *("queue.groups_per_step=4", "learner.groups_per_minibatch=4", "algorithm.group_size=4"),
-    *("eval.sets.dev.max_tasks=6", "eval.sets.dev.every=2", "sampling.eval.temperature=0.5"),
-]
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """The finished run, of which a test may change the evaluations."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
-    """A quick start of two steps with a scripted policy, which needs no cold start."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    before, _, rest = QUICKSTART.read_text().partition("[sft]")
-    config = folder / "short.toml"
-    config.write_text(f"{before}[eval{rest.partition('[eval')[2]}")
-    assert train.main([str(config), *SHORT, f"run.dir={folder}"]) == 0
-    return folder / "short"
-
-
-def test_the_quick_start_is_trained_with_a_scripted_engine(run: Path) -> None:
-    summary = json.loads((run / "summary.json").read_text())
-    assert 0.4 < summary["success"]["after_rl"] < 0.95
-    assert summary["trees"]["offered"] == 8
-
-
-def test_each_evaluation_has_a_directory_with_its_settings(run: Path) -> None:
-    found = {path.name: load_saved(path) for path in (run / "eval").iterdir()}
-    assert set(found) == {"before_sft", "step-000002", "after_rl"}
-    saved = found["step-000002"]
-    (logged,) = [row for row in rows_of(run) if row.get("phase") == "step-000002"]
-    assert saved.subject["step"] == logged["step"] == 2
-    assert saved.subject["policy_version"] == logged["policy_version"]
+def test_each_evaluation_has_a_directory_with_its_settings(finished: Path) -> None:
+    found = {path.name: load_saved(path) for path in (finished / "eval").iterdir()}
+    assert set(found) == {"before_sft", "after_rl", *(f"step-00000{n}" for n in range(1, 5))}
+    saved = found["step-000003"]
+    logged = [row for row in rows_of(finished) if row.get("phase") == "step-000003"]
+    assert {row["step"] for row in logged} == {saved.subject["step"]} == {3}
+    assert {row["policy_version"] for row in logged} == {saved.subject["policy_version"]}
     assert saved.config["seed"] == 0
-    assert saved.config["sets"]["dev"]["sampling"]["temperature"] == 0.5
-    rows = read_rows(run / "eval" / "step-000002")
-    assert len(rows) == logged["eval/dev/trajectories"] == 6
-    assert {row.dataset for row in rows} == {"dev"}
+    assert saved.config["sets"]["b"]["num_samples"] == 2
+    datasets = Counter(row.dataset for row in read_rows(finished / "eval" / "step-000003"))
+    assert datasets == {"a": 3, "b": 48}
+    assert sorted(row.get("eval/b/trajectories", 0) for row in logged) == [0, 48]
 
 
 def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
@@ -76,42 +60,44 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     report = json.loads((run / "eval" / "after_rl" / "summary.json").read_text())
     of_run = json.loads((run / "summary.json").read_text())
     overall = report["overall"]
-    assert report["num_samples"] == 2
-    assert overall["num_trajectories"] == of_run["num_trajectories"]["after_rl"] == 48
-    assert overall["estimates"]["success"]["value"] == pytest.approx(of_run["success"]["after_rl"])
-    assert overall["estimates"]["reward"]["value"] == pytest.approx(of_run["reward"]["after_rl"])
+    assert overall["num_trajectories"] == of_run["num_trajectories"]["after_rl"] == 3
+    for name in ("success", "reward"):
+        value = overall["estimates"][name]["value"]
+        assert value == pytest.approx(of_run[name]["after_rl"])
     assert (run / "eval" / "after_rl" / "report.md").is_file()
 
 
 def test_the_error_for_a_run_names_its_evaluation(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate.main(["report", str(run)]) == 2
-    assert f"{run}/eval/after_rl contains one" in capsys.readouterr().err.replace("\n", " ")
+    assert evaluate.main(["report", str(finished)]) == 2
+    told = capsys.readouterr().err.replace("\n", "")
+    assert f"{finished}/eval/after_rl contains one" in told
 
 
-def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, last = run / "eval" / "before_sft", run / "eval" / "after_rl"
+def test_the_first_and_the_last_are_compared(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = finished / "eval" / "before_sft", finished / "eval" / "after_rl"
     assert evaluate.main(["compare", str(first), str(last)]) == 0
-    assert "24 questions are in both; none is left out" in capsys.readouterr().out
+    assert "3 questions are in both; none is left out" in capsys.readouterr().out
 
 
 def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run / "eval" / "before_sft"
+    folder = run / "eval" / "step-000003"
     before = read_rows(folder)
     assert {row.success for row in before} == {True, False}
     assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "0 of 48 verdicts changed" in capsys.readouterr().out
+    assert "0 of 51 verdicts changed" in capsys.readouterr().out
     after = read_rows(folder)
     assert [(row.key, row.reward, row.parts) for row in after] == [
         (row.key, row.reward, row.parts) for row in before
     ]
 
 
-def test_evaluating_the_run_yields_the_same_trajectories(run: Path, tmp_path: Path) -> None:
-    arguments = ["--n", "24", "num_samples=2", "--out", str(tmp_path / "again")]
-    assert evaluate.main([str(run), *arguments]) == 0
-    again, within = read_rows(tmp_path / "again"), read_rows(run / "eval" / "after_rl")
+def test_evaluating_the_run_yields_the_same_trajectories(finished: Path, tmp_path: Path) -> None:
+    assert evaluate.main([str(finished), "--n", "3", "--out", str(tmp_path / "again")]) == 0
+    again, within = read_rows(tmp_path / "again"), read_rows(finished / "eval" / "after_rl")
     assert [row.segments for row in again] == [row.segments for row in within]
     assert [row.seed for row in again] == [row.seed for row in within]
 
@@ -148,7 +134,7 @@ class Evaluator:
         """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
-        async with self._evaluations.begin(what, "step-000004") as ask:
+        async with self._evaluations.begin(what) as ask:
             rows = await ask(self._actor, "a")
             assert [row.task for row in rows] == [task.id for task in self.tasks]
         return self.asked

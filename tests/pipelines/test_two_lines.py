@@ -134,6 +134,26 @@ def test_an_evaluation_in_parallel_to_training_has_the_weights_of_its_step(tmp_p
     assert all(version == written for version, written in world.evaluated)
 
 
+def test_training_continues_during_an_evaluation_of_one_policy_version(tmp_path: Path) -> None:
+    keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "eval.sets.a.num_samples=9")
+    best = ("checkpoint.best_metric=a/success", "checkpoint.keep_last=1")
+    run = killed(tmp_path / "run", World(), never, *keys, *best, "train.num_steps=5")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    order = [("eval" if "eval/a/success" in row else "step", row["step"]) for row in rows]
+    assert order.index(("step", 3)) < order.index(("eval", 2))
+    assert sorted(step for kind, step in order if kind == "eval") == [2, 4]
+    versions = {row["step"]: row["policy_version"] for row in rows if "phase" not in row}
+    evaluated = [row for row in rows if "eval/a/success" in row]
+    for row in evaluated:
+        folder, version = run / "eval" / row["phase"], versions[row["step"]]
+        assert {tuple(one.policy_versions) for one in read_rows(folder)} == {(version, version)}
+        assert load_saved(folder).subject["policy_version"] == row["policy_version"] == version
+    first = max(evaluated, key=lambda row: (row["eval/a/success"], -row["step"]))
+    kept = json.loads((run / "checkpoints" / "best" / "state.json").read_text())
+    assert kept["step"] == first["step"]
+    assert not (run / "evaluating").exists()
+
+
 def evaluated_phases(run: Path) -> list[str]:
     """The evaluations with rows of metrics."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -27,7 +27,7 @@ COMMANDS = {
     "evaluate": [BAD],
     "synthesize": [BAD, "configs/synthesize_tools.toml"],
     "export": [BAD, "out"],
-    "export transcripts": ["transcripts", "runs/a", BAD, "--format", "atif"],
+    "export transcripts": ["transcripts", "runs/a", BAD],
     "evaluate compare": ["compare", "evals/a", BAD],
     "evaluate regrade": ["regrade", BAD],
     "evaluate report": ["report", BAD],

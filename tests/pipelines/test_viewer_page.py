@@ -35,7 +35,7 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.viewer,
     pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
 ]

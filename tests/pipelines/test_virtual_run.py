@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentenv.archive import read_step, steps_of
 from agentenv.config import load_config
 from agentenv.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
 from agentenv.pipelines.config.rl import TrainConfig
@@ -23,7 +22,6 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tools import FunctionTool
-from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import ToolResult
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
@@ -194,101 +192,3 @@ def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Pa
         again = {frame.tree: frame.task for frame in of(Started, written)}
         assert began == {tree: {**again, **known}[tree] for tree in range(2, 16)}
         assert set(again) == set(began) - set(known)
-
-
-STARTS = (
-    *("data.prefix_starts.low=0.5", "data.prefix_starts.high=0.51", "data.max_samples=3"),
-    *("queue.max_staleness=0", "train.num_steps=10", "checkpoint.keep_last=1000"),
-)
-
-
-def starts(found: Sequence[Frame]) -> dict[int, Start | None]:
-    return {one.tree: one.order and one.order.start for one in of(Started, found)}
-
-
-def orders(found: Sequence[Frame]) -> dict[int, Order | None]:
-    return {one.tree: one.order for one in of(Started, found)}
-
-
-def sampled(tree: TrajectoryTree) -> dict[str, Any]:
-    """Tokens and return of each branch, whichever grew first."""
-    paths = {path.leaf.branch: path for path in tree.trajectories()}
-    return {name: (path.token_ids, path.loss_mask, path.reward) for name, path in paths.items()}
-
-
-def test_a_resumed_run_has_the_prefix_starts_of_an_uninterrupted_one(warehouse: Path) -> None:
-    """By the starts of the journal, and without those from the checkpoint and the archive."""
-    run = finished_run(warehouse, "virtual-starts", *STARTS)
-    chosen = starts(frames(run))
-    given = {tree: one for tree, one in chosen.items() if one is not None}
-    assert len(given) > 3
-    rows = [row for row in rows_of(run) if "score/value" in row]
-    assert sum(row["starts/share"] * 2 for row in rows) == len(given)
-    assert not any(row["starts/refused"] for row in rows)
-    last = 8  # in the last fifth of ten updates all begin at their questions
-    assert max(given) < 2 * last
-    for name, known in (("alike", chosen), ("anew", {})):
-        journal = [Started(tree, 1, 0.0, "", Order(start)) for tree, start in known.items()]
-        written = resume_frames(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
-        again = starts(written)
-        assert {tree: {**again, **known}[tree] for tree in range(2, 20)} == {
-            tree: chosen[tree] for tree in range(2, 20)
-        }
-        for number in range(2, 11):
-            trees = [
-                [kept.tree for kept in read_step(steps_of(one / "trees")[number]).trees()]
-                for one in (run, run.parent / f"virtual-starts-{name}")
-            ]
-            for left, right in zip(*trees, strict=True):
-                assert sampled(left) == sampled(right), "the same tokens"
-                assert left.root == right.root
-                start = chosen[left.index]
-                assert left.given == ([] if start is None else start.turns)
-    journal = [Started(tree, 1, 0.0) for tree in range(2, 20)]
-    resume_frames(warehouse, run, "virtual-starts-others", journal, STARTS)
-    rows = [row for row in rows_of(run.parent / "virtual-starts-others") if "score/value" in row]
-    assert not any(row["starts/share"] for row in rows[1:]), "as the journal says"
-
-
-def test_a_run_with_all_groups_at_their_questions_equals_one_without_prefix_starts(
-    warehouse: Path,
-) -> None:
-    keys = ("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6")
-    never = "data.prefix_starts={low=0.5, high=0.51, root_share=1.0}"
-    off = finished_run(warehouse, "virtual-off", *keys)
-    on = finished_run(warehouse, "virtual-never", *keys, never)
-    assert frames(off) == frames(on), "to the bit"
-    rows = [
-        [{key: one[key] for key in one if not key.startswith("starts/")} for one in measured(run)]
-        for run in (off, on)
-    ]
-    assert rows[0] == rows[1]
-
-
-def test_a_resumed_run_has_the_forecasts_of_an_uninterrupted_one(warehouse: Path) -> None:
-    keys = (
-        *("algorithm.name=turnwise", "algorithm.plan_name=learned", "algorithm.initial_rollouts=2"),
-        *("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6"),
-        "checkpoint.keep_last=1000",
-    )
-    run = finished_run(warehouse, "virtual-forecasts", *keys)
-    made = orders(frames(run))
-    weights = [one.facts["forecast"]["weights"] for one in made.values() if one is not None]
-    assert len(weights) == 12
-    assert weights[0] == weights[1] == [0.0] * 9, "nothing is known yet"
-    assert len({str(one) for one in weights}) == 6, "each update teaches something"
-    rows = [row for row in rows_of(run) if "score/value" in row]
-    assert any("forecast/log_loss" in row for row in rows)
-    for name, known in (("alike", made), ("anew", {})):
-        journal = [Started(tree, 1, 0.0, "", order) for tree, order in known.items()]
-        written = resume_frames(warehouse, run, f"virtual-forecasts-{name}", journal, keys)
-        again = {**orders(written), **known}
-        assert {tree: again[tree] for tree in range(2, 12)} == {
-            tree: made[tree] for tree in range(2, 12)
-        }
-        for number in range(2, 7):
-            path = steps_of(run.parent / f"virtual-forecasts-{name}" / "trees")[number]
-            for kept in read_step(path).trees():
-                order = made[kept.tree.index]
-                assert order is not None
-                assert kept.tree.root.info == order.facts

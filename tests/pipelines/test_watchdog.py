@@ -88,8 +88,7 @@ def test_signal_handlers_of_the_loop_are_called_too() -> None:
         heard = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
         os.kill(os.getpid(), signal.SIGUSR1)
-        async with asyncio.timeout(10):
-            await heard.wait()
+        await heard.wait()
 
     run_until_done(work(), View())
 
@@ -127,7 +126,7 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
     time.sleep(0.3)
     assert process.poll() is None, "the first one asks"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "second signal" in errors
 
@@ -150,7 +149,7 @@ run_until_done(work(), View())
 
 def test_a_worker_abandoned_by_its_controller_exits() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=600
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (130, "not held\n")
     assert "blocked the event loop for 0 s" in done.stderr
@@ -186,7 +185,7 @@ def test_a_third_signal_ends_a_process_that_saves_after_the_second() -> None:
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "third signal" in errors
 
@@ -206,7 +205,7 @@ def test_a_third_signal_ends_a_process_that_cannot_write_to_stderr() -> None:
             process.send_signal(number)
             assert process.stdout.readline().startswith(said)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=600) == 130
 
 
 HANGING = """
@@ -240,7 +239,7 @@ def test_a_command_exits_without_waiting_for_a_hanging_thread(interrupts: bool) 
     if interrupts:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=30)
+    said, errors = process.communicate(timeout=600)
     assert "ended without read (in a thread for" in errors
     if interrupts:
         assert process.returncode == 130

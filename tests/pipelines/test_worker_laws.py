@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,10 @@ from hypothesis import strategies as st
 from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.workers import RolloutWorkers
+from agentenv.journal import Journal
 from agentenv.link import Link
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training, rollout_settings
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -34,38 +38,45 @@ SILENCE_S = 30.0
 Storm = list[tuple[float, bool]]  # when a worker is lost, and whether it hangs
 
 
-class SpreadTraining(Training):
-    """Its workers are within this process; `storm` determines when one is lost, and whether it
+class Workers:
+    """Two workers within this process; `storm` determines when one is lost, and whether it
     hangs."""
 
-    storm: Storm
-    seed = 0
+    def __init__(self, storm: Storm, seed: int) -> None:
+        self.storm, self.seed = storm, seed
+        self.links: dict[str, tuple[Link, Link]] = {}
 
-    async def _start_workers(self, stack: AsyncExitStack) -> None:
-        self.workers = RolloutWorkers(
-            self.parts.actor, silence_s=SILENCE_S, report=self.view.warn, journal=self.journal
+    async def start(
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        folder: Path,
+        journal: Journal | None,
+        view: View,
+        stack: AsyncExitStack,
+        **_: Any,
+    ) -> RolloutWorkers:
+        """Replaces `start_workers`."""
+        workers = RolloutWorkers(
+            parts.actor, silence_s=SILENCE_S, report=view.warn, journal=journal
         )
-        stack.push_async_callback(self.workers.close)
-        for name in ("a", "b"):
-            self._keeping(stack, name, None)
+        stack.push_async_callback(workers.close)
         rng = Random(self.seed)
-        for seconds, hangs in self.storm:
-            self._keeping(stack, rng.choice("ab"), (seconds, hangs))
+        settings = rollout_settings(config)
+        work = [self._work(name, parts, workers, settings) for name in ("a", "b")]
+        work += [self._lose(rng.choice("ab"), *loss) for loss in self.storm]
+        for one in work:
+            stack.callback(asyncio.create_task(one).cancel)
+        return workers
 
-    def _keeping(self, stack: AsyncExitStack, name: str, loss: tuple[float, bool] | None) -> None:
-        work = self._work(name) if loss is None else self._lose(name, *loss)
-        stack.callback(asyncio.create_task(work).cancel)
-
-    async def _work(self, name: str) -> None:
+    async def _work(self, name: str, parts: Parts, workers: RolloutWorkers, settings: str) -> None:
         """It is restarted ten seconds after its loss."""
-        own, workers = self.parts.actor, self.workers
-        assert workers is not None
+        own = parts.actor
         while True:
             ours, theirs = linked()
             engine = LinkedEngine(theirs)
             actor = Actor(engine, own.renderer, own.make_env, own.limits, own.sampling, own.seed)
-            settings = rollout_settings(self.config)
-            worker = RolloutWorker(actor, self.parts.plan, theirs, engine, settings=settings)
+            worker = RolloutWorker(actor, parts.plan, theirs, engine, settings=settings)
             self.links[name] = ours, theirs
             serving = asyncio.create_task(worker.serve())
             await workers.join(name, ours)
@@ -81,12 +92,8 @@ class SpreadTraining(Training):
         else:
             ours.abort()
 
-    links: dict[str, tuple[Link, Link]]
 
-
-def trained(
-    kind: type[Training], storm: list[tuple[float, bool]], seed: int, bound: int
-) -> list[int]:
+def trained(seed: int, bound: int, **keys: Any) -> list[int]:
     """The trees that the learner trained, which refuses those that are too stale."""
     world = ToyWorld()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -97,9 +104,7 @@ def trained(
             *("learner.groups_per_minibatch=3", "algorithm.entropy_window=4", "eval.sets={}"),
         )
         run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
-        training = kind(config, run, View(), resume="", build=world.build)
-        if isinstance(training, SpreadTraining):
-            training.storm, training.seed, training.links = storm, seed, {}
+        training = Training(config, run, View(), build=world.build, **keys)
         with redirect_stdout(StringIO()):
             run_virtual(training.run_all())
         training.state.counters.check(in_flight=0)
@@ -118,6 +123,6 @@ def trained(
 def test_a_run_trains_the_same_trees_under_any_loss_of_workers(
     storm: Storm, seed: int, bound: int
 ) -> None:
-    found = trained(SpreadTraining, storm, seed, bound)
+    found = trained(seed, bound, start_workers=Workers(storm, seed).start)
     assert len(found) == len(set(found))
-    assert found == trained(Training, [], seed, bound)
+    assert found == trained(seed, bound)

@@ -66,13 +66,13 @@ def pids() -> set[int]:
     return {one.pid for one in _open.values()}
 
 
-def cpu_seconds() -> float:
-    """Of the fork servers, and of their forks that have ended."""
+def cpu_seconds(*, with_servers: bool) -> float:
+    """Of forks that have ended; with the fork servers, which import."""
     total = 0.0
     for one in _open.values():
         with suppress(OSError):
             words = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, words[11:15])) / TICKS
+            total += sum(map(int, words[11 if with_servers else 13 : 15])) / TICKS
     return total
 
 

@@ -61,7 +61,7 @@ class ProgramEnv:
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
     async def step(self, action: Message) -> StepResult:
-        self.session.answer(action)
+        self.session.reply(action)
         call = await self._next()
         if call is None:
             assert self.running is not None

@@ -25,16 +25,17 @@ import numpy as np
 import torch
 
 from agentenv.deadline import Wait
-from agentenv.engine import StopStrings, check_request
+from agentenv.engine import Engine, check_request
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
-from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
-from agentenv.engines.embedded.weights import Weights, read_architecture
+from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
+from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.offload import in_thread, start_thread
+from agentenv.stop_strings import StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from agentenv.engines.embedded import EmbeddedConfig
+    from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 
 CLOSED = "the engine is closed"
 MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is greedy
@@ -42,7 +43,7 @@ MIN_TEMPERATURE = 1e-3  # a lower one could overflow logits / temperature; 0 is 
 logger = logging.getLogger(__name__)
 
 
-class Call:
+class EngineCall:
     """The event loop's state of one call of generate."""
 
     def __init__(
@@ -76,7 +77,7 @@ def settle(future: asyncio.Future[Any], outcome: object) -> None:
         future.set_result(outcome)
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Engine over a Hugging Face directory of a Qwen3, Qwen2 or Llama model.
 
     Entropies are exact. temperature 0 is greedy and reports the distribution at temperature 1.
@@ -100,7 +101,7 @@ class EmbeddedEngine:
             )
         device = pick_device(config.device)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        weights = Weights(self._arch, dtype, device)
+        weights = EmbeddedWeights(self._arch, dtype, device)
         weights.load(model_path)
         avoid_cudnn(device)
         self._scheduler = Scheduler(
@@ -116,7 +117,7 @@ class EmbeddedEngine:
         self._thread: Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # receives the thread's reports
         self._busy_s = 0.0  # CPU seconds of the thread
-        self._calls: dict[Request, Call] = {}
+        self._calls: dict[EmbeddedRequest, EngineCall] = {}
         self._changes: set[asyncio.Future[None]] = set()  # loads, falling asleep, waking up
         self._slept_s = 0.0  # without the current sleep
         self._asleep_since: float | None = None  # loop time
@@ -148,8 +149,10 @@ class EmbeddedEngine:
         if prompt.dtype.kind not in "iu":
             raise EngineError("the prompt must be a list of token ids")
         prompt = prompt.astype(np.int32)
-        request = Request(prompt, sampling, session, stream_interval if on_tokens else 0, order)
-        call = self._calls[request] = Call(loop.create_future(), on_tokens)
+        request = EmbeddedRequest(
+            prompt, sampling, session, stream_interval if on_tokens else 0, order
+        )
+        call = self._calls[request] = EngineCall(loop.create_future(), on_tokens)
         call.wait.begin()
         self._commands.put(partial(self._scheduler.submit, request))
         try:
@@ -167,7 +170,7 @@ class EmbeddedEngine:
         self._note_awake()
 
     async def sleep(self) -> None:
-        """See SleepingEngine.sleep. Keys and values of running requests are recomputed later."""
+        """See Engine.sleep. Keys and values of running requests are recomputed later."""
         await self._change(self._scheduler.sleep)
         for call in self._calls.values():
             call.wait.begin()
@@ -175,7 +178,7 @@ class EmbeddedEngine:
             self._asleep_since = asyncio.get_running_loop().time()
 
     async def wake(self) -> None:
-        """See SleepingEngine.wake."""
+        """See Engine.wake."""
         await self._change(self._scheduler.wake)
         self._note_awake()
 

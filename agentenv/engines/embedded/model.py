@@ -34,7 +34,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentenv.engines.embedded.weights import Architecture, LayerWeights, Weights, rope_frequencies
+from agentenv.engines.embedded.weights import (
+    Architecture,
+    EmbeddedWeights,
+    LayerWeights,
+    rope_frequencies,
+)
 
 IntArray = npt.NDArray[np.int32]
 FIRST_WIDTH = 128  # columns; the widths are this times the powers of two
@@ -42,7 +47,7 @@ LOOKUP_BLOCK = 256  # tokens compared at a time
 NO_VERSION = -(2**62)
 
 
-class Block:
+class SlotBlock:
     """Memory of running slots. kv: [num_layers, 2, rows, num_kv_heads, width, head_dim]; the first
     len(slots) rows are in use, each by one of `slots`."""
 
@@ -90,16 +95,16 @@ class SlotCache:
         self._arch, self._dtype, self._device = arch, dtype, device
         self._num_cached = num_cached
         num_slots = num_running + num_cached
-        self.blocks: dict[int, Block] = {}  # by width
+        self.blocks: dict[int, SlotBlock] = {}  # by width
         self._free = list(range(num_slots))
-        self._place: dict[int, tuple[Block, int]] = {}  # of running slots: block and row
+        self._place: dict[int, tuple[SlotBlock, int]] = {}  # of running slots: block and row
         self.idle: OrderedDict[int, Tensor] = OrderedDict()  # columns, as of Block.columns
         self._session = [""] * num_slots
         self._version = np.full(num_slots, NO_VERSION, dtype=np.int64)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # columns computed
         self.tokens = np.zeros((num_slots, FIRST_WIDTH), dtype=np.int32)
 
-    def location(self, slot: int) -> tuple[Block, int]:
+    def location(self, slot: int) -> tuple[SlotBlock, int]:
         """Block and row of a running slot."""
         return self._place[slot]
 
@@ -209,24 +214,24 @@ class SlotCache:
         block, row = self._place[slot]
         return block.columns(row, length)
 
-    def _block_for(self, columns: int) -> Block:
+    def _block_for(self, columns: int) -> SlotBlock:
         width = FIRST_WIDTH
         while width < columns:
             width *= 2
         if width not in self.blocks:
-            self.blocks[width] = Block(self._arch, width, self._dtype, self._device)
+            self.blocks[width] = SlotBlock(self._arch, width, self._dtype, self._device)
             added = max(0, width - self.tokens.shape[1])
             self.tokens = np.pad(self.tokens, ((0, 0), (0, added)))
         return self.blocks[width]
 
-    def _put(self, slot: int, block: Block, columns: Tensor | None) -> None:
+    def _put(self, slot: int, block: SlotBlock, columns: Tensor | None) -> None:
         """Give the slot a row of the block that begins with `columns`."""
         row = block.add(slot)
         self._place[slot] = block, row
         if columns is not None:
             block.columns(row, columns.shape[3])[:] = columns
 
-    def _remove(self, block: Block, row: int) -> None:
+    def _remove(self, block: SlotBlock, row: int) -> None:
         """Free a row by moving the last row of the block there. A wide block without rows frees its
         memory."""
         last, slot = len(block.slots) - 1, block.slots.pop()
@@ -272,7 +277,7 @@ class DecodeGroup:
 
     def __init__(
         self,
-        block: Block,
+        block: SlotBlock,
         start: int,
         positions: Sequence[int],
         device: torch.device,
@@ -313,7 +318,7 @@ class Prefill:
 
     def __init__(
         self,
-        block: Block,
+        block: SlotBlock,
         row: int,
         past: int,
         start: int,
@@ -334,7 +339,7 @@ class Prefill:
             self.mask = seen.tril_(past)
 
 
-class Batch:
+class StepBatch:
     """One step. token_ids, positions: int64 [T]; sampled: packed indices that get logits."""
 
     def __init__(
@@ -366,7 +371,7 @@ class Batch:
 class DecoderModel:
     """A Qwen3, Qwen2 or Llama decoder as a function over blocks of keys and values."""
 
-    def __init__(self, arch: Architecture, weights: Weights) -> None:
+    def __init__(self, arch: Architecture, weights: EmbeddedWeights) -> None:
         self._arch, self._weights = arch, weights
         self._frequencies = rope_frequencies(arch).to(weights.embed.device)
         self._extend_rope(1024)
@@ -384,7 +389,7 @@ class DecoderModel:
         if length > len(self._cos):
             self._extend_rope(max(length, 2 * len(self._cos)))
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         """Write the keys and values of the batch; float32 logits [S, vocab_size].
 
         S rows: every decoding row, then the last token of each prefill.
@@ -411,7 +416,7 @@ class DecoderModel:
         normed: Tensor,
         cos: Tensor,
         sin: Tensor,
-        batch: Batch,
+        batch: StepBatch,
     ) -> Tensor:
         """Attention output [T, num_heads * head_dim] of one layer, before its last product."""
         arch = self._arch

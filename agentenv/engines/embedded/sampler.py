@@ -10,7 +10,7 @@ from torch import Tensor
 from agentenv.types import SamplingParams
 
 
-class Sampler:
+class TokenSampler:
     """The sampling parameters of a batch of rows as tensors.
 
     `seen` has a row's tokens so far, prompt and output; it is used only with a penalty.

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.engine import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
-    Batch,
     DecodeGroup,
     DecoderModel,
     IntArray,
     Prefill,
     SlotCache,
+    StepBatch,
 )
-from agentenv.engines.embedded.sampler import Sampler
-from agentenv.engines.embedded.weights import Architecture, Weights
+from agentenv.engines.embedded.sampler import TokenSampler
+from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
 from agentenv.errors import EngineError
+from agentenv.stop_strings import StopMatcher, StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
@@ -38,7 +38,7 @@ ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
 
 
 @dataclass(eq=False)
-class Request:
+class EmbeddedRequest:
     """The thread's state of one call of generate. `context` is the initial content of its slot: the
     prompt, and the tokens from before a sleep of the engine."""
 
@@ -110,10 +110,10 @@ class Request:
 
 
 # A request with its new tokens or its outcome; neither: it was admitted.
-Event = tuple[Request, Chunk | None, Completion | EngineError | None]
+Event = tuple[EmbeddedRequest, Chunk | None, Completion | EngineError | None]
 
 
-class Step:
+class BatchStep:
     """The requests of one step and the model's batch for them: a row for each decoding request,
     block by block, then the new prompts in order. It is reused while the same requests continue in
     the same rows.
@@ -125,8 +125,8 @@ class Step:
     def __init__(
         self,
         cache: SlotCache,
-        running: Mapping[int, Request],
-        fresh: Sequence[Request],
+        running: Mapping[int, EmbeddedRequest],
+        fresh: Sequence[EmbeddedRequest],
         vocab_size: int,
         device: torch.device,
         finite_shapes: bool,
@@ -166,8 +166,8 @@ class Step:
         self.requests += fresh
         self.num_steps = min(spare)
         tokens = torch.tensor(token_ids, device=device)
-        self.batch = Batch(tokens, torch.tensor(positions, device=device), decodes, prefills)
-        self.sampler = Sampler(
+        self.batch = StepBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
+        self.sampler = TokenSampler(
             [request.sampling for request in self.requests],
             device,
             vocab_size,
@@ -186,7 +186,7 @@ class Scheduler:
     def __init__(
         self,
         arch: Architecture,
-        weights: Weights,
+        weights: EmbeddedWeights,
         cache: SlotCache,
         stop_strings: StopStrings,
         policy_version: int,
@@ -195,8 +195,8 @@ class Scheduler:
         self.policy_version = policy_version
         self.counts: Counter[str] = Counter()
         self.events: list[Event] = []  # since the last step, for the callers
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by slot
+        self.waiting: deque[EmbeddedRequest] = deque()
+        self.running: dict[int, EmbeddedRequest] = {}  # by slot
         self.asleep = False
         self._arch, self._weights, self._cache = arch, weights, cache
         self._model = DecoderModel(arch, weights)
@@ -204,7 +204,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._device = weights.embed.device
         self.finite_shapes = self._device.type != "cpu"
-        self._step: Step | None = None  # the last one, if the next may have the same rows
+        self._step: BatchStep | None = None  # the last one, if the next may have the same rows
         self._steps_to_grow = 0
 
     @property
@@ -212,7 +212,7 @@ class Scheduler:
         """True when a step would do nothing."""
         return self.asleep or not (self.waiting or self.running)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EmbeddedRequest) -> None:
         """Queue a request."""
         try:
             request.matcher = self._stop_strings.matcher(request.sampling.stop)
@@ -229,7 +229,7 @@ class Scheduler:
             place -= 1
         self.waiting.insert(place, request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: EmbeddedRequest) -> None:
         """Forget a request; unknown and finished ones are ignored."""
         if self.running.get(request.slot) is request:
             self._release(request)
@@ -279,7 +279,7 @@ class Scheduler:
             return
         step = self._step
         if step is None:
-            step = Step(
+            step = BatchStep(
                 self._cache,
                 self.running,
                 fresh,
@@ -312,10 +312,10 @@ class Scheduler:
             if length == self._cache.location(slot)[0].width:
                 self._cache.grow(slot, length + 1)
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[EmbeddedRequest]:
         """Open slots for waiting requests, in order; returns those to prefill in this step."""
-        fresh: list[Request] = []
-        held: list[Request] = []
+        fresh: list[EmbeddedRequest] = []
+        held: list[EmbeddedRequest] = []
         budget = MAX_PREFILL_TOKENS
         while self.waiting and len(self.running) + len(held) < self._max_num_seqs:
             request = self.waiting[0]
@@ -335,7 +335,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(held))
         return fresh
 
-    def _open(self, request: Request, source: int | None, common: int) -> None:
+    def _open(self, request: EmbeddedRequest, source: int | None, common: int) -> None:
         room = min(request.sampling.max_tokens - len(request.token_ids), ROOM)
         request.slot, request.num_cached = self._cache.open(
             request.context, request.session, source, common, room
@@ -349,7 +349,7 @@ class Scheduler:
 
     def _record(
         self,
-        requests: list[Request],
+        requests: list[EmbeddedRequest],
         token_ids: list[int],
         logprobs: list[float],
         entropies: list[float],
@@ -359,7 +359,7 @@ class Scheduler:
         self.counts["sampled_tokens"] += len(token_ids)
         if not math.isfinite(sum(logprobs)):
             raise EngineError(f"the logits of policy version {self.policy_version} are not finite")
-        done: list[Request] = []
+        done: list[EmbeddedRequest] = []
         for request, token, logprob, entropy in zip(
             requests, token_ids, logprobs, entropies, strict=True
         ):
@@ -380,13 +380,13 @@ class Scheduler:
         for request in done:
             self._release(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: EmbeddedRequest) -> None:
         self._cache.close(request.slot, self.policy_version)
         del self.running[request.slot]
         self._step = None
 
 
-def twin_prefix(request: Request, others: list[Request]) -> int:
+def twin_prefix(request: EmbeddedRequest, others: list[EmbeddedRequest]) -> int:
     """Length of the longest prefix shared with a prompt of the same session among `others`."""
     longest = 0
     for other in others:

@@ -181,7 +181,7 @@ class LayerWeights:
         return places
 
 
-class Weights:
+class EmbeddedWeights:
     """All parameters of a model, on one device in one dtype."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:

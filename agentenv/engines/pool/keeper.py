@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from agentenv.deadline import backoff_s
-from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
-from agentenv.engines.remote import (
+from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
-    Request,
     ServerLostError,
+    ServerRequest,
 )
-from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import (
     Group,
@@ -68,7 +68,7 @@ async def try_out(server: Server, within_s: float) -> None:
     try:
         async with asyncio.timeout(within_s):
             for attempt in count():
-                request = Request(
+                request = ServerRequest(
                     f"weights-{secrets.token_hex(4)}",
                     PROBE_IDS,
                     SamplingParams(max_tokens=1, temperature=0.0),
@@ -276,7 +276,7 @@ class Keeper:
             return None
         if self.server.is_asleep:
             return await self._wake(target)
-        if self.server.state is State.OUT:
+        if self.server.is_out:
             async with self._replacing:  # a load of older weights must end before their removal
                 return None
         refusal: EngineError | None = None
@@ -336,31 +336,22 @@ class Keeper:
         """Load these weights and serve them. Raises ServerLostError if that fails."""
         server = self.server
         async with self._replacing:
-            loop = asyncio.get_running_loop()
-            began_s = loop.time()
-            if server.serving:
-                server.state = State.LOADING
-            server.pause()
-            try:
-                async with asyncio.timeout(self._config.load_timeout_s):
-                    await load()
-                    await try_out(self.client, self._config.first_token_s)
-            except TimeoutError as error:
-                lost = ServerLostError(
-                    f"{server.name} did not load policy version {policy_version} within "
-                    f"{self._config.load_timeout_s:g} s"
-                )
-                server.drop(f"its weight version is uncertain: {lost}")
-                raise lost from error
-            except (ServerLostError, asyncio.CancelledError) as error:
-                text = str(error) or "their load was aborted"
-                server.drop(f"its weight version is uncertain: {text}")
-                raise
-            finally:
-                if server.state is State.LOADING:
-                    server.state = State.SERVING
-                server.longest_update_s = max(server.longest_update_s, loop.time() - began_s)
-                server.resume()
+            with server.loading():
+                try:
+                    async with asyncio.timeout(self._config.load_timeout_s):
+                        await load()
+                        await try_out(self.client, self._config.first_token_s)
+                except TimeoutError as error:
+                    lost = ServerLostError(
+                        f"{server.name} did not load policy version {policy_version} within "
+                        f"{self._config.load_timeout_s:g} s"
+                    )
+                    server.drop(f"its weight version is uncertain: {lost}")
+                    raise lost from error
+                except (ServerLostError, asyncio.CancelledError) as error:
+                    text = str(error) or "their load was aborted"
+                    server.drop(f"its weight version is uncertain: {text}")
+                    raise
             server.limit.restart()  # an update may preempt running requests
 
     # sleep
@@ -375,12 +366,7 @@ class Keeper:
         if self._return is not None:
             self._return.reschedule(asyncio.get_running_loop().time())
         async with self._returning:
-            server.leave("it sleeps")
-            server.state = State.ASLEEP
-            requests = list(server.running)
-            server.abort_all()
-            if requests:
-                await asyncio.wait(requests)
+            await server.fall_asleep()
             try:
                 await self.client.sleep()
             except EngineError as error:

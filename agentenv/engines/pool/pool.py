@@ -7,7 +7,7 @@ an update continue there, under the versions that they report.
 
 EnginePool     members, assignment of slots, the target weights (here)
 PooledServer   one server: its state, which follows from outcomes of requests (server.py)
-Turn           one call of generate, by requests to one or more servers in sequence (turn.py)
+PooledTurn     one call of generate, by requests to one or more servers in sequence (turn.py)
 
 Each server has a Keeper (keeper.py), which also has the transports of weights.
 """
@@ -21,16 +21,17 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from agentenv.deadline import uncancelled
+from agentenv.engine import Feature
 from agentenv.engines.pool.keeper import Keeper, Target
 from agentenv.engines.pool.limit import FULL
-from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
+from agentenv.engines.pool.server import Lost, Outcome, PooledServer, problems
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.pool.weight_transfer import Broadcast, share_weights
-from agentenv.engines.remote import BusyError, Request, ServerLostError
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Sender, SharedSender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
@@ -144,7 +145,7 @@ class SlotQueue:
             self._homes.move_to_end(session)
             return home
         chosen = min(free, key=lambda server: server.in_flight / server.limit.value)
-        if home is None or home.state is State.OUT:
+        if home is None or home.is_out:
             self._homes[session] = chosen
             self._homes.move_to_end(session)
             if len(self._homes) > MAX_SESSIONS:
@@ -222,9 +223,8 @@ class EnginePool(TurnEngine[PooledServer]):
         """Tokens of prompt and turn that every server can hold."""
         return min((s.max_model_len for s in self.servers if s.max_model_len), default=0)
 
-    def require(self, feature: Literal["adapters", "broadcast", "ipc", "sleep"]) -> None:
-        """Raises ConfigError for a server without a feature that the configuration requires;
-        servers that never answered are skipped."""
+    def require(self, feature: Feature) -> None:
+        """See Engine.require; servers that never answered are skipped."""
         for server in self.servers:
             if server.epoch and feature not in server.features:
                 key, lack = LACKS[feature]
@@ -295,8 +295,8 @@ class EnginePool(TurnEngine[PooledServer]):
         return outcome
 
     def has_room(self, num_live: int) -> bool:
-        """Whether another tree should begin next to `num_live` trajectories: few turns wait for
-        slots, and the caches have room for all trajectories at the current mean size."""
+        """Whether few turns wait for slots, and the caches have room for all trajectories at the
+        current mean size."""
         serving = [server for server in self.servers if server.serving]
         room = sum(server.limit.value for server in serving)
         if not serving or self.queue.num_waiting > MAX_WAITING * room:
@@ -308,10 +308,9 @@ class EnginePool(TurnEngine[PooledServer]):
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
     ) -> dict[str, Completion]:
-        """The completions of one request on every serving server, by the server's name; without
-        those that fail or exceed the time. For measurements: not counted and not retried."""
+        """See Engine.generate_on_each; not counted and not retried."""
         self.counts["probes"] += 1
-        request = Request(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
+        request = ServerRequest(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
         found: dict[str, Completion] = {}
 
         async def probe(server: PooledServer) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from math import inf
 from statistics import median
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from agentenv.deadline import Wait, Work, WorkClock, backoff_s
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote import ForeignWeightsError, ServerLoad
+from agentenv.engines.remote.request import ForeignWeightsError, ServerLoad
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import SHOWN
 from agentenv.server_config import PoolConfig
@@ -29,7 +29,7 @@ from agentenv.server_config import PoolConfig
 logger = logging.getLogger(__name__)
 
 
-class Done(Struct, frozen=True, array_like=True, tag="done"):
+class TurnDone(Struct, frozen=True, array_like=True, tag="done"):
     """The turn is complete."""
 
 
@@ -64,7 +64,7 @@ class Lost(Struct, frozen=True, array_like=True, tag="lost"):
     problem: str
 
 
-Outcome = Done | Aborted | Busy | Starved | Reset | Lost
+Outcome = TurnDone | Aborted | Busy | Starved | Reset | Lost
 SILENT, BROKE = "received no tokens", "were interrupted"  # kinds of losses
 
 # Whether a server and a request on it still return tokens.
@@ -252,7 +252,7 @@ LONG_UPDATE_S = 5.0  # a longer update of weights is reported
 SLOW = 0.5  # share of the other servers' speed below which one is reported as slow
 
 
-class State(Enum):
+class ServerState(Enum):
     """State of a server of a pool.
 
     OUT      unused: it is not connected, lost a request, refused an update or has unknown weights;
@@ -286,7 +286,7 @@ class PooledServer(Slot):
     ) -> None:
         super().__init__(client)
         self.number = number
-        self.state, self.reason = State.OUT, "it is being connected"
+        self.state, self.reason = ServerState.OUT, "it is being connected"
         self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
         self.load = ServerLoad(0, 0, 0.0, 0)
         self.max_model_len = 0  # tokens, once connected
@@ -308,16 +308,20 @@ class PooledServer(Slot):
 
     @property
     def serving(self) -> bool:
-        return self.state is State.SERVING
+        return self.state is ServerState.SERVING
+
+    @property
+    def is_out(self) -> bool:
+        return self.state is ServerState.OUT
 
     @property
     def is_there(self) -> bool:
         """Whether it serves, or will after loading weights."""
-        return self.state in (State.SERVING, State.LOADING)
+        return self.state in (ServerState.SERVING, ServerState.LOADING)
 
     @property
     def is_asleep(self) -> bool:
-        return self.state is State.ASLEEP
+        return self.state is ServerState.ASLEEP
 
     @property
     def has_queue(self) -> bool:
@@ -350,7 +354,7 @@ class PooledServer(Slot):
         rejects all requests. `is_late`: its requests were aborted before, and it may be another
         process now."""
         match outcome:
-            case Done():
+            case TurnDone():
                 self.counts["turns"] += 1
                 self._num_losses = self._num_refusals = 0
             case Busy(problem, wanted_s):
@@ -398,18 +402,47 @@ class PooledServer(Slot):
 
     # in and out of the pool
 
+    def _transition(self, state: ServerState, reason: str = "") -> None:
+        """Change the state; all changes are here. See State for the possible ones."""
+        self.state, self.reason = state, reason
+        if state is ServerState.OUT:
+            self.check_due.set()
+
     def serve(self) -> None:
         """Start serving."""
-        self.state, self.reason = State.SERVING, ""
+        self._transition(ServerState.SERVING)
         self.on_trial = self._num_losses > 1
         if not self.on_trial:
             self._report_return()
         self._on_room()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Replace its weights inside: no new requests if it serves, and clocks stop."""
+        began_s = asyncio.get_running_loop().time()
+        if self.serving:
+            self._transition(ServerState.LOADING)
+        self.pause()
+        try:
+            yield
+        finally:
+            if self.state is ServerState.LOADING:
+                self._transition(ServerState.SERVING)
+            took_s = asyncio.get_running_loop().time() - began_s
+            self.longest_update_s = max(self.longest_update_s, took_s)
+            self.resume()
+
+    async def fall_asleep(self) -> None:
+        """Abort its requests, so that it may free its memory."""
+        self._transition(ServerState.ASLEEP, "it sleeps")
+        requests = list(self.running)
+        self.abort_all()
+        if requests:
+            await asyncio.wait(requests)
+
     def leave(self, reason: str) -> None:
         """Stop new requests; the keeper determines the cause."""
-        self.state, self.reason = State.OUT, reason
-        self.check_due.set()
+        self._transition(ServerState.OUT, reason)
 
     def suspend(self, reason: str) -> None:
         """As `leave`, with a warning."""

@@ -10,7 +10,7 @@ TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -22,14 +22,13 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import deferring, doing, end, uncancelled, waiting
-from agentenv.engine import StopMatcher, StopStrings, extend_spans
+from agentenv.deadline import WaitKind, deferring, doing, end, uncancelled, waiting
+from agentenv.engine import Engine, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
     Aborted,
     Busy,
-    Done,
     Heartbeat,
     Lost,
     Outcome,
@@ -37,19 +36,21 @@ from agentenv.engines.pool.server import (
     Reset,
     Slot,
     Starved,
+    TurnDone,
 )
-from agentenv.engines.remote import (
-    AbortedError,
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
-    Request,
+    RequestAbortedError,
     ServerLostError,
+    ServerRequest,
 )
 from agentenv.errors import EngineError
 from agentenv.server_config import PoolConfig
+from agentenv.stop_strings import StopMatcher, StopStrings
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
@@ -59,7 +60,7 @@ FIRST = (-1, 0)  # the order of a turn that a full server has rejected
 S = TypeVar("S", bound=Slot)
 
 
-class Turn:
+class PooledTurn:
     """The received tokens, 20 bytes each, and `completion` once it is complete. A part has the
     tokens of one request; after its loss, the next one continues after the tokens of all earlier
     parts.
@@ -107,7 +108,7 @@ class Turn:
 
     def request(
         self, request_id: str, session: str, interval: int, *, has_free_entropies: bool = False
-    ) -> Request:
+    ) -> ServerRequest:
         """The request for the rest of the turn, with its own random numbers. `interval`: tokens per
         event if no fork rule waits for them, as after a fork window. A server with
         `has_free_entropies` gets no separate request for the window."""
@@ -126,7 +127,7 @@ class Turn:
         stop = () if self._has_tokens else sampling.stop
         rest = replace(sampling, max_tokens=most - done, seed=seed, stop=stop)
         prompt_ids = [*self._prompt_ids, *self.token_ids] if done else self._prompt_ids
-        return Request(request_id, prompt_ids, rest, interval, stops, session, wanted)
+        return ServerRequest(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
     async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
         """Wait until the request for the current part, or the turn, has ended."""
@@ -262,10 +263,12 @@ class Turn:
         )
 
 
-class TurnEngine(ABC, Generic[S]):
+class TurnEngine(Engine, Generic[S]):
     """An Engine that runs turns on servers. `acquire` returns slots: in the controller's process
     those of the pool, in a rollout worker those that the controller grants
     (agentenv/cluster/engines.py). `counts` are those since the start."""
+
+    policy_version = 0
 
     def __init__(
         self,
@@ -318,7 +321,7 @@ class TurnEngine(ABC, Generic[S]):
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
         matcher = await self._stop_strings.ready(sampling.stop)
         window = stream_interval if on_tokens is not None else 0
-        turn = Turn(
+        turn = PooledTurn(
             prompt_ids,
             sampling,
             on_tokens,
@@ -354,12 +357,12 @@ class TurnEngine(ABC, Generic[S]):
                         await asyncio.sleep(self.config.backoff_s(retries, key))
 
     async def _part(
-        self, turn: Turn, session: str, order: tuple[int, int], failed: set[S]
+        self, turn: PooledTurn, session: str, order: tuple[int, int], failed: set[S]
     ) -> Outcome:
         """Sample on one server. `failed` has servers to avoid, and is extended. Raises permanent
         errors of the server."""
         self.check_alive()
-        with waiting("a slot on a server"):
+        with waiting(WaitKind.SLOT):
             slot = await self.acquire(session, order, failed)
         outcome: Outcome = Aborted()
         try:
@@ -377,7 +380,7 @@ class TurnEngine(ABC, Generic[S]):
         self._entropy_kind = turn.entropy_kind
         return outcome
 
-    async def _request(self, slot: S, turn: Turn, session: str) -> Outcome | None:
+    async def _request(self, slot: S, turn: PooledTurn, session: str) -> Outcome | None:
         """One request on one server. None: the turn continues there with another request."""
         if (closed := slot.closed()) is not None:
             return closed
@@ -420,10 +423,10 @@ class TurnEngine(ABC, Generic[S]):
         self.counts["cached_tokens"] += part.num_cached_tokens
         if part.finish_reason == "abort":
             return Aborted(f"{slot.name} aborted the request")
-        return Done() if turn.completion is not None else None
+        return TurnDone() if turn.completion is not None else None
 
     def _failure(
-        self, slot: S, turn: Turn, monitor: RequestMonitor, error: BaseException | None
+        self, slot: S, turn: PooledTurn, monitor: RequestMonitor, error: BaseException | None
     ) -> Outcome:
         """The outcome of a cancelled or failed request. Raises errors that are not the server's
         fault."""
@@ -440,7 +443,7 @@ class TurnEngine(ABC, Generic[S]):
                 return Busy(str(error), error.retry_after_s)
             case NoDescriptorError():
                 return Starved()
-            case AbortedError():
+            case RequestAbortedError():
                 return Aborted()
             case BrokenConnectionError() if not turn.breaks_again():
                 return Reset(str(error))
@@ -448,7 +451,7 @@ class TurnEngine(ABC, Generic[S]):
                 return Lost(error.kind, str(error))
         raise error
 
-    def _receive(self, slot: S, turn: Turn, monitor: RequestMonitor, chunk: Chunk) -> None:
+    def _receive(self, slot: S, turn: PooledTurn, monitor: RequestMonitor, chunk: Chunk) -> None:
         num_tokens = len(chunk.token_ids)
         monitor.beat(num_tokens)
         self.counts["sampled_tokens"] += num_tokens

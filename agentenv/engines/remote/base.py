@@ -20,21 +20,17 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.client import RequestRefusedError, ServerClient
+from agentenv.engines.remote.request import (
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
-    Request,
     ServerInfo,
     ServerLoad,
     ServerLostError,
+    ServerRequest,
 )
-from agentenv.engines.remote.client import (
-    HttpClient,
-    Ranks,
-    RefusedError,
-    routing,
-)
+from agentenv.engines.remote.routing import Ranks, routing
 from agentenv.engines.remote.weights import (
     Layout,
 )
@@ -79,7 +75,7 @@ class LabeledSpan(Struct, frozen=True):
     end: int
 
 
-class Answer(ABC):
+class AnswerParser(ABC):
     """The parser of a server's stream for one request. `name_span` converts the label of weights to
     their version; see RemoteServer.
     """
@@ -190,7 +186,7 @@ class RemoteServer(ABC, Generic[F]):
         if entropy_top_k != -1 and entropy_top_k < 1:
             raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {entropy_top_k}")
         self.url = url
-        self._http = HttpClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
+        self._http = ServerClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
         self.name = self._http.name
         self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
@@ -296,7 +292,7 @@ class RemoteServer(ABC, Generic[F]):
         request_id: str,
         body: dict[str, Any],
         session: str,
-        answer: Answer,
+        answer: AnswerParser,
         on_chunk: Callable[[Chunk], None],
     ) -> None:
         """Read the whole answer to a request. A cancelled or failed request is aborted at once,
@@ -391,7 +387,7 @@ class RemoteServer(ABC, Generic[F]):
         """POST; raises RefusedError also for an answer with success: false."""
         answer = await self._http.call_json("POST", path, body, params=params, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise RefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
+            raise RequestRefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; ignores errors, since a request may have ended, possibly with its
@@ -410,7 +406,7 @@ class RemoteServer(ABC, Generic[F]):
     # what differs
 
     @abstractmethod
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+    async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """Sample one turn by streaming; every token is in exactly one chunk. A new request waits
         while weights are being replaced.
 
@@ -449,7 +445,7 @@ class RemoteServer(ABC, Generic[F]):
 
 async def sampled(
     server: RemoteServer[Any],
-    request: Request,
+    request: ServerRequest,
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
 ) -> Completion:
     """One turn of a server, with all its tokens; see RemoteServer.generate."""

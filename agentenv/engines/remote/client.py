@@ -16,29 +16,25 @@ import asyncio
 import errno
 import logging
 import os
-import re
 import resource
 import socket
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, TypeVar
-from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.remote import (
+from agentenv.engines.remote.request import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
 from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
-from agentenv.http import retry_after_s
+from agentenv.http import HttpSession, is_temporary, reason_of, retry_after_s
 from agentenv.untrusted import decode
 
 # uvicorn closes an idle connection after 5 s; a request at that moment would be lost
@@ -60,7 +56,7 @@ Logprob = Annotated[float, Meta(le=1.0)]  # with tolerance for rounding
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # exact as a float
 
 
-class RefusedError(EngineError):
+class RequestRefusedError(EngineError):
     """The server rejected the request; `status` is the HTTP status, `reason` the server's text."""
 
     is_final = True
@@ -78,6 +74,10 @@ class FailedError(ServerLostError):
     def __init__(self, text: str, status: int, reason: str) -> None:
         super().__init__(text)
         self.status, self.reason = status, reason
+
+
+class SilentServerError(ServerLostError):
+    """The server did not answer in time."""
 
 
 class _Schema(Struct):
@@ -111,7 +111,7 @@ async def why_unreachable(url: str, key: str) -> str:
     return ""
 
 
-class HttpClient:
+class ServerClient:
     """Calls to one base URL. `name` is the URL without credentials.
 
     Deadlines in seconds: `call_s` of a short call; `wait_s` of a stream without an event, and of a
@@ -136,8 +136,9 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._fresh_posts = fresh_posts
         self._warned_at = -WARN_S
-        self._session: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
+        # Kept connections; a router's cookie would bind all sessions to one server.
+        self._session = HttpSession(keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket)
+        self._fresh = HttpSession(force_close=True)  # a connection for each request
 
     async def call(
         self,
@@ -219,7 +220,7 @@ class HttpClient:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
-        except RefusedError as error:
+        except RequestRefusedError as error:
             raise ConfigError(
                 f"{self.name} answers {error.status} to GET /openapi.json, which lists the routes "
                 "of an engine: it is not an engine server, or it was started with "
@@ -233,10 +234,8 @@ class HttpClient:
 
     async def close(self) -> None:
         """Drop all connections. Idempotent; a later call opens new ones."""
-        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
-        for session in sessions:
-            if session is not None:
-                await session.close()
+        await self._session.close()
+        await self._fresh.close()
 
     @asynccontextmanager
     async def _request(
@@ -265,13 +264,14 @@ class HttpClient:
             async with await sending as response:
                 if not 200 <= response.status < 300:
                     wanted_s = retry_after_s(response.headers)
-                    self._refuse(path, response.status, _reason(await response.read()), wanted_s)
+                    self._refuse(path, response.status, await response.read(), wanted_s)
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-            kind_of = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
             text = f" ({type(error).__name__}: {error})".replace(": )", ")")
+            if isinstance(error, TimeoutError):
+                raise SilentServerError(f"{self.name}{path}: no answer in time{text}") from error
             lost = BrokenConnectionError if _is_broken(error) else ServerLostError
-            raise lost(f"{self.name}{path}: {kind_of}{text}") from error
+            raise lost(f"{self.name}{path}: connection lost{text}") from error
 
     async def _send(
         self, method: str, request: dict[str, Any], *, fresh: bool, streams: bool
@@ -280,7 +280,8 @@ class HttpClient:
         closed."""
         while True:
             try:
-                return await self._open(fresh=fresh).request(method, **request)
+                session = self._fresh if fresh else self._session
+                return await session.opened.request(method, **request)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
@@ -297,21 +298,6 @@ class HttpClient:
                 else:
                     fresh = True
 
-    def _open(self, *, fresh: bool) -> aiohttp.ClientSession:
-        if fresh:
-            if self._fresh is None:
-                connector = aiohttp.TCPConnector(limit=0, force_close=True)
-                self._fresh = aiohttp.ClientSession(connector=connector)
-            return self._fresh
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
-            )
-            # A router's cookie would bind all sessions to one server.
-            jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
-        return self._session
-
     def _warn_descriptors(self) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._warned_at >= WARN_S:
@@ -323,15 +309,16 @@ class HttpClient:
                 extra=SHOWN,
             )
 
-    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float | None) -> None:
+    def _refuse(self, path: str, status: int, body: bytes, retry_after_s: float | None) -> None:
+        reason = reason_of(body)[:MAX_REASON]
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
         if status == 429 or (status == 503 and retry_after_s is not None):
             raise BusyError(text, retry_after_s or 0.0)
-        if status >= 500 or status == 408:
+        if is_temporary(status):
             raise FailedError(text, status, reason)
         if status == 401:
             text += "; check the API key of this server"
-        raise RefusedError(text, status, reason)
+        raise RequestRefusedError(text, status, reason)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
         # Not readline, whose limit is below a line with the log-probs of a whole vocabulary.
@@ -392,66 +379,5 @@ def _lacks_descriptors() -> bool:
     return False
 
 
-def _reason(body: bytes) -> str:
-    """The message of an error body: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
-    try:
-        found = decode(body)
-    except ForeignError:
-        return _shorten(body)
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
-
-
 def _shorten(body: bytes) -> str:
     return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
-
-
-# Location of a session's prefixes: ranks, router headers.
-
-SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
-MAX_SESSIONS = 65536  # with a remembered rank
-MAX_SESSION_CHARS = 200  # servers and proxies limit headers to a few kB
-PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # valid in a header, except %
-
-
-class Ranks:
-    """Data-parallel ranks behind one URL, each with its own prefix cache: a session stays on one
-    rank, the least loaded one at its start."""
-
-    def __init__(self) -> None:
-        self.count = 1
-        self._homes: OrderedDict[str, int] = OrderedDict()
-        self._num_running: Counter[int] = Counter()
-
-    @contextmanager
-    def take(self, session: str) -> Iterator[int | None]:
-        """The rank for a request; None: the server chooses."""
-        if self.count == 1 or not session:
-            yield None
-            return
-        rank = self._homes.get(session, self.count)
-        if rank >= self.count:
-            rank = min(range(self.count), key=self._num_running.__getitem__)
-        self._homes[session] = rank
-        self._homes.move_to_end(session)
-        if len(self._homes) > MAX_SESSIONS:
-            self._homes.popitem(last=False)
-        self._num_running[rank] += 1
-        try:
-            yield rank
-        finally:
-            self._num_running[rank] -= 1
-
-
-def routing(session: str, rank: int | None) -> dict[str, str]:
-    """Headers by which routers, and servers with ranks, find the prefixes of a session. A name that
-    is invalid in a header is percent-encoded, and a long one is hashed."""
-    name = session
-    if not PLAIN.fullmatch(session):
-        name = quote(session, errors="surrogatepass")
-    if len(name) > MAX_SESSION_CHARS:
-        name = blake2b(name.encode(), digest_size=16).hexdigest()
-    headers = {SESSION_HEADER: name} if session else {}
-    return headers if rank is None else headers | {RANK_HEADER: str(rank)}

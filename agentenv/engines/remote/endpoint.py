@@ -1,41 +1,33 @@
-"""An OpenAI-compatible endpoint: requests with retries, chat replies, auxiliary models.
+"""An OpenAI-compatible endpoint: requests with retries.
 
 408, 429, 5xx, a lost connection, no reply in time, a malformed reply   retried
 any other status                                                        RefusedError at once
-
-Replies are decoded here; an invalid one is a MalformedReplyError.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from yarl import URL
 
-from agentenv.call_syntax import after_thoughts
-from agentenv.deadline import admitted, backoff_s, waiting
-from agentenv.engines.remote import BusyError
-from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
-from agentenv.server_config import ChatModelConfig, read_key
-from agentenv.untrusted import convert, decode
+from agentenv.deadline import admitted, pause_before_retry
+from agentenv.engines.remote.client import RequestRefusedError, ServerClient
+from agentenv.engines.remote.request import BusyError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.server_config import read_key
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0  # even if a server requests more
 CONTINUES = ("vllm", "sglang")  # owners of models (/models) that support the extensions used here
-CHAT_PATH = "/chat/completions"
-GAP = "\n...\n"
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
 
-class EndpointConfig(Protocol):
+class ModelEndpointConfig(Protocol):
     """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` applies to one
     request."""
 
@@ -53,13 +45,13 @@ class EndpointConfig(Protocol):
     def max_concurrency(self) -> int: ...
 
 
-class Endpoint:
+class ModelEndpoint:
     """An endpoint; `send` makes requests. `start` finds the model if none is named, and its
     reported properties: `owner` is its server, `served_from` its directory or hub name,
     `max_model_len` in tokens; empty or 0 if not reported. `table` is the configuration table in
     error messages."""
 
-    def __init__(self, config: EndpointConfig, table: str) -> None:
+    def __init__(self, config: ModelEndpointConfig, table: str) -> None:
         url = config.url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -74,7 +66,7 @@ class Endpoint:
         self.owner = self.served_from = ""
         self.max_model_len = 0
         self.api, self.root = (  # `root` has the non-standard routes
-            HttpClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
+            ServerClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
             for one in (str(api), str(api).removesuffix("/v1"))
         )
         self.num_retries = config.num_retries
@@ -89,7 +81,7 @@ class Endpoint:
         try:
             found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}
-        except RefusedError as error:
+        except RequestRefusedError as error:
             if error.status in (401, 403) or not self.model:
                 raise ConfigError(f"{self._table}: {error}") from error
             models = {}  # some endpoints do not list models
@@ -131,17 +123,18 @@ class Endpoint:
             if attempt:
                 self.counts["retries"] += 1
                 wanted_s = problem.retry_after_s if isinstance(problem, BusyError) else 0.0
-                delay_s = backoff_s(
-                    attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
+                await pause_before_retry(
+                    *(self.api.name, attempt - 1, key),
+                    first_s=FIRST_DELAY_S,
+                    max_s=MAX_DELAY_S,
+                    at_least_s=wanted_s,
                 )
-                with waiting(f"a pause before {self.api.name} is retried"):
-                    await asyncio.sleep(delay_s)
             self._check_open()
             try:
                 async with admitted(self._slots, self._slot):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
-            except RefusedError:
+            except RequestRefusedError:
                 raise
             except EngineError as error:  # lost, 5xx, 429, malformed
                 problem = error
@@ -155,17 +148,12 @@ class Endpoint:
         await self.api.close()
         await self.root.close()
 
-    def _client(self, path: str) -> HttpClient:
+    def _client(self, path: str) -> ServerClient:
         return self.api if path.startswith(("/chat", "/completions")) else self.root
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError(f"the connection to {self.api.name} is closed")
-
-
-# The used parts of replies.
-
-MAX_TOKENS = 1 << 20  # of a turn, as counted by its server
 
 
 class _Model(Struct):
@@ -177,138 +165,3 @@ class _Model(Struct):
 
 class _Models(Struct):
     data: list[_Model]
-
-
-class ChatFunction(Struct):
-    """A tool call of the model, which is checked when it is executed. `arguments` is a JSON text or
-    a JSON value."""
-
-    name: Any = None
-    arguments: Any = None
-
-
-class ChatCall(Struct):
-    """A tool call."""
-
-    id: str | None = None
-    function: ChatFunction | None = None
-
-
-class ChatMessage(Struct):
-    """The model's message; `reasoning_content` and `reasoning` are two names of its thoughts; `raw`
-    is the whole turn as sampled, from `agentenv serve`."""
-
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    raw: str | None = None
-    tool_calls: list[ChatCall] | None = None
-
-
-class ChatChoice(Struct):
-    """`stop_reason` (vLLM) and `matched_stop` (SGLang) name the stop string or token, if any."""
-
-    message: ChatMessage
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    matched_stop: Any = None
-
-
-class ChatUsage(Struct):
-    """In tokens."""
-
-    prompt_tokens: Count | None = None
-    completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-
-
-class ChatReply(Struct):
-    """A reply to /chat/completions."""
-
-    choices: Annotated[list[ChatChoice], Meta(min_length=1)]
-    usage: ChatUsage | None = None
-
-
-class ModelReply(Struct, frozen=True):
-    """A reply of a model: its text with and without thoughts; `whole` unless it was truncated;
-    `num_tokens` of request and reply together, 0 if not reported."""
-
-    raw: str
-    text: str
-    whole: bool
-    num_tokens: int
-
-
-def read_chat(reply: Any) -> ChatReply:
-    """Decode a reply from bytes or plain values. Raises MalformedReplyError."""
-    try:
-        return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
-    except ForeignError as error:
-        shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
-        text = shown[:200].decode(errors="replace")
-        raise MalformedReplyError(f"not a chat completion ({error}): {text}") from error
-
-
-def read_reply(reply: Any) -> ModelReply:
-    """The model's reply. Raises MalformedReplyError."""
-    found = read_chat(reply)
-    choice, usage = found.choices[0], found.usage or ChatUsage()
-    raw = choice.message.content or ""
-    num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-    return ModelReply(
-        raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens
-    )
-
-
-def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
-    """Untrusted text for a model, between marks that the text cannot contain: they are derived from
-    the text, or from `digest_of`, which must determine the text."""
-    digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
-    mark = f"{name}-{digest[:16]}"
-    return f"[{mark}]\n{text}\n[/{mark}]"
-
-
-def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
-    """The text, or the head and tail of a text longer than `max_chars`."""
-    half = max_chars // 2
-    return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
-
-
-class ChatModel:
-    """An auxiliary model behind an endpoint, for independent questions: judge, summarizer, helpers.
-
-    `table` is the configuration table of `config`, `settings` are further keys of each request.
-    `start` of its `endpoint` is necessary only if no model is named.
-    """
-
-    def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
-        self.name = table.rpartition(".")[2]
-        self.endpoint = Endpoint(config, table)
-        self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
-
-    async def complete(self, system: str, user: str) -> ModelReply:
-        """Ask one question. Raises EngineError if the endpoint rejects it, or all attempts fail."""
-        return read_reply(await self.reply(self.body(system, user)))
-
-    def body(self, system: str, user: str) -> Json:
-        """A request with one question and an optional system prompt."""
-        prompt = [{"role": "system", "content": system}] if system else []
-        messages = [*prompt, {"role": "user", "content": user}]
-        return {"model": self.endpoint.model, "messages": messages, **self._settings}
-
-    async def reply(self, body: Json) -> Json:
-        """The reply to such a request, for `read_reply`. Raises EngineError."""
-        return await self.endpoint.send(CHAT_PATH, body, _readable, str(body["messages"]))
-
-    def stats(self) -> dict[str, float]:
-        """The number of requests, and of retries among them."""
-        counts = self.endpoint.counts
-        return {
-            f"{self.name}/num_requests": counts["requests"],
-            f"{self.name}/num_retries": counts["retries"],
-        }
-
-
-def _readable(reply: Any) -> Json:
-    read_reply(reply)
-    return dict(reply)

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.remote import PartEnd, Request, ServerInfo
 from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.client import (
     Count,
-    HttpClient,
     Logprob,
     MalformedReplyError,
-    RefusedError,
+    RequestRefusedError,
+    ServerClient,
 )
+from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerRequest
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError, EngineError
@@ -26,7 +26,7 @@ from agentenv.offload import in_thread
 from agentenv.server_config import VLLM_IPC
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 
-TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
+TRIAL = ServerRequest("", [0], SamplingParams(max_tokens=1, top_k=1))
 VLLM_TRIED = "0.32"  # tested version of vLLM
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -115,7 +115,7 @@ class _ServerInfo(Struct):
     vllm_config: _Settings
 
 
-async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
+async def probe_vllm(http: ServerClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
     """Probe the server. Raises ConfigError for missing features, ServerLostError if it is lost."""
     routes = await http.routes()
     for route, cure in VLLM_NEEDED.items():
@@ -295,7 +295,7 @@ class ModelInfo(Struct, frozen=True):
 
 
 async def probe_sglang(
-    http: HttpClient, vocab_size: int | None, layout: Layout | None
+    http: ServerClient, vocab_size: int | None, layout: Layout | None
 ) -> SGLangFacts:
     """Read routes, version, settings and limits; `layout` is its model's, if known.
 
@@ -330,7 +330,7 @@ async def probe_sglang(
     )
 
 
-async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
+async def _check_fields(http: ServerClient, args: ServerArgs) -> None:
     """Raises ConfigError for unsupported request fields, which would be ignored silently."""
     schema = await http.call_json("GET", "/openapi.json")
     try:
@@ -380,7 +380,7 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
         logger.info("%s ignores seeds; --enable-deterministic-inference makes it honor them", name)
 
 
-async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
+async def check_logprobs(http: ServerClient, vocab_size: int) -> None:
     """Raises ConfigError unless log-probs are those after temperature.
 
     Temperature 2 halves the distance between two of them, compared to greedy sampling, which
@@ -417,7 +417,9 @@ class _Probed(Struct, frozen=True):
     meta_info: _TopLogprobs
 
 
-async def _top_logprobs(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
+async def _top_logprobs(
+    http: ServerClient, temperature: float, vocab_size: int
+) -> dict[int, float]:
     """The largest log-probs after a fixed prompt, by token id."""
     body = {
         "input_ids": [index % vocab_size for index in range(8)],
@@ -428,7 +430,7 @@ async def _top_logprobs(http: HttpClient, temperature: float, vocab_size: int) -
     try:
         answer = await http.call_as(_Probed, "POST", "/generate", body)
         top = (answer.meta_info.output_top_logprobs or [])[0] or []
-    except (RefusedError, MalformedReplyError, IndexError) as error:
+    except (RequestRefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
     return {token: logprob for logprob, token, _ in top if logprob is not None}
 

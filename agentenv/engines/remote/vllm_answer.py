@@ -12,23 +12,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from agentenv.engines.remote import (
-    BusyError,
-    Request,
-    ServerLostError,
-)
-from agentenv.engines.remote.base import Answer, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import (
-    Count,
-    FailedError,
-    Logprob,
-    RefusedError,
-)
+from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
+from agentenv.engines.remote.client import Count, FailedError, Logprob, RequestRefusedError
 from agentenv.engines.remote.probes import (
     ENTROPY,
     STOP_STRINGS,
     VLLM_TRIED,
 )
+from agentenv.engines.remote.request import BusyError, ServerLostError, ServerRequest
 from agentenv.errors import EngineError, ForeignError
 from agentenv.types import Chunk
 from agentenv.untrusted import decode
@@ -87,7 +78,7 @@ WITH_RIVALS: type[_Event[_WithRivals]] = _Event[_WithRivals]
 
 def request_body(
     request_id: str,
-    request: Request,
+    request: ServerRequest,
     entropy_top_k: int,
     cache_salt: str,
     adapter: str = "",
@@ -142,7 +133,7 @@ class NoPluginError(ServerLostError):
     """The ranks of a server's tokens are ordinary ranks."""
 
 
-class VLLMAnswer(Answer):
+class VLLMAnswer(AnswerParser):
     """Each event has the tokens since the last one. `plugin`: token ranks contain entropies."""
 
     has_cached_tokens = False
@@ -163,7 +154,7 @@ class VLLMAnswer(Answer):
             text = f"{self._server} aborted the request: {failure.message}"
             if failure.code == 429:
                 raise BusyError(text)
-            kind = FailedError if failure.code >= 500 else RefusedError
+            kind = FailedError if failure.code >= 500 else RequestRefusedError
             raise kind(text, failure.code, failure.message)
         if found.usage is not None and found.usage.prompt_tokens_details is not None:
             cached = found.usage.prompt_tokens_details.cached_tokens

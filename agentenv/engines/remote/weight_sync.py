@@ -30,12 +30,9 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.base import F, RemoteServer
-from agentenv.engines.remote.client import (
-    FailedError,
-    RefusedError,
-)
+from agentenv.engines.remote.client import FailedError, RequestRefusedError
+from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weights import (
     Bucket,
     Group,
@@ -65,7 +62,7 @@ class TransferRoutes(Struct, frozen=True):
 
     @property
     def posts(self) -> set[str]:
-        """The routes, as HttpClient.routes names them."""
+        """The routes, as ServerClient.routes names them."""
         paths = (self.join, self.start, self.receive, self.finish, self.leave)
         return {f"POST {path}" for path in paths}
 
@@ -147,7 +144,7 @@ class WeightSync(RemoteServer[F]):
             self.pause_wait_s = loop.time() - requested_s
             try:
                 await change()
-            except RefusedError:
+            except RequestRefusedError:
                 await self._resume()
                 refused, self._unusable = True, before
                 raise
@@ -195,7 +192,10 @@ class WeightSync(RemoteServer[F]):
         routes = self.transfer
         try:
             await self._post(routes.start, routes.empty)
-        except (RefusedError, FailedError):  # an earlier update was aborted between two buckets
+        except (
+            RequestRefusedError,
+            FailedError,
+        ):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.sglang import SGLangServer
 from tests.engines.sglang.replies import STEP_S, Clients
 from tests.engines.sglang_server import SGLangProcess, require_sglang
@@ -70,7 +70,7 @@ async def server(clients: Clients, untied: World) -> SGLangServer:
 @pytest.fixture
 async def slow(processes: dict[str, SGLangProcess], server: SGLangServer) -> AsyncIterator[None]:
     """Requests of the untied server are still running when a test acts on them."""
-    http = HttpClient(processes["untied"].url)
+    http = ServerClient(processes["untied"].url)
     await http.call("POST", "/slow_down", {"forward_sleep_time": STEP_S})
     yield
     await http.call("POST", "/slow_down", {"forward_sleep_time": None})

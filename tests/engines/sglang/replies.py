@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from agentenv.engines.remote import Request
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.sglang import SGLangServer
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.world import prompt
@@ -29,7 +29,7 @@ class Reply:
         self.prompt_ids = prompt_ids
         self._news = asyncio.Event()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0} | fields)
-        request = Request(f"test-{next(IDS)}", prompt_ids, sampling)
+        request = ServerRequest(f"test-{next(IDS)}", prompt_ids, sampling)
         self.task = asyncio.create_task(sampled(server, request, self._receive))
 
     async def started(self, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.engines.remote import Request
+from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.sglang import SGLangServer
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
@@ -107,7 +107,7 @@ async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> No
 
     sampling = SamplingParams(max_tokens=400, temperature=0.0)
     with pytest.raises(KeyError):
-        await server.generate(Request("test-callback", PROMPT, sampling), fail)
+        await server.generate(ServerRequest("test-callback", PROMPT, sampling), fail)
     async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end normally
         while await ServerSubject(server).num_running():  # noqa: ASYNC110 (only it knows)
             await asyncio.sleep(0.02)
@@ -120,7 +120,7 @@ async def test_an_abort_affects_only_its_request(server: SGLangServer) -> None:
 
     def start(name: str, max_tokens: int) -> asyncio.Task[Completion]:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = Request(name, PROMPT, sampling)
+        request = ServerRequest(name, PROMPT, sampling)
         return asyncio.create_task(server.generate(request, lambda chunk: None))
 
     await start("alike-30", 1)

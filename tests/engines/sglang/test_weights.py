@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from agentenv.engines.remote import ForeignWeightsError, ServerLostError
+from agentenv.engines.remote.request import ForeignWeightsError, ServerLostError
 from agentenv.engines.sglang import SGLangServer
 from agentenv.errors import EngineError
 from agentenv.types import VersionSpan

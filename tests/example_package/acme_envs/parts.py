@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from agentenv import Grade, Message, Task, tool
 from agentenv.engine import Engine, EngineStart
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderPart
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query
 from agentenv.envs.web_search import WebSearchEnv

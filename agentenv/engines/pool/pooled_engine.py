@@ -1,0 +1,293 @@
+"""Engines that are a pool over servers: their keys, and how such a pool starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, field
+
+from agentenv.config import ESSENTIAL, PATH
+from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.remote.client import base_url, why_unreachable
+from agentenv.engines.remote.weight_sync import Server
+from agentenv.errors import ConfigError
+from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
+from agentenv.offload import in_thread
+from agentenv.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
+
+WATCH_INTERVAL_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of an engine that is a pool over servers."""
+
+    urls: Annotated[
+        list[str],
+        Meta(description="running ones, http://HOST:PORT; empty: start [servers]", extra=ESSENTIAL),
+    ] = field(default_factory=list)
+    urls_file: Annotated[
+        str,
+        Meta(
+            description="instead of urls, a file with one URL per line, polled: servers may join "
+            "and leave",
+            extra=PATH,
+        ),
+    ] = ""
+    servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
+        None
+    )
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the servers' API key; empty: none")
+    ] = ""
+    entropy_top_k: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="log-probs per token from which a lower bound of its entropy is computed, "
+            "the rest taken as one token; each costs server time; -1: the whole vocabulary, exact",
+        ),
+    ] = 10
+    weights: Annotated[
+        Literal["directory", "broadcast", "ipc"],
+        Meta(
+            description="transport of new weights to the servers: through files on a shared path, "
+            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the "
+            "same GPUs (CUDA IPC; vLLM with resources.colocated)",
+            extra=ESSENTIAL,
+        ),
+    ] = "directory"
+    lora: Annotated[
+        Literal["merged", "adapter"],
+        Meta(
+            description="form in which a policy with learner.lora is sent to servers: a merged "
+            "model, or (vLLM) a small adapter of their model, for which running requests are "
+            "prefilled again"
+        ),
+    ] = "merged"
+    entropies: Annotated[
+        Literal["all", "window"],
+        Meta(
+            description="tokens with costly top-k log-probs: those that decide forks (two requests "
+            "per turn; trained tokens get the learner's entropies, others none), or all (entropies "
+            "are bounds); vLLM servers that the run starts return exact entropies of all tokens at "
+            "no cost"
+        ),
+    ] = "window"
+    update_kv: Annotated[
+        Literal["recompute", "keep"],
+        Meta(
+            description="KV cache of running requests at an update: recomputed with the new "
+            "weights (a prefill of all running requests), or (vLLM) kept: their next tokens then "
+            "belong to neither version, which their ratios show"
+        ),
+    ] = "recompute"
+    pool: PoolConfig = PoolConfig()
+
+    client: ClassVar[Callable[..., Server]]  # of one server; for options see RemoteServer
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
+        self.check_urls()
+        able = self.capabilities
+        for key, text, is_able, remedy in (
+            ("weights", "ipc", able.can_map, "directory"),
+            ("lora", "adapter", able.has_adapters, "merged"),
+            ("update_kv", "keep", able.keeps_cache, "recompute"),
+        ):
+            if getattr(self, key) == text and not is_able:
+                raise ConfigError(
+                    f'engine.{key} = "{text}" is for vLLM; use "{remedy}" with {self.kind} servers'
+                )
+        if self.lora == "adapter" and self.weights != "directory":
+            raise ConfigError(
+                'engine.lora = "adapter" goes through a directory; remove engine.weights'
+            )
+        if self.servers is not None and self.servers.quantization:
+            raise ConfigError(
+                "engine.servers.quantization: the servers of a policy get the learner's weights, "
+                "which are not quantized; remove it (roles may be quantized)"
+            )
+        if self.pool.max_outage_s < self.pool.load_timeout_s:
+            raise ConfigError(
+                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below "
+                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads "
+                "weights"
+            )
+
+    def check_urls(self, key: str = "engine") -> None:
+        """Raises ConfigError for an invalid URL."""
+        for url in self.urls:
+            base_url(url, f"{key}.urls")
+
+    @property
+    def launched(self) -> ServersConfig | None:
+        return None if self.runs_elsewhere else self.servers or ServersConfig()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        return bool(self.urls or self.urls_file)
+
+    @property
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
+        return "adapter" if self.lora == "adapter" else self.weights
+
+    @property
+    def reports_entropies(self) -> bool:
+        return self.entropies == "all"
+
+    @property
+    def is_shared(self) -> bool:
+        # With the cache kept, and with adapters, the salt or adapter of a request changes with each
+        # update, which workers would learn too late: their turns go through the controller.
+        return self.update_kv == "recompute" and self.lora == "merged"
+
+    def check_colocated(self, key: str, how: bool | str = True) -> None:
+        super().check_colocated(key, how)
+        if self.weights == "broadcast":
+            raise ConfigError(
+                f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
+                'learner sends, on their own GPUs; use "ipc" (vLLM) or "directory"'
+            )
+        if self.weights == "ipc" and self.launched is None:
+            raise ConfigError(
+                f'{key}: engine.weights = "ipc" needs servers that the run starts next to the '
+                'learner; remove engine.urls, or use "directory"'
+            )
+        servers = self.servers or ServersConfig()
+        if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
+            raise ConfigError(
+                f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: next to an "
+                f"offloaded learner on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is "
+                "available, since the learner's CUDA context stays there"
+            )
+
+    async def check_reachable(self, key: str = "engine") -> None:
+        urls, key = self.urls, f"{key}.{'urls_file' if self.urls_file else 'urls'}"
+        if self.urls_file:
+            urls = await in_thread(read_urls, Path(self.urls_file))
+        found = await asyncio.gather(*(why_unreachable(url, key) for url in urls))
+        if urls and all(found):  # a run can start without some of them
+            raise ConfigError(
+                f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running and "
+                "reachable from this machine?"
+            )
+
+    async def start(self, given: EngineStart) -> EnginePool:
+        """Start the servers, or connect to running ones; returns a pool that serves the model."""
+        model = await in_thread(given.model.absolute)  # servers run in another folder
+        vocabulary = vocab_size(model)
+        make = self.server_maker(vocabulary)
+        urls, launched = self.urls, self.launched
+        if launched is not None:
+            served = Served(
+                self.kind,
+                model,
+                given.use,
+                self.max_model_len,
+                trained=True,
+                weights=self.weights,
+                colocated=given.colocated,
+                lora_rank=given.lora_rank,
+                gate=given.gate,
+            )
+            key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
+            urls = await given.servers.start(served, launched, key)
+        elif self.urls_file:
+            urls = await in_thread(read_urls, Path(self.urls_file))
+        pool = EnginePool(
+            [make(url) for url in urls],
+            model,
+            given.policy_version,
+            vocab_size=vocabulary,
+            eos_ids=read_eos_ids(model, given.tokenizer),
+            config=self.pool,
+            name=f"agentenv-{secrets.token_hex(6)}",
+            seed=given.seed,
+            adapter=given.adapter,
+            entropies=self.entropies,
+        )
+        given.stack.push_async_callback(pool.close)
+        await pool.start(fresh=launched is not None and given.adapter is None)
+        if given.lora_rank:
+            pool.require("adapters")
+        if self.weights != "directory":
+            pool.require(self.weights)
+        if pool.max_model_len:
+            check_context(given.limits, pool.max_model_len)
+        if launched is not None:
+            follow(given.servers, pool, make)
+        if self.urls_file:
+            watching = asyncio.create_task(watch_urls(Path(self.urls_file), pool, make))
+            given.stack.callback(watching.cancel)
+        return pool
+
+    def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
+        """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
+        api_key = read_key(self.api_key_env, "engine.api_key_env")
+
+        def make(url: str) -> Server:
+            return type(self).client(
+                url,
+                entropy_top_k=self.entropy_top_k,
+                load_s=self.pool.load_timeout_s,
+                vocab_size=vocabulary,
+                api_key=api_key,
+                update_kv=self.update_kv,
+            )
+
+        return make
+
+    def _positions(self, model_config: dict[str, Any]) -> int:
+        return num_stretched_positions(model_config)
+
+
+def follow(servers: ServerStarter, pool: EnginePool, make: Callable[[str], Server]) -> None:
+    """Add and remove servers that move to another machine."""
+    servers.follow(
+        lambda url: pool.add_server(make(url)), lambda url: pool.remove_server(make(url).name)
+    )
+
+
+async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
+    """Add servers that appear in the file, and remove those that disappear from it."""
+    known = {make(url).name for url in await in_thread(read_urls, path)}
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        try:
+            servers = [make(url) for url in await in_thread(read_urls, path)]
+        except ConfigError as error:  # incomplete or invalid: change nothing
+            logger.warning("%s", error)
+            continue
+        for server in servers:
+            if server.name not in known:
+                logger.warning("%s joins", server.name)
+                pool.add_server(server)
+        for name in known - {server.name for server in servers}:
+            logger.warning("%s leaves", name)
+            pool.remove_server(name)
+        known = {server.name for server in servers}
+
+
+def read_urls(path: Path) -> list[str]:
+    """One URL per line; empty lines and # comments are skipped. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"engine.urls_file: {path} cannot be read: {error}") from error
+    urls = [line.partition("#")[0].strip() for line in lines]
+    urls = [url for url in urls if url]
+    if not urls:
+        raise ConfigError(f"engine.urls_file: {path} lists no server")
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"engine.urls_file: {path} lists a server twice")
+    return urls

@@ -1,0 +1,146 @@
+"""Inside the sandbox of a program: its use of CPU, memory, processes and disk, against its limits.
+Needs only the standard library."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentenv.envs.sandbox import process_table as table
+else:  # inside the sandbox, only these files exist
+    import process_table as table
+
+DISK_EVERY_S = 1.0  # minimum interval; at most a tenth of the time is spent on it
+TICKS_A_S = os.sysconf("SC_CLK_TCK")
+
+
+class Watch:
+    """Resource usage of all processes of a program: the descendants of this process or, with
+    copies, those in its network namespace. A copy has the descriptors `folders`, and the CPU time
+    `cpu_s` before its creation."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        space: int = 0,
+        folders: list[int] | None = None,
+        cpu_s: float = 0.0,
+    ) -> None:
+        self._limits: dict[str, int] = settings["limits"]
+        self._folders: list[str] = settings["watched"]
+        self._copied = folders
+        self._seen: dict[int, float] = {}  # CPU seconds by process, also of ended ones
+        self._disk_at = 0.0
+        self._by_space = bool(settings["snapshots"])
+        self.space = table.space_of(os.getpid()) if folders is None else space
+        self.cpu_s = self._before_s = cpu_s
+        self.num_left = 0
+
+    def processes(self) -> list[int]:
+        """All of them."""
+        if not self._by_space:
+            return _descendants()
+        own = os.getpid()
+        return [
+            one for one in table.processes() if one != own and table.space_of(one) == self.space
+        ]
+
+    def ended(self, state: int | None) -> dict[str, Any]:
+        """The report of the program's end, empty while it runs; `state` is its exit state."""
+        if state is None:
+            return {}
+        self.num_left = len(self.look())
+        code = os.waitstatus_to_exitcode(state)
+        return {"exit": code} if code >= 0 else {"signal": -code}
+
+    def limit(self) -> dict[str, Any]:
+        """The reached limit, empty if none."""
+        found = self.look()
+        taken = {
+            "cpu": self.cpu_s,
+            "memory": sum(memory for _, memory in found.values()),
+            "processes": len(found),
+        }
+        now = time.monotonic()
+        if now >= self._disk_at:
+            taken["disk"] = (
+                sum(map(disk_bytes_of, self._folders))
+                if self._copied is None
+                else used_bytes(self._copied)
+            )
+            self._disk_at = now + max(DISK_EVERY_S, 10 * (time.monotonic() - now))
+        for name, value in taken.items():
+            if value > self._limits[name]:
+                return {"limit": name}
+        return {}
+
+    def look(self) -> dict[int, tuple[float, int]]:
+        """CPU seconds and bytes of each process."""
+        found = {pid: one for pid in self.processes() if (one := _figures(pid)) is not None}
+        self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}
+        times = os.times()
+        reaped = 0.0 if self._by_space else times.children_user + times.children_system
+        live = sum(seconds for seconds, _ in found.values())
+        used = max(reaped + live, sum(self._seen.values()))
+        self.cpu_s = max(self.cpu_s, self._before_s + used)
+        return found
+
+
+def _descendants() -> list[int]:
+    """All descendants of this process: in its own namespace, all processes."""
+    pids = table.processes()
+    own = os.getpid()
+    if own == 1:
+        return [pid for pid in pids if pid != own]
+    parents = {pid: parent for pid in pids if (parent := table.parent_of(pid)) is not None}
+    found, known = list[int](), {own}
+    while more := [pid for pid, parent in parents.items() if parent in known and pid not in known]:
+        known.update(more)
+        found += more
+    return found
+
+
+def _figures(pid: int) -> tuple[float, int] | None:
+    fields = table.stat_of(pid)
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return None
+    if not fields:
+        return None
+    seconds = (int(fields[11]) + int(fields[12])) / TICKS_A_S
+    return seconds, (resident - shared) * resource.getpagesize()
+
+
+def disk_bytes_of(folder: str) -> int:
+    """Disk usage of all files below a folder, including directories; links are not followed, and
+    mounts do not count."""
+    total, folders = 0, [folder]
+    device = os.stat(folder).st_dev
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    if found.st_dev != device:
+                        continue
+                    total += found.st_blocks * 512 + 256
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError:
+            continue
+    return total
+
+
+def used_bytes(folders: Iterable[int]) -> int:
+    """Bytes in the file systems of these descriptors."""
+    total = 0
+    for fd in folders:
+        found: Any = os.fstatvfs(fd)
+        total += (found.f_blocks - found.f_bfree) * found.f_frsize
+    return total

@@ -1,0 +1,245 @@
+"""Laws of the credits of turns: Tree-GRPO, GiGPO, and those of the study."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.errors import ConfigError
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.credit import TreeCredit
+from agentenv.learners.gigpo import GiGPO
+from agentenv.learners.tree_grpo import TreeGRPO
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
+from benchmarks.experiments.turnwise import Turnwise
+from tests.learners.trees import random_tree
+
+SIZE = 2
+trees = st.builds(
+    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+)
+PRESETS = {
+    "turnwise": Turnwise(group_size=SIZE, weight_exponent=0.5),
+    "treerl": Turnwise(group_size=SIZE, local=1.0, weight_exponent=0.5),
+    "tempo": Turnwise(group_size=SIZE, local=1.0, weight_exponent=1.0),
+    "at2po": Turnwise(group_size=SIZE, value="softmax", weight_exponent=1.0),
+    "children": Turnwise(group_size=SIZE, value="children", local=0.5),
+    "tree_grpo": TreeGRPO(group_size=SIZE),
+    "gigpo": GiGPO(group_size=SIZE, evidence=0.0),
+}
+presets = pytest.mark.parametrize("algorithm", PRESETS.values(), ids=PRESETS)
+
+
+def credit_of(algorithm: Algorithm, tree: TrajectoryTree) -> TreeCredit:
+    found = algorithm.credit(tree)
+    assert found is not None
+    return found
+
+
+def advantages(algorithm: Algorithm, tree: TrajectoryTree) -> np.ndarray:
+    """A_n of each node that is trained, nan elsewhere."""
+    credit = credit_of(algorithm, tree)
+    with np.errstate(invalid="ignore"):
+        return np.where(
+            credit.weight > 0, (credit.adv_pos + credit.adv_neg) / credit.weight, np.nan
+        )
+
+
+def flat_tree(seed: int, count: int = 6) -> TrajectoryTree:
+    rng = Random(seed)
+    nodes = [Node(0, None, observation_ids=[7])]
+    for branch in range(count):
+        parent = 0
+        for turn in range(3):
+            end = "terminated" if turn == 2 else None
+            node = Node(
+                len(nodes), parent, str(branch), action_ids=[1, 2], logprobs=[-1.0] * 2,
+                entropies=[rng.random()] * 2, observation_ids=[] if end else [branch, turn, 9],
+                reward=rng.choice([0.0, 1.0]) if end else 0.0, end=end,
+            )  # fmt: skip
+            parent = node.index
+            nodes.append(node)
+    return TrajectoryTree(Task("t", "e", "q", ("a",)), nodes=nodes, num_roots=count)
+
+
+def shuffled(tree: TrajectoryTree, seed: int) -> tuple[TrajectoryTree, list[int]]:
+    """The same tree with its nodes in another order that keeps parents first; old indices."""
+    rng, order, left = Random(seed), [0], list(range(1, len(tree.nodes)))
+    while left:
+        free = [one for one in left if tree.nodes[one].parent in order]
+        order.append(chosen := rng.choice(free))
+        left.remove(chosen)
+    place = {old: new for new, old in enumerate(order)}
+    nodes = []
+    for old in order:
+        values = {name: getattr(tree.nodes[old], name) for name in Node.__struct_fields__}
+        parent = values["parent"]
+        values |= {"index": place[old], "parent": None if parent is None else place[parent]}
+        nodes.append(Node(**values))
+    return TrajectoryTree(tree.task, nodes=nodes, num_roots=tree.num_roots), order
+
+
+@pytest.mark.parametrize("name", ["turnwise", "treerl", "tempo", "at2po", "children"])
+@given(seed=st.integers(0, 1000))
+def test_a_flat_tree_has_the_credit_of_grpo(name: str, seed: int) -> None:
+    tree, local = flat_tree(seed), PRESETS[name].local
+    expected = credit_of(GRPO(group_size=SIZE), tree)
+    found = credit_of(PRESETS[name], tree)
+    first = [node.index for node in tree.nodes if node.parent == 0]
+    scale = np.ones(len(tree.nodes))
+    scale[first] += local  # V - V(parent) is that of the whole path there, and 0 below
+    np.testing.assert_allclose(found.adv_pos[1:], (expected.adv_pos * scale)[1:], atol=1e-12)
+    np.testing.assert_allclose(found.adv_neg[1:], (expected.adv_neg * scale)[1:], atol=1e-12)
+    np.testing.assert_array_equal(found.weight[1:], expected.weight[1:])
+
+
+@given(trees)
+def test_hard_sharing_of_arpo_is_a_preset_to_the_bit(tree: TrajectoryTree) -> None:
+    for sharing in ("hard", "soft"):
+        arpo = credit_of(ARPO(group_size=SIZE, sharing=sharing), tree)
+        found = credit_of(Turnwise(group_size=SIZE, weight_exponent=1.0, sharing=sharing), tree)
+        for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(arpo, name))
+
+
+@presets
+@given(tree=trees, seed=st.integers(0, 100))
+def test_the_order_of_nodes_changes_nothing(
+    algorithm: Algorithm, tree: TrajectoryTree, seed: int
+) -> None:
+    other, order = shuffled(tree, seed)
+    expected, found = credit_of(algorithm, tree), credit_of(algorithm, other)
+    for name in ("adv_pos", "adv_neg", "weight"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name)[order], atol=1e-9)
+
+
+@presets
+@given(tree=trees)
+def test_a_failed_leaf_changes_nothing(algorithm: Algorithm, tree: TrajectoryTree) -> None:
+    before = credit_of(algorithm, tree)
+    tree.add(tree.root, branch="9", action_ids=[1], logprobs=[-1.0], entropies=[0.3])
+    tree.nodes[-1].end, tree.nodes[-1].error, tree.nodes[-1].reward = "failed", "x", 9.0
+    after = credit_of(algorithm, tree)
+    np.testing.assert_array_equal(after.adv_pos[:-1], before.adv_pos)
+    np.testing.assert_array_equal(after.adv_neg[:-1], before.adv_neg)
+    assert after.weight[-1] == 0
+
+
+@presets
+@given(tree=trees)
+def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryTree) -> None:
+    for node in tree.nodes:
+        node.reward = 0.7 if node.end is not None else 0.0
+    if isinstance(algorithm, GiGPO):  # lengths differ, and so do discounted rewards
+        algorithm = GiGPO(group_size=SIZE, discount=1.0, evidence=0.0)
+    credit = credit_of(algorithm, tree)
+    np.testing.assert_allclose(credit.adv_pos, 0, atol=1e-15)
+    np.testing.assert_allclose(credit.adv_neg, 0, atol=1e-15)
+
+
+@given(trees)
+def test_a_turn_has_the_mean_of_its_leaves_and_the_square_root_of_their_number(
+    tree: TrajectoryTree,
+) -> None:
+    group = credit_of(GRPO(group_size=SIZE), tree)
+    paths = [path.path for path in tree.trajectories()]
+    found = credit_of(PRESETS["turnwise"], tree)
+    values = advantages(PRESETS["treerl"], tree)
+    mean = {}
+    for node in tree.nodes:
+        below = [group.advantages[path[-1].index] for path in paths if node in path]
+        mean[node.index] = np.mean(below)
+        assert found.weight[node.index] == pytest.approx(len(below) ** 0.5)
+        if node.index:
+            own = mean[node.index]
+            assert advantages(PRESETS["turnwise"], tree)[node.index] == pytest.approx(own)
+            assert values[node.index] == pytest.approx(2 * own - mean[node.parent], abs=1e-9)
+
+
+@given(trees)
+def test_a_value_of_children_counts_each_child_once_or_by_its_entropy(tree: TrajectoryTree) -> None:
+    group = credit_of(GRPO(group_size=SIZE), tree)
+    rng = Random(1)
+    for node in tree.nodes[1:]:
+        node.entropies = [rng.random() for _ in node.action_ids]
+
+    def value(node: Node, by_entropy: bool) -> float:
+        children = [one for one in tree.nodes if one.parent == node.index]
+        if not children:
+            return float(group.advantages[node.index])
+        weights = [np.exp(np.mean(one.entropies)) if by_entropy else 1.0 for one in children]
+        values = [value(one, by_entropy) for one in children]
+        return float(np.average(values, weights=weights))
+
+    for name, by_entropy in (("children", False), ("softmax", True)):
+        found = advantages(Turnwise(group_size=SIZE, value=name), tree)
+        for node in tree.nodes[1:]:
+            assert found[node.index] == pytest.approx(value(node, by_entropy), abs=1e-6)
+
+
+@given(trees)
+def test_tree_grpo_adds_the_comparison_within_a_root(tree: TrajectoryTree) -> None:
+    paths = [path.path for path in tree.trajectories()]
+    returns = np.array([sum(node.reward for node in path) for path in paths])
+    roots = np.array([path[1].index for path in paths])
+
+    def normal(values: np.ndarray) -> np.ndarray:
+        if len(values) < 2 or np.ptp(values) == 0:
+            return np.zeros(len(values))
+        return (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+
+    expected = normal(returns)
+    for root in set(roots):
+        expected[roots == root] += normal(returns[roots == root])
+    credit = credit_of(TreeGRPO(group_size=SIZE), tree)
+    np.testing.assert_allclose(
+        credit.advantages[[path[-1].index for path in paths]], expected, atol=1e-9
+    )
+
+
+def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
+    """Four roots; two of them reach the state [5], where one acts right and one wrong."""
+    nodes = [Node(0, None, observation_ids=[7])]
+    for branch, (seen, reward) in enumerate([([5], 1.0), ([5], 0.0), ([6], 1.0), ([8], 0.0)]):
+        first = Node(len(nodes), 0, str(branch), action_ids=[1], observation_ids=seen)
+        nodes += [first]
+        nodes += [
+            Node(len(nodes), first.index, str(branch), action_ids=[2], reward=reward,
+                 end="terminated")
+        ]  # fmt: skip
+    tree = TrajectoryTree(Task("t", "e", "q", ("a",)), nodes=nodes, num_roots=4)
+    plain = advantages(GRPO(group_size=4), tree)
+    for evidence, share in ((0.0, 1.0), (2.0, 0.5)):
+        found = advantages(GiGPO(group_size=4, evidence=evidence, discount=0.5), tree) - plain
+        assert found[[2, 4]] == pytest.approx([0.5 * share, -0.5 * share])
+        assert found[[6, 8]] == pytest.approx([0.0, 0.0]), "alone in their states"
+        first = 4 / (4 + evidence)  # all four begin in one state, with Q = 0.5 r
+        assert found[[1, 3, 5, 7]] == pytest.approx(np.array([1, -1, 1, -1]) * 0.25 * first)
+    nodes[5].info["state_key"] = "five"
+    nodes[1].info["state_key"] = "five"
+    found = advantages(GiGPO(group_size=4, evidence=0.0, discount=0.5), tree) - plain
+    assert found[[2, 4]] == pytest.approx([0.0, 0.0]), "the key of the environment decides"
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"compat": "reference"}, "compat"),
+        ({"sharing": "soft", "local": 1.0}, "sharing"),
+        ({"step_rewards": "to_go", "value": "children"}, "step_rewards"),
+        ({"kl_reward": 0.1}, "name"),
+        ({"aggregation": "seq-mean-token-mean"}, "name"),
+    ],
+)
+def test_incompatible_keys_are_refused(keys: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{why}: "):
+        Turnwise(**keys)  # type: ignore[arg-type]
