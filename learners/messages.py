@@ -300,8 +300,9 @@ def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCom
     if not isinstance(command, Update):
         return command
     rest = iter(trees)
-    whole = [[*islice(rest, size)] for size in command.sizes]
-    return replace(command, minibatches=whole, sizes=[])
+    minibatches = [[*islice(rest, size)] for size in command.sizes]
+    whole: Any = replace(command, minibatches=minibatches, sizes=[])
+    return whole  # type: ignore[no-any-return]
 
 
 Reply = (
