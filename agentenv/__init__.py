@@ -1,6 +1,6 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines.api, loaded on first use.
+`agentenv.train` and `agentenv.evaluate` are those of agentenv.training.api, loaded on first use.
 
 Custom environments can import their names from here; the rest is in these files:
 
@@ -61,9 +61,8 @@ Custom environments can import their names from here; the rest is in these files
 from pathlib import Path
 from typing import Any
 
-from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
-from agentenv.env import Env, EnvWrapper, Grade, Grader, StepResult, env_ids, make, register, shared
-from agentenv.errors import (
+from agentenv.adapters.cold_start import demonstrate, texts_of, tiny_model, write_rows
+from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
     DataError,
@@ -74,11 +73,22 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
-from agentenv.registry import loaded
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
-from agentenv.tree import Trajectory, TrajectoryTree
-from agentenv.types import Limit, Message, Task, ToolCall, ToolResult
+from agentenv.base.registry import loaded
+from agentenv.base.tree import Trajectory, TrajectoryTree
+from agentenv.base.types import Limit, Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import (
+    Env,
+    EnvWrapper,
+    Grade,
+    Grader,
+    StepResult,
+    env_ids,
+    make,
+    register,
+    shared,
+)
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool, Tool, ToolLimits, tool
 
 __all__ = [
     "AgentEnvError",
@@ -121,7 +131,7 @@ __all__ = [
 if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
     __path__.append(str(_clone.parent))
 
-_OFFERED = {name: f"agentenv.pipelines.api:{name}" for name in ("evaluate", "train")}
+_OFFERED = {name: f"agentenv.training.api:{name}" for name in ("evaluate", "train")}
 
 
 def __getattr__(name: str) -> Any:

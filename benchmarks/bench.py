@@ -41,10 +41,10 @@ import msgspec
 from msgspec.structs import asdict
 from rich.table import Table
 
-from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.tables import bare_table
-from agentenv.pipelines.run.terminal import View
+from agentenv.assembly.run.arguments import Parser
+from agentenv.assembly.run.tables import bare_table
+from agentenv.assembly.run.terminal import View
+from agentenv.base.errors import AgentEnvError, ConfigError
 
 Reporter = Callable[[str], None]
 
@@ -393,8 +393,8 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
 
 def run_simulation(options: argparse.Namespace, view: View) -> int:
     """Predict a run under its own settings and under other settings."""
-    from agentenv.config import load_config
-    from agentenv.pipelines.config.rl import TrainConfig  # slow to load; --help needs no config
+    from agentenv.assembly.keys.rl import TrainConfig  # slow to load; --help needs no config
+    from agentenv.base.config import load_config
     from benchmarks.parts.simulation import advice, fitted, recorded, simulate, together, variants
     from benchmarks.parts.timings import read_trace
 

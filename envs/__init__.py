@@ -4,7 +4,7 @@ An installed agentenv registers these ids by its entry points (pyproject.toml); 
 registered for a bare checkout.
 """
 
-from agentenv.env import register
+from agentenv.contract.env import register
 
 register("agentenv/Quickstart-v0", "agentenv.envs.quickstart:QuickstartEnv")
 register("agentenv/CodeInterpreter-v0", "agentenv.envs.code_interpreter:CodeInterpreterEnv")
@@ -12,5 +12,5 @@ register("agentenv/WebSearch-v0", "agentenv.envs.web_search:WebSearchEnv")
 register("agentenv/QAGrader-v0", "agentenv.envs.qa_grader:QAGraderEnv")
 register("agentenv/DeepSearch-v0", "agentenv.envs.deep_search:DeepSearchEnv")
 register("agentenv/Program-v0", "agentenv.envs.program:ProgramEnv")
-register("agentenv/OpenEnv-v0", "agentenv.envs.openenv:OpenEnv")
-register("agentenv/Verifiers-v0", "agentenv.envs.verifiers_env:VerifiersEnv")
+register("agentenv/OpenEnv-v0", "agentenv.envs.bridges.openenv:OpenEnv")
+register("agentenv/Verifiers-v0", "agentenv.envs.bridges.verifiers_env:VerifiersEnv")

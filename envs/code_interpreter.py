@@ -14,15 +14,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.env import ForkMode, shared
+from agentenv.base.errors import ToolError
+from agentenv.base.types import Task, ToolResult
+from agentenv.contract.env import ForkMode, shared
+from agentenv.contract.tool_env import Prompt, ToolEnv
+from agentenv.contract.tools import argument_schema, read_arguments
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.keys import PythonConfig, python_config
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from agentenv.errors import ToolError
-from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.tools import argument_schema, read_arguments
-from agentenv.types import Task, ToolResult
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the first call after a fork replays the earlier cells

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Task
+from agentenv.contract.tool_env import Prompt
+from agentenv.contract.tools import ToolLimits
 from agentenv.envs.code_interpreter import interpreter
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig, python_config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.web_search import WebSearchEnv
-from agentenv.errors import ConfigError
-from agentenv.prompt import preset
-from agentenv.tool_env import Prompt
-from agentenv.tools import ToolLimits
-from agentenv.types import Task
+from agentenv.text.prompt import preset
 
 
 class DeepSearchEnv(WebSearchEnv):

@@ -24,16 +24,16 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
-from agentenv.call_syntax import after_thoughts
-from agentenv.config import build_config
-from agentenv.env import Grader, StepResult, shared
-from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
-from agentenv.result_cache import ResultCache
-from agentenv.server_config import ChatModelConfig
-from agentenv.tool_env import ToolEnv, call_in_time, printable_text
-from agentenv.tools import StatelessTool, Tool, ToolSource
-from agentenv.types import Info, Message, Task, ToolResult
-from agentenv.untrusted import decode_text
+from agentenv.base.config import build_config
+from agentenv.base.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.types import Info, Message, Task, ToolResult
+from agentenv.base.untrusted import decode_text
+from agentenv.contract.env import Grader, StepResult, shared
+from agentenv.contract.server_config import ChatModelConfig
+from agentenv.contract.tool_env import ToolEnv, call_in_time, printable_text
+from agentenv.contract.tools import StatelessTool, Tool, ToolSource
+from agentenv.text.call_syntax import after_thoughts
 
 ANSWER = "<answer>"
 GREETING = "Hello! How can I help you?"  # a model's first turn, which the question answers
@@ -106,7 +106,7 @@ class ModelUser:
     replies within a process."""
 
     def __init__(self, config: ModelUserConfig) -> None:
-        from agentenv.engines.remote.chat_model import ChatModel
+        from agentenv.text.chat_model import ChatModel
 
         self.config = config
         self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
@@ -136,8 +136,8 @@ class ModelUser:
         return body
 
     async def _request(self, body: dict[str, Any]) -> bytes:
-        from agentenv.engines.remote.chat_model import read_reply
-        from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
+        from agentenv.contract.http_client import MalformedReplyError, RequestRefusedError
+        from agentenv.text.chat_model import read_reply
 
         try:
             return read_reply(await self._model.reply(body)).text.encode("utf-8", "replace")

@@ -39,21 +39,21 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, split_thoughts
-from agentenv.config import ESSENTIAL, PATH, build_config
-from agentenv.deadline import admitted
-from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
+from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.base.deadline import admitted
+from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
+from agentenv.base.offload import in_thread
+from agentenv.base.registry import loaded
+from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
+from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
-from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
-from agentenv.offload import in_thread
-from agentenv.registry import loaded
-from agentenv.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
+from agentenv.text.call_syntax import call_marks, split_thoughts
 
 if TYPE_CHECKING:
-    from agentenv.endpoint.capture import Endpoint, ProgramCall, Session
+    from agentenv.endpoint.capture import CaptureSession, Endpoint, ProgramCall
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class ProgramEnv:
         self._replays = shared(("replays", key), lambda: Replays(self.config.min_replay_rate))
         self._seed = 0
         self._endpoint: Endpoint | None = None
-        self._session: Session | None = None
+        self._session: CaptureSession | None = None
         self._program: Program | None = None
         self._written: list[Message] = []
         self._worked_s = 0.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agentenv.base.types import Task
+from agentenv.contract.tool_env import Prompt, ToolEnv
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import AnswerReward, ExactMatch, ToolReward, make_grader
-from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.types import Task
 
 # custom environments import graders from here
 __all__ = [

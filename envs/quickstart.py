@@ -10,13 +10,13 @@ from math import prod
 from random import Random
 from typing import Any
 
+from agentenv.base.types import Task
+from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import PythonTool, shared_sandbox
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.web_search import SearchTool
-from agentenv.tool_env import ToolEnv
-from agentenv.types import Task
 
 
 class QuickstartEnv(ToolEnv):

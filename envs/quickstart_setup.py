@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from agentenv.cold_start import tiny_model, tiny_tokenizer
-from agentenv.disk import write_whole
+from agentenv.adapters.cold_start import tiny_model, tiny_tokenizer
+from agentenv.base.disk import write_whole
 from agentenv.envs.quickstart import (
     HABITS,
     KINDS,

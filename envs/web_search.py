@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.config import build_config
-from agentenv.env import shared
+from agentenv.base.config import build_config
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Info, Message, Task, ToolResult
+from agentenv.contract.env import shared
+from agentenv.contract.tool_env import Prompt, ToolEnv
+from agentenv.contract.tools import StatelessTool, argument_schema, read_arguments
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s
@@ -22,10 +26,6 @@ from agentenv.envs.search.service import (
     shared_service,
     update_episodes,
 )
-from agentenv.offload import in_thread
-from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.tools import StatelessTool, argument_schema, read_arguments
-from agentenv.types import Info, Message, Task, ToolResult
 
 NO_RESULTS = "No results."
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentenv.config import load_config
-from agentenv.pipelines.config.help import KeysParser, add_key_help, refuse_verl_keys
-from agentenv.pipelines.run.arguments import EXIT_MISSING, LATEST
-from agentenv.pipelines.serving.gpus import ASSUMED_GPU_GIB
+from agentenv.assembly.keys.help import KeysParser, add_key_help, refuse_verl_keys
+from agentenv.assembly.run.arguments import EXIT_MISSING, LATEST
+from agentenv.assembly.serving.gpus import ASSUMED_GPU_GIB
+from agentenv.base.config import load_config
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.run.rundir import RunDirectory
-    from agentenv.pipelines.run.terminal import View
+    from agentenv.assembly.run.rundir import RunDirectory
+    from agentenv.assembly.run.terminal import View
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, "RunDirectory", "View", str], Coroutine[Any, Any, None]]
@@ -154,7 +154,7 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.pipelines.run.terminal import View, exit_code_of  # a late import: fast --help
+    from agentenv.assembly.run.terminal import View, exit_code_of  # a late import: fast --help
 
     view = View()
     return exit_code_of(
@@ -173,8 +173,8 @@ def _run(
     suggest: Suggest | None,
 ) -> int:
     """Read the configuration, then do the work or the dry run; returns the exit code."""
-    from agentenv.pipelines.run.terminal import run_until_done
-    from agentenv.pipelines.setup.session import run_session
+    from agentenv.assembly.parts.session import run_session
+    from agentenv.assembly.run.terminal import run_until_done
 
     left_out: list[str] = []
     config: Any = load_config(
@@ -188,7 +188,7 @@ def _run(
     if arguments.dry_run:
         for line in left_out:
             view.log(line)
-        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
+        from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
     resume = arguments.resume
@@ -203,7 +203,7 @@ def _run(
 
 def _viewer(folder: Path, view: View) -> AbstractContextManager[None]:
     """Inside, a server shows the run in the browser."""
-    from agentenv.pipelines.viewing.page import viewed  # loads a server
+    from agentenv.lab.viewing.page import viewed  # loads a server
 
     # The address contains a token, which must not get into a log.
     return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.disk import write_whole
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import KeysParser
-from agentenv.pipelines.evaluation.store import ROWS_FILE
-from agentenv.pipelines.run.terminal import View, exit_code_of
-from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
+from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import ConfigError
+from agentenv.evaluation.store import ROWS_FILE
+from agentenv.evaluation.sweep import START, SWEEP_FILE, read_made, runs_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _levels(text: str) -> list[float]:
 def _run(options: argparse.Namespace, view: View) -> int:
     if all((one / ROWS_FILE).is_file() for one in options.runs):
         return _compare_evaluations(options.runs, options.out, view)
-    from agentenv.pipelines.sets import comparison  # slow to load
+    from agentenv.evaluation import sets as comparison
 
     levels = _levels(options.levels)
     baseline, unfinished = options.baseline, list[Path]()
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
 
 
 def _compare_evaluations(folders: Sequence[Path], out: Path | None, view: View) -> int:
-    from agentenv.pipelines.evaluation.compare import compare  # slow to load
+    from agentenv.evaluation.compare import compare  # slow to load
 
     if len(folders) != 2:
         raise ConfigError(f"expected two evaluations, got {len(folders)}")

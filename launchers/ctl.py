@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-from agentenv.errors import ConfigError, ForeignError
-from agentenv.pipelines.run import control
-from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
-from agentenv.pipelines.run.control import Reply, Request, UnreachableError
-from agentenv.pipelines.run.rundir import LockHolder
-from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.run.terminal import View, exit_code_of
-from agentenv.untrusted import decode, decode_loose
+from agentenv.assembly.run import control
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.control import Reply, Request, UnreachableError
+from agentenv.assembly.run.rundir import LockHolder
+from agentenv.assembly.run.tables import Table
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.untrusted import decode, decode_loose
 
 MakeRequest = Callable[[argparse.Namespace], Request]
 
@@ -186,7 +186,7 @@ def show(reply: Reply, view: View) -> None:
         case control.RequestDone():
             for line in reply.lines:
                 view.log(line)
-        case control.RequestRefused():
+        case control.ControlRefused():
             view.fail(reply.why)
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.setup.checks import CheckResult
+    from agentenv.assembly.parts.checks import CheckResult
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments, 130 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["audit"]:
-        from agentenv.pipelines.diagnosis.audit import main as audit
+        from agentenv.lab.diagnosis.audit import main as audit
 
         return audit(given[1:])
     arguments = make_parser().parse_intermixed_args(given)
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    from agentenv.pipelines.diagnosis.doctor import examine, show  # slow to load
+    from agentenv.lab.diagnosis.doctor import examine, show  # slow to load
 
     results: list[CheckResult] = []
     async for result in examine(

@@ -1,9 +1,9 @@
 """Preference training: `agentenv dpo CONFIG [key.sub=value ...] [--resume [WHICH]]`.
 
 Reads pairs of a chosen and a rejected answer and trains on the policy's own tokens in them by
-direct preference optimization (learners/dpo.py). With --self-critic N, CONFIG is a configuration of
-`agentenv train` with a table [self_critic], and the policy generates the pairs itself, in N rounds.
-See docs/sft.md.
+direct preference optimization (learners/ranks/dpo.py). With --self-critic N, CONFIG is a
+configuration of `agentenv train` with a table [self_critic], and the policy generates the pairs
+itself, in N rounds. See docs/sft.md.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from agentenv.errors import ConfigError
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import DPORunConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.errors import ConfigError
 from agentenv.launchers.command import Work, make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import DPORunConfig
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.supervised.objectives import PreferenceObjective
-from agentenv.pipelines.supervised.run import train_supervised
+from agentenv.training.supervised.objectives import PreferenceObjective
+from agentenv.training.supervised.run import train_supervised
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,8 +72,8 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.pipelines.rl.rounds import run_rounds  # slow to load
-        from agentenv.pipelines.rl.training import Training
+        from agentenv.training.loop.rounds import run_rounds  # slow to load
+        from agentenv.training.loop.training import Training
 
         return run_rounds(Training(config, run, view, resume=resume), num_rounds)
 

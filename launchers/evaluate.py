@@ -17,20 +17,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import require_train
-from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
-from agentenv.model_files import fetch_from_hub, find_on_hub
-from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
-from agentenv.pipelines.config.help import KeysParser
-from agentenv.pipelines.evaluation.report import write_report
-from agentenv.pipelines.evaluation.run import (
+from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
+from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.serving.gpus import gpus_for_others
+from agentenv.base.errors import require_train
+from agentenv.base.model_files import fetch_from_hub, find_on_hub
+from agentenv.evaluation.report import write_report
+from agentenv.evaluation.run import (
     FOLDER,
     chosen_sets,
     default_folder,
     evaluate_and_report,
 )
-from agentenv.pipelines.evaluation.subject import (
+from agentenv.evaluation.subject import (
     LAST,
     START,
     check_directory,
@@ -38,9 +39,8 @@ from agentenv.pipelines.evaluation.subject import (
     find_subject,
     is_url,
 )
-from agentenv.pipelines.run.checkpoints import BEST
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving.gpus import gpus_for_others
+from agentenv.launchers import compare
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
-        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
+        from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if subject.model is not None:
@@ -183,7 +183,7 @@ def _regrade(argv: Sequence[str]) -> int:
     given, view = parser.parse_args(argv), View()
 
     def work() -> None:
-        from agentenv.pipelines.evaluation.regrade import regrade
+        from agentenv.evaluation.regrade import regrade
 
         asyncio.run(regrade(given.folder, given.overrides, view))
         view.suggest(next_commands(given.folder))

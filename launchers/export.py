@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
-from agentenv.pipelines.run.terminal import View, exit_code_of
+from agentenv.assembly.run.arguments import Parser
+from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"
 
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from agentenv.learners.export import export  # slow to load: after the checks of the input
+        from agentenv.learners.ranks.export import (
+            export,  # slow to load: after the checks of the input
+        )
 
         view.wait_for(f"reading {checkpoint}", "writing")
         export(
@@ -93,7 +95,7 @@ def _transcripts(argv: Sequence[str]) -> int:
     arguments, view = parser.parse_args(argv), View()
 
     def work() -> None:
-        from agentenv.pipelines.viewing.transcripts import export  # slow to load
+        from agentenv.lab.viewing.transcripts import export  # slow to load
 
         view.wait_for(f"reading {arguments.source}", "writing")
         export(arguments, view)

@@ -16,10 +16,10 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from agentenv.disk import replace_folder
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import KeysParser
-from agentenv.pipelines.run.terminal import View, exit_code_of
+from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.disk import replace_folder
+from agentenv.base.errors import ConfigError
 
 SUFFIX = ".txt"  # of the templates, so that tools do not treat them as code
 NAME = re.compile(r"[a-z][a-z0-9_]*")

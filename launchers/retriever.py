@@ -23,19 +23,19 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from agentenv.config import apply_overrides, build_config, load_config
+from agentenv.assembly.keys.help import key_table
+from agentenv.assembly.run.arguments import check_arguments
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.base.config import apply_overrides, build_config, load_config
+from agentenv.base.errors import ForeignError, InfraError, ToolError
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode
 from agentenv.endpoint.server import Listener
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
-from agentenv.errors import ForeignError, InfraError, ToolError
 from agentenv.launchers.command import stop_event
-from agentenv.pipelines.config.help import key_table
-from agentenv.pipelines.run.arguments import check_arguments
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode
 
 MAX_BODY_BYTES = 4_000_000
 MAX_QUERY_CHARS = 10_000

@@ -18,23 +18,23 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentenv.config import Reporter, Tree, build_config
-from agentenv.errors import ConfigError, require_train
+from agentenv.assembly.keys.cluster import ServeConfig
+from agentenv.assembly.keys.evaluation import PolicyConfig
+from agentenv.assembly.keys.help import KeysParser, add_key_help
+from agentenv.assembly.parts.assembly import Assembly
+from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.serving.gpus import gpus_for_others
+from agentenv.assembly.serving.servers import ServerFactory, start_servers
+from agentenv.base.config import Reporter, Tree, build_config
+from agentenv.base.errors import ConfigError, require_train
+from agentenv.base.model_files import fetch_from_hub
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Limits
+from agentenv.contract.server_config import read_key
+from agentenv.evaluation.subject import LAST, START, Subject, configured, find_subject
 from agentenv.launchers.command import make_parser, parse, run_command, stop_event
-from agentenv.model_files import fetch_from_hub
-from agentenv.offload import in_thread
-from agentenv.pipelines.config.cluster import ServeConfig
-from agentenv.pipelines.config.evaluation import PolicyConfig
-from agentenv.pipelines.config.help import KeysParser, add_key_help
-from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configured, find_subject
-from agentenv.pipelines.run.checkpoints import BEST
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.serving.gpus import gpus_for_others
-from agentenv.pipelines.serving.servers import ServerFactory, start_servers
-from agentenv.pipelines.setup.assembly import Assembly
-from agentenv.server_config import read_key
-from agentenv.types import Limits
 
 if TYPE_CHECKING:
     from agentenv.endpoint.policy import PolicyHandler
@@ -177,8 +177,8 @@ class PolicyAssembly(Assembly[PolicyConfig]):
 
     async def handler(self) -> PolicyHandler:
         """The endpoint's handler, with its engine started."""
+        from agentenv.contract.engine import EngineStart
         from agentenv.endpoint.policy import PolicyHandler
-        from agentenv.engine import EngineStart
 
         config, model = self.config, await self.model()
         tokenizer = await self.tokenizer()

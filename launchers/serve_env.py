@@ -17,7 +17,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from agentenv.config import (
+from agentenv.assembly.keys.help import KeysParser, add_key_help
+from agentenv.assembly.keys.rl import (
+    DataConfig,
+    EnvConfig,
+    EvalConfig,
+    GraderTable,
+    PythonTable,
+    SearchTable,
+)
+from agentenv.assembly.parts.assembly import load_set, load_training
+from agentenv.assembly.parts.environments import EnvMaker, Resolve
+from agentenv.assembly.run.rundir import CONFIG_FILE
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.base.config import (
     Reporter,
     Tree,
     blaming,
@@ -26,27 +39,14 @@ from agentenv.config import (
     read_toml,
     resolver,
 )
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limits
+from agentenv.contract.env import close_shared
+from agentenv.contract.server_config import read_key
 from agentenv.endpoint.openenv import EnvServer
-from agentenv.env import close_shared
-from agentenv.errors import ConfigError
+from agentenv.evaluation.subject import saved_config
 from agentenv.launchers.command import stop_event
-from agentenv.pipelines.config.help import KeysParser, add_key_help
-from agentenv.pipelines.config.rl import (
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    GraderTable,
-    PythonTable,
-    SearchTable,
-)
-from agentenv.pipelines.evaluation.subject import saved_config
-from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.setup.assembly import load_set, load_training
-from agentenv.pipelines.setup.environments import EnvMaker, Resolve
-from agentenv.prompt import PromptConfig
-from agentenv.server_config import read_key
-from agentenv.types import Limits
+from agentenv.text.prompt import PromptConfig
 
 
 class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

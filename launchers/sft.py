@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from agentenv.assembly.keys.supervised import SFTRunConfig
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.pipelines.config.supervised import SFTRunConfig
-from agentenv.pipelines.supervised.objectives import ImitationObjective
-from agentenv.pipelines.supervised.run import train_supervised
+from agentenv.training.supervised.objectives import ImitationObjective
+from agentenv.training.supervised.run import train_supervised
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import KeysParser
-from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.run.terminal import View, exit_code_of
-from agentenv.pipelines.sets.sweep import (
+from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.run.tables import Table
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.errors import ConfigError
+from agentenv.evaluation.sweep import (
     START,
     Made,
     SweepConfig,

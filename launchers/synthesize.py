@@ -21,31 +21,31 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from agentenv.assembly.keys.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
+from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.parts.assembly import Questions
+from agentenv.assembly.parts.checks import refuse
+from agentenv.assembly.parts.environments import try_env
+from agentenv.assembly.run.rundir import LOG_FILE
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Message
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.token_routes import TokensEngine
-from agentenv.errors import ConfigError
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
-from agentenv.pipelines.config.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
-from agentenv.pipelines.config.help import KeysParser
-from agentenv.pipelines.evaluation.run import saved_of
-from agentenv.pipelines.evaluation.store import Store
-from agentenv.pipelines.evaluation.subject import (
+from agentenv.evaluation.run import saved_of
+from agentenv.evaluation.store import Store
+from agentenv.evaluation.subject import (
     EvaluationAssembly,
     Subject,
     configured,
     find_subject,
 )
-from agentenv.pipelines.run.rundir import LOG_FILE
-from agentenv.pipelines.run.terminal import View, exit_code_of, run_until_done
-from agentenv.pipelines.setup.assembly import Questions
-from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.environments import try_env
-from agentenv.pipelines.synthesis.sampling import (
+from agentenv.lab.recipes.sampling import (
     SynthesisSampling,
     read_questions,
     tool_names,
 )
-from agentenv.pipelines.synthesis.sorting import (
+from agentenv.lab.recipes.sorting import (
     TRAJECTORIES,
     Dropped,
     Sorted,
@@ -59,7 +59,7 @@ from agentenv.pipelines.synthesis.sorting import (
     summarize,
     write_data,
 )
-from agentenv.types import Message
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 
 FOLDER = "synthesis"
 
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
-        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
+        from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")

@@ -15,12 +15,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.pipelines.config.rl import TrainConfig
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.run.rundir import RunDirectory
-    from agentenv.pipelines.run.terminal import View
+    from agentenv.assembly.run.rundir import RunDirectory
+    from agentenv.assembly.run.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def reinforce(
     config: TrainConfig, run: RunDirectory, view: View, resume: str
 ) -> Coroutine[Any, Any, None]:
     """Train as configured. The returned coroutine is the whole run."""
-    from agentenv.pipelines.rl.control import controlled  # slow to load
-    from agentenv.pipelines.rl.training import Training  # after the errors of the configuration
+    from agentenv.training.loop.control import controlled  # slow to load
+    from agentenv.training.loop.training import Training  # after the errors of the configuration
 
     return Training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
 

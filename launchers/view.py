@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import ConfigError
-from agentenv.pipelines.run.arguments import Parser
+from agentenv.assembly.run.arguments import Parser
+from agentenv.base.errors import ConfigError
 
 MAX_MB = 30.0
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.max_mb <= 0:
         parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
 
-    from agentenv.pipelines.run.terminal import View, exit_code_of  # after --help
+    from agentenv.assembly.run.terminal import View, exit_code_of  # after --help
 
     view = View()
 
@@ -60,15 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         view.log(text)
 
     def work() -> int:
-        from agentenv.pipelines.run.terminal import run_until_done
-        from agentenv.pipelines.sets.sweep import SWEEP_FILE
-        from agentenv.pipelines.viewing.folder import Folder
-        from agentenv.pipelines.viewing.page import FolderServer, PageServer, serve
+        from agentenv.assembly.run.terminal import run_until_done
+        from agentenv.evaluation.sweep import SWEEP_FILE
+        from agentenv.lab.viewing.folder import Folder
+        from agentenv.lab.viewing.page import FolderServer, PageServer, serve
 
         view.wait_for(f"reading {arguments.run}", "the address")
         server: PageServer
         if (arguments.run / SWEEP_FILE).is_file():
-            from agentenv.pipelines.viewing.sets import SetServer
+            from agentenv.lab.viewing.sets import SetServer
 
             if arguments.export is not None or arguments.others:
                 raise ConfigError(
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
             if arguments.export is not None:
-                from agentenv.pipelines.viewing.page import export
+                from agentenv.lab.viewing.page import export
 
                 for line in export(folder, arguments.export, arguments.max_mb):
                     report(line)

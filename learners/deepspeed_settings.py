@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentenv.errors import ConfigError, ForeignError
+from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.untrusted import decode_loose
 from agentenv.learners.learner import LearnerConfig
-from agentenv.untrusted import decode_loose
 
 Settings = dict[str, Any]
 

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
-from agentenv.config import ESSENTIAL, PATH
-from agentenv.disk import finished_folder
-from agentenv.errors import ConfigError, DataError
+from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.disk import finished_folder
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -330,8 +330,8 @@ class Trial(Struct):
 
 class SavedLearner(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.trainer.Reference`; `trials`: see
-    `agentenv.learners.layouts`."""
+    `reference_updates`: see `agentenv.learners.ranks.trainer.Reference`; `trials`: see
+    `agentenv.learners.trees.layouts`."""
 
     num_ranks: int
     zero_stage: int

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError, MissingError, install_hint
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import ConfigError, MissingError, install_hint
 
 if TYPE_CHECKING:
     import torch

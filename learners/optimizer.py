@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import ConfigError
 
 # Keys that another configuration has with another default.
 Optimizer = Annotated[

@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentenv.errors import ConfigError
-from agentenv.learners.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
-from agentenv.learners.algorithm import Algorithm, Grouped
-from agentenv.learners.arpo import ARPO, clip_probability
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.credit import EPSILON, Floats
-from agentenv.plan import RolloutPlan
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.contract.plan import RolloutPlan
+from agentenv.learners.algorithms.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
+from agentenv.learners.algorithms.algorithm import Algorithm, Grouped
+from agentenv.learners.algorithms.arpo import ARPO, clip_probability
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.credit import EPSILON, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentenv.learners.losses import LossBatch
+    from agentenv.learners.algorithms.losses import LossBatch
 
 
 def group_advantages(
@@ -124,7 +124,7 @@ class ReleasedAEPO(
         return super().learns_from_equal_groups or self.entropy_advantage > 0
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
-        from agentenv.learners.losses import entropy_statistics
+        from agentenv.learners.algorithms.losses import entropy_statistics
 
         if self.entropy_advantage == 0 or batch.weight.sum() < 2:  # the released code gives nan
             return 1.0

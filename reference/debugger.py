@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.remote.chat_model import ChatModel, ModelReply, fenced, shortened
-from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
-from agentenv.server_config import ChatModelConfig
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import Tool, ToolLimits, prepare_tool
-from agentenv.types import Info, ToolResult
+from agentenv.base.errors import ConfigError, EngineError, InfraError, ToolError
+from agentenv.base.types import Info, ToolResult
+from agentenv.contract.server_config import ChatModelConfig
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import Tool, ToolLimits, prepare_tool
+from agentenv.text.chat_model import ChatModel, ModelReply, fenced, shortened
 
 
 class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,10 +12,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentenv.env import Grade
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import Grade
 from agentenv.envs.grading.verdict import Verdict
 from agentenv.envs.grading.words import token_f1
-from agentenv.types import Message, Task
 
 Output = dict[str, Any]
 

@@ -22,18 +22,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor
-from agentenv.actor_parts import ActorParts
-from agentenv.branch import Branch, Continuation, Retake
-from agentenv.conversation import Context
-from agentenv.env import Env, StepResult
-from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.hooks import RolloutHooks
-from agentenv.plan import Independent, RolloutPlan
+from agentenv.base.errors import ConfigError, EnvError, InfraError
+from agentenv.base.tree import TrajectoryTree, packed_ids
+from agentenv.base.types import Info, Message, SamplingParams, Task
+from agentenv.contract.env import Env, StepResult
+from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.contract.tool_env import ToolEnv
 from agentenv.reference.debugger import DebuggerConfig, HelperConfig, HelperModel, debugged
-from agentenv.tool_env import ToolEnv
-from agentenv.tree import TrajectoryTree, packed_ids
-from agentenv.types import Info, Message, SamplingParams, Task
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.actor_parts import ActorParts
+from agentenv.rollout.branch import Branch, Continuation, Retake
+from agentenv.rollout.conversation import Context
+from agentenv.rollout.hooks import RolloutHooks
 
 
 class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agentenv.learners import losses
+from agentenv.learners.algorithms import losses
 from agentenv.reference import grading
 from agentenv.reference.algorithms import ReleasedGRPO, entropy_multiplier, group_advantages
 from tests.support import released_losses, rollout_checks

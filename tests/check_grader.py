@@ -25,7 +25,7 @@ from scipy.stats import binomtest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agentenv.env import close_shared
+from agentenv.contract.env import close_shared
 from agentenv.envs.grading.equality import shared_math
 from agentenv.envs.grading.layers import Layered
 from agentenv.reference.grading import reference_f1

@@ -20,8 +20,8 @@ from pathlib import Path
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.doctor import RUNGS
+from agentenv.base.errors import ConfigError
+from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.support.escapes import Outcome, attack_all, known_attacks
 
 

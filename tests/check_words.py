@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = re.compile(
-    r"(agentenv|envs|learners|launchers|pipelines|reference|benchmarks)/.*\.py|viewer/src/.*\.tsx?|.*\.md"
+    r"(agentenv|envs|learners|launchers|assembly|training|evaluation|lab|reference|benchmarks)/.*\.py|viewer/src/.*\.tsx?|.*\.md"
 )
 WORDS = {  # the word, and the field's
     r"whoever|whomever": "a noun: the caller, the user",

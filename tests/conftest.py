@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many times as often as usual tests with a random moment try it",
     )
     parser.addoption(
+        "--golden",
+        action="store_true",
+        help="write what commands print into tests/golden/ instead of comparing it",
+    )
+    parser.addoption(
         "--cpu-times",
         action="store_true",
         help="write what the tests took into tests/cpu_times.txt",
@@ -88,7 +93,7 @@ def _nothing_shared() -> Iterator[None]:
     """The order of modules changes nothing: none sees the shared resources of the one before, which
     count in the metrics of a run."""
     yield
-    if env := sys.modules.get("agentenv.env"):
+    if env := sys.modules.get("agentenv.contract.env"):
         env.forget_shared()
 
 
@@ -98,7 +103,7 @@ def forked_ranks() -> Iterator[None]:
     from tests.support import forks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.supervisor.start_process", forks.start_process)
+        patch.setattr("agentenv.processes.supervisor.start_process", forks.start_process)
         yield
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "long-run.md"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "7200")
 FUZZ = "tests/test_foreign_fuzz.py"
-KILLED = ("tests/learners/test_checkpoint.py", "tests/pipelines/test_kills.py")
+KILLED = ("tests/learners/test_checkpoint.py", "tests/commands/test_kills.py")
 PARTS = {
     "properties": (
         "Property tests with 2,000 examples each, 50 in `make test`",
@@ -42,7 +42,7 @@ PARTS = {
     ),
     "nodes": (
         "Nodes of a Ray cluster killed in mid-run, ten times each: of workers, and of engines",
-        [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/pipelines/test_ray.py"],
+        [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/commands/test_ray.py"],
     ),
     "attacks": (
         "Attacks on every rung of the sandbox",

@@ -47,7 +47,7 @@ COMPARE = """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from agentenv.model_files import read_gguf
+from agentenv.base.model_files import read_gguf
 file = Path(sys.argv[1])
 keys = {"gguf_file": file.name, "dtype": torch.float32}
 theirs = AutoModelForCausalLM.from_pretrained(file.parent, **keys)

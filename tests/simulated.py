@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentenv.config import load_config
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import load_config
 from benchmarks.parts.simulation import (
     Figures,
     ServiceModel,

@@ -36,13 +36,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-PACKAGES = ("agentenv", "envs", "learners", "launchers", "pipelines", "reference")
+PACKAGES = (
+    *("agentenv", "envs", "learners", "reference", "assembly", "evaluation", "training", "lab"),
+    "launchers",
+)
+PARTS = {"reference", "learners", "envs", "agentenv"}
 MAY_IMPORT = {
     "agentenv": {"agentenv"},
     "envs": {"envs", "agentenv"},
     "learners": {"learners", "agentenv"},
     "reference": {"reference", "learners", "envs", "agentenv"},
-    "pipelines": {"pipelines", "reference", "learners", "envs", "agentenv"},
+    "assembly": {"assembly", *PARTS},
+    "evaluation": {"evaluation", "assembly", *PARTS},
+    "training": {"training", "evaluation", "assembly", *PARTS},
+    "lab": {"lab", "training", "evaluation", "assembly", *PARTS},
     "launchers": set(PACKAGES),
 }
 SKIPPED = {
@@ -58,15 +65,15 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where a walk begins: a file (regular expression) and functions, of this code or an older one.
 ENTRIES = {
     "turn": (r"agentenv/(actor|rollout|growth|branch)\.py", ("_generate", "generate")),
-    "weights": (r"(?:launchers|pipelines)/rl/\w+\.py", ("publish",)),
+    "weights": (r"(?:launchers/rl|pipelines/rl|training/loop)/\w+\.py", ("publish",)),
     "gradient": (
-        r"(?:launchers|pipelines)/rl/\w+\.py|learners/(deepspeed_learner|trainer)\.py",
+        r"(?:launchers/rl|pipelines/rl|training/loop)/\w+\.py|learners/(deepspeed_learner|trainer)\.py",
         ("settle", "update"),
     ),
 }
 NOT_A_TURN = r"envs/.*|agentenv/(tool\w*|env|open_envs|renderer)\.py"
 WINDOW = (
-    r"(?:launchers|pipelines)/rl/training\.py",
+    r"(?:launchers/rl|pipelines/rl|training/loop)/training\.py",
     ("run_rl", "_run_rl", "_reinforce", "reinforce"),
 )
 RUN = [

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.actor import Actor
+from agentenv.base.errors import DataError, EngineDeadError, EngineError
+from agentenv.base.tree import Trajectory, TrajectoryTree
+from agentenv.base.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.errors import DataError, EngineDeadError, EngineError
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.arpo import ARPO
-from agentenv.plan import Independent, RolloutPlan
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
-from agentenv.renderer import TagRenderer
-from agentenv.tree import Trajectory, TrajectoryTree
-from agentenv.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.archive import (
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.tree import Scored, TrajectoryTree, to_frame
+from agentenv.base.types import VersionSpan
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import TreeCredit
+from agentenv.rollout.archive import (
     Archive,
     Credit,
     KeptTree,
@@ -24,12 +29,7 @@ from agentenv.archive import (
     read_step,
     steps_of,
 )
-from agentenv.errors import ConfigError, DataError
-from agentenv.frames import ArchiveConfig
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.credit import TreeCredit
-from agentenv.tree import Scored, TrajectoryTree, to_frame
-from agentenv.types import VersionSpan
+from agentenv.rollout.frames import ArchiveConfig
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 from tests.test_journal import TASK, make_actor
@@ -193,7 +193,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("agentenv.archive.os.fdatasync", full)
+    monkeypatch.setattr("agentenv.rollout.archive.os.fdatasync", full)
     archive, trees = Archive(tmp_path / "trees", ArchiveConfig()), [kept(1)]
 
     async def writing() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import Env, close_shared
+from agentenv.base.errors import EngineError, EnvError
+from agentenv.base.types import Limit, Limits, Task
+from agentenv.contract.env import Env, close_shared
+from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
-from agentenv.errors import EngineError, EnvError
-from agentenv.tool_env import ToolEnv
-from agentenv.types import Limit, Limits, Task
 from tests.support.assisted import ANSWER, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.toy import CountingEnv

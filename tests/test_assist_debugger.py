@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import close_shared
+from agentenv.base.errors import ConfigError, EnvError, InfraError, ToolError
+from agentenv.base.types import Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import close_shared
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
-from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
 from agentenv.reference.debugger import DebuggerConfig, HelperModel, corrected_code, debugged
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool
-from agentenv.types import Message, Task, ToolCall, ToolResult
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, reply
 
 TASK = Task("t", "toy", "What is the secret of the question?", ("the secret answer",))
@@ -105,7 +105,6 @@ async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks
     assert len(server.requests) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

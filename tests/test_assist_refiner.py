@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError
-from agentenv.learners.arpo import ARPO
-from agentenv.types import Limit, Limits
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limit, Limits
+from agentenv.learners.algorithms.arpo import ARPO
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 

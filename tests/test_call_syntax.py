@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentenv.call_syntax import PARSERS
-from agentenv.native import Style
-from agentenv.types import MALFORMED_CALL, ToolCall
+from agentenv.base.types import MALFORMED_CALL, ToolCall
+from agentenv.text.call_syntax import PARSERS
+from agentenv.text.native import Style
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -243,7 +243,6 @@ WRITERS = {
 CALLS = st.builds(ToolCall, st.just("search"), st.dictionaries(st.sampled_from("abc"), VALUES))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("style", WRITERS)
 @settings(max_examples=300, deadline=None)
 @given(first=CALLS, second=CALLS, quoted=CALLS, is_thought=st.booleans())
@@ -266,7 +265,6 @@ PLAIN = st.lists(
 ).map("".join)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "form"),
     [("qwen_xml", qwen(("query", "QUERY"))), ("glm", GLM), ("atem", ATEM)],
@@ -301,7 +299,6 @@ def test_a_thought_ends_at_its_first_mark_outside_of_a_value(style: str) -> None
     assert parse(f"<think>{well}", TOOLS) == ()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("style", WELL)
 def test_markers_without_an_end_are_read_in_linear_time(style: str) -> None:
     """Some thousands of each, as a policy repeats itself; by squares that takes minutes."""

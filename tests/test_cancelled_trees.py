@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine, Turns
 from agentenv.cluster.messages import Quit, read_answer, read_request
-from agentenv.learners.late_forks import Uniform
-from agentenv.plan import Independent, RolloutPlan
+from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.learners.algorithms.late_forks import Uniform
+from agentenv.rollout.actor import Actor
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual

@@ -16,26 +16,26 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.base.errors import EnvError
+from agentenv.base.model_files import load_tokenizer
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
+from agentenv.contract.env import Env, StepResult, close_shared
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.env import Env, StepResult, close_shared
 from agentenv.envs.quickstart_setup import build_model, build_tokenizer
-from agentenv.errors import EnvError
-from agentenv.frames import JournalConfig
-from agentenv.journal import Journal
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import encode
-from agentenv.learners.credit import TreeCredit, tree_credit
-from agentenv.model_files import load_tokenizer
-from agentenv.native import NativeRenderer
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.program_conversation import ProgramConversation
-from agentenv.renderer import TagRenderer
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, Message, NextTurn, PastTurn, SamplingParams, Task
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
+from agentenv.learners.trees.batch import encode
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import JournalConfig
+from agentenv.rollout.journal import Journal
+from agentenv.rollout.program_conversation import ProgramConversation
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -156,7 +156,6 @@ async def three_times(client: Client) -> float:
     return 4.0
 
 
-@pytest.mark.slow
 def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     """One request at a time: batches change the last bits of results."""
     build_model(tmp_path, seed=0)
@@ -644,7 +643,6 @@ def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) 
     assert (leaf.error or "").startswith("EnvError: cannot render a call of the program: ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["tags", "native"])
 def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
     """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""

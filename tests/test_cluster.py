@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.actor import Actor
+from agentenv.base.deadline import WorkClock, waiting, working
+from agentenv.base.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, Task
 from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.messages import read_request
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.deadline import WorkClock, waiting, working
-from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
-from agentenv.frames import JournalConfig
-from agentenv.journal import Journal
-from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
-from agentenv.pipelines.workers.rollout_worker import RolloutWorker
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, Task
-from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
+from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
+from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import JournalConfig
+from agentenv.rollout.journal import Journal
+from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
@@ -486,7 +486,7 @@ async def test_frames_in_quick_succession_are_sent_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first at once, the others as soon as the time is over in which they are gathered."""
-    monkeypatch.setattr("agentenv.link.GATHER_S", 0.3)
+    monkeypatch.setattr("agentenv.processes.link.GATHER_S", 0.3)
     written: list[int] = []
 
     class Writer:

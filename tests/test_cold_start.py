@@ -21,12 +21,12 @@ from agentenv import (
     tiny_model,
     write_rows,
 )
-from agentenv.cold_start import tiny_tokenizer
-from agentenv.env import ForkMode, close_shared, shared
+from agentenv.adapters.cold_start import tiny_tokenizer
+from agentenv.adapters.testing import check_tool_env
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import check_model_directory, load_tokenizer, read_model_config
+from agentenv.contract.env import ForkMode, close_shared, shared
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.errors import ConfigError, DataError
-from agentenv.model_files import check_model_directory, load_tokenizer, read_model_config
-from agentenv.testing import check_tool_env
 
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
 THING: dict[str, Any] = {"type": "object", "properties": {"thing": {"type": "string"}}}

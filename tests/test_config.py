@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import pytest
 from msgspec import Meta, Struct
 
-from agentenv.config import (
+from agentenv.assembly.keys.help import describe
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import (
     apply_overrides,
     build_config,
     changes,
@@ -17,9 +19,7 @@ from agentenv.config import (
     load_config,
     read_toml,
 )
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.help import describe
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.base.errors import ConfigError
 
 
 class Fast(
@@ -174,7 +174,7 @@ def test_keys_of_a_replaced_custom_class_are_ignored_too(
 ) -> None:
     """As the README has it, on a file that is made for another algorithm."""
     lines = (
-        "from agentenv.learners.algorithm import Grouped\n"
+        "from agentenv.learners.algorithms.algorithm import Grouped\n"
         "class Median(Grouped, frozen=True): pass\n"
     )
     (tmp_path / "of_a_user.py").write_text(lines, encoding="utf-8")

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
 
-from agentenv.actor import Actor
-from agentenv.deadline import WaitKind
-from agentenv.learners.credit import tree_credit
-from agentenv.metrics import failure_kind
-from agentenv.plan import Independent
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, Task
+from agentenv.base.deadline import WaitKind
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, Task
+from agentenv.contract.plan import Independent
+from agentenv.learners.algorithms.credit import tree_credit
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.metrics import failure_kind
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import Grade, make
-from agentenv.errors import ConfigError
-from agentenv.plan import Independent
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
-from agentenv.types import Limits, Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limits, Task
+from agentenv.contract.env import Grade, make
+from agentenv.contract.plan import Independent
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import tool
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 
@@ -130,7 +130,7 @@ def test_non_text_results_are_one_failure_in_the_file_of_the_tool(
     rollout(actor, Independent(3))
     (line,) = actor.failures.log.lines()
     assert "a value of type dict" in line
-    assert "agentenv/tools.py" not in line
+    assert "agentenv/contract/tools.py" not in line
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from agentenv.curriculum import Curriculum, Outcomes
-from agentenv.dataset import TaskMix, TaskStream, parts_of
-from agentenv.rows import CurriculumConfig
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.data.curriculum import Curriculum, Outcomes
+from agentenv.data.dataset import TaskMix, TaskStream, parts_of
+from agentenv.data.rows import CurriculumConfig
 
 EASY, EVEN, HARD = 0.95, 0.5, 0.05
 

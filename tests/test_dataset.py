@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.dataset import TaskStream, load_tasks
-from agentenv.errors import DataError
-from agentenv.metrics import rollout_metrics
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.errors import DataError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.data.dataset import TaskStream, load_tasks
+from agentenv.rollout.metrics import rollout_metrics
 
 
 def write(tmp_path: Path, *rows: object) -> Path:

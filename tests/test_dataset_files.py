@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.dataset import load_tasks
-from agentenv.errors import ConfigError, DataError, install_hint
-from agentenv.rows import RowsConfig
+from agentenv.base.errors import ConfigError, DataError, install_hint
+from agentenv.data.dataset import load_tasks
+from agentenv.data.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
 
 Row = dict[str, Any]

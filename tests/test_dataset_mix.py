@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.dataset import TaskMix, TaskStream, load_mix
-from agentenv.errors import ConfigError
-from agentenv.rows import ColumnsConfig, MixPart, RowsConfig
-from agentenv.types import Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Task
+from agentenv.data.dataset import TaskMix, TaskStream, load_mix
+from agentenv.data.rows import ColumnsConfig, MixPart, RowsConfig
 
 
 def part(name: str, count: int) -> list[Task]:
@@ -65,7 +65,6 @@ def test_a_stream_resumes_at_any_position(
     assert drawn(TaskStream(mix, 5, position), 20) == whole[position:]
 
 
-@pytest.mark.slow
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_no_part_deviates_far_from_its_share(weights: list[float]) -> None:
     pattern = TaskMix([part("a", 1) for _ in weights], weights).pattern

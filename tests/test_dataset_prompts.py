@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import Env
-from agentenv.errors import ConfigError, DataError, EnvError
-from agentenv.prompt_fitting import BATCH, PromptFitter
-from agentenv.renderer import TagRenderer
-from agentenv.rows import Overlong
-from agentenv.types import Info, Limits, Message, Task
+from agentenv.base.errors import ConfigError, DataError, EnvError
+from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.contract.env import Env
+from agentenv.data.rows import Overlong
+from agentenv.text.prompt_fitting import BATCH, PromptFitter
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer
 
 LIMIT = 40  # tokens; one a character, and one for the end of the line after each message

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.dataset import load_tasks
-from agentenv.errors import ConfigError, DataError
-from agentenv.rows import ColumnsConfig, RowsConfig
-from agentenv.types import Task
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.types import Task
+from agentenv.data.dataset import load_tasks
+from agentenv.data.rows import ColumnsConfig, RowsConfig
 from tests.support.parquet import SYSTEM, arpo_rows, tool_star_rows, write_parquet
 
 FIXTURES = Path(__file__).parent / "fixtures" / "datasets"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.deadline import (
+from agentenv.base.deadline import (
     Alarm,
     Deadline,
     Work,
@@ -22,9 +22,9 @@ from agentenv.deadline import (
     within,
     working,
 )
+from agentenv.base.errors import EnvError, StallError
+from agentenv.base.types import Completion, Limits
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EnvError, StallError
-from agentenv.types import Completion, Limits
 from tests.support.toy import CharTokenizer
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork, make_actor, rollout, two_searches

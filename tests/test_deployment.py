@@ -51,7 +51,6 @@ def test_prometheus_scrapes_the_port_that_the_collector_offers() -> None:
     assert f"http://collector:{received}" in metrics_page
 
 
-@pytest.mark.slow
 def test_the_build_context_of_the_image_has_all_files_of_the_wheel(tmp_path: Path) -> None:
     """The wheel built from the files that .dockerignore keeps equals that of the whole
     repository."""
@@ -72,7 +71,6 @@ def test_the_build_context_of_the_image_has_all_files_of_the_wheel(tmp_path: Pat
     assert wheels[0] == wheels[1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not has_builder(), reason="no Docker daemon answers")
 def test_the_image_is_built_and_starts() -> None:

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from agentenv.disk import (
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.base.disk import (
     explain,
     finished_folder,
     own_folder,
     replace_folder,
     write_whole,
 )
-from agentenv.learners.checkpoint import write_tensors
-from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.learners.ranks.checkpoint import write_tensors
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,7 +128,7 @@ def test_after_every_step_the_older_or_the_new_folder_is_complete(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentenv.disk import replace_folder
+from agentenv.base.disk import replace_folder
 
 left, rename = int(sys.argv[3]), Path.rename
 def killing(path, target):
@@ -165,7 +165,7 @@ def test_kill_9_during_the_swap_leaves_a_complete_folder_that_can_be_replaced(
 HOLDING = """
 import sys, time
 from pathlib import Path
-from agentenv.disk import own_folder
+from agentenv.base.disk import own_folder
 with own_folder(Path(sys.argv[1]), "own-") as folder:
     (folder / "file").write_text("of a session")
     print(folder, flush=True)
@@ -173,7 +173,6 @@ with own_folder(Path(sys.argv[1]), "own-") as folder:
 """
 
 
-@pytest.mark.slow
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:

@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.archive import Archive
-from agentenv.disk import append_whole, make_folder, write_whole
-from agentenv.errors import ConfigError
-from agentenv.frames import ArchiveConfig, Began, JournalConfig
-from agentenv.journal import Journal
-from agentenv.learners.checkpoint import write_tensors
-from agentenv.pipelines.run.checkpoints import Checkpoints, save_state
-from agentenv.pipelines.run.rundir import (
+from agentenv.assembly.run.checkpoints import Checkpoints, save_state
+from agentenv.assembly.run.rundir import (
     RunDirectory,
 )
+from agentenv.base.disk import append_whole, make_folder, write_whole
+from agentenv.base.errors import ConfigError
+from agentenv.learners.ranks.checkpoint import write_tensors
+from agentenv.rollout.archive import Archive
+from agentenv.rollout.frames import ArchiveConfig, Began, JournalConfig
+from agentenv.rollout.journal import Journal
 from tests.test_archive import header, kept
 
 
@@ -153,7 +153,7 @@ async def test_a_journal_that_cannot_create_a_file_leaves_none(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("agentenv.journal.sync", full)
+        patch.setattr("agentenv.rollout.journal.sync", full)
         with pytest.raises(ConfigError, match="No space left"):
             await journal.rotate(0)
     assert os.listdir(tmp_path) == ["000001.frames"]

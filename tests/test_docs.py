@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from agentenv.config import build_config, load_config
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.cluster import ServeConfig
-from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
-from agentenv.pipelines.config.help import describe
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.run import terminal
+from agentenv.assembly.keys.cluster import ServeConfig
+from agentenv.assembly.keys.evaluation import EvaluateConfig, SynthesisConfig
+from agentenv.assembly.keys.help import describe
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
+from agentenv.assembly.run import terminal
+from agentenv.base.config import build_config, load_config
+from agentenv.base.errors import ConfigError
 from tests.support.warehouse import ROOT
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -107,7 +107,6 @@ def test_a_block_of_toml_is_part_of_a_configuration(
 # Python
 
 
-@pytest.mark.slow
 @named(list(blocks("python")))
 def test_a_block_of_python_runs(
     block: Block, tmp_path: Path, request: pytest.FixtureRequest
@@ -140,8 +139,8 @@ def is_earlier(one: Block, other: Block) -> bool:
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trees of a run, of which one has forks and a failure."""
-    from agentenv.archive import Archive, StepHeader
-    from agentenv.frames import ArchiveConfig
+    from agentenv.rollout.archive import Archive, StepHeader
+    from agentenv.rollout.frames import ArchiveConfig
     from tests.support.example_tree import example_tree
 
     folder = tmp_path_factory.mktemp("docs") / "run"
@@ -196,8 +195,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_command_lines_are_accepted_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
@@ -266,8 +263,6 @@ def test_keys_that_pages_name_exist() -> None:
 # the site
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv import encoder, worker_pool
-from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_in_process
+from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.types import Message
 from agentenv.envs.quickstart_setup import build_tokenizer
-from agentenv.pipelines.run.terminal import is_shown
-from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
-from agentenv.types import Message
-from agentenv.worker_pool import WorkerPool
+from agentenv.processes import worker_pool
+from agentenv.processes.worker_pool import WorkerPool
+from agentenv.text import encoder
+from agentenv.text.encoder import Encoder, EncoderLostError, decoder, encode_in_process
+from agentenv.text.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 
 TOOL = {"name": "search", "description": "", "parameters": {"properties": {"query": {}}}}
 TEXTS = [

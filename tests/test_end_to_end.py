@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.config import load_config
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.config import load_config
+from agentenv.training.loop.training import Training
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 
 
 @pytest.mark.promise
-@pytest.mark.timeout(300)
 async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     config = load_config(TrainConfig, CONFIG)
     training = Training(config, RunDirectory(tmp_path / "run", resume=False), View(), resume=False)

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, SamplingParams
 from agentenv.endpoint.messages import ERRORS
 from agentenv.endpoint.policy import PolicyHandler
 from agentenv.endpoint.server import ApiServer, only
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.native import NativeRenderer
-from agentenv.renderer import ContextRenderer, TagRenderer
-from agentenv.types import Chunk, SamplingParams
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import ContextRenderer, TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
 
 Json = dict[str, Any]
@@ -380,7 +380,6 @@ def name_of(api: str, path: str, status: int, data: bytes) -> str:
 NUM_DAMAGED = 3000
 
 
-@pytest.mark.slow
 def test_a_damaged_request_is_answered_with_the_right_error() -> None:
     async def work(client: Client) -> None:
         rng, seen = Random(3), Counter[str]()

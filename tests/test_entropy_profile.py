@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from agentenv.metrics import MAX_TOOLS, OTHER_TOOLS, EntropyProfile, entropy_profile
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.rollout.metrics import MAX_TOOLS, OTHER_TOOLS, EntropyProfile, entropy_profile
 
 
 def make_tree() -> TrajectoryTree:

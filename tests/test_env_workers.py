@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.adapters.testing import check_tool_env
+from agentenv.assembly.keys.rl import EnvConfig
+from agentenv.assembly.parts.environments import EnvSettings, EnvSetup
+from agentenv.base.config import to_plain
+from agentenv.base.deadline import WorkClock, doing, waiting, working
+from agentenv.base.errors import CrashError, EnvError, WorkerError
+from agentenv.base.types import Limit, Limits, Message, Task
 from agentenv.cluster.envs import EnvHost, EnvWorkers, WorkerEnv
 from agentenv.cluster.messages import pack
-from agentenv.config import to_plain
-from agentenv.deadline import WorkClock, doing, waiting, working
-from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
-from agentenv.errors import CrashError, EnvError, WorkerError
-from agentenv.link import Link
-from agentenv.open_envs import OpenEnvs
-from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.setup.environments import EnvSettings, EnvSetup
-from agentenv.pipelines.workers import env_worker
-from agentenv.prompt import PromptConfig
-from agentenv.testing import check_tool_env
-from agentenv.types import Limit, Limits, Message, Task
-from agentenv.worker_group import BEAT_S, Left
+from agentenv.contract.env import Env, EnvWrapper, StepResult, forget_shared, shared
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import BEAT_S, Left
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.open_envs import OpenEnvs
+from agentenv.text.prompt import PromptConfig
+from agentenv.training.workers import env_worker
 from tests.support.counting_tools import ANSWER, call
 from tests.support.counting_tools import TASK as COUNTED
 from tests.support.links import linked

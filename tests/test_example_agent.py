@@ -11,16 +11,16 @@ from random import Random
 import pytest
 
 from agentenv import Task, demonstrate, make
-from agentenv.actor import Actor
+from agentenv.base.types import Limits, SamplingParams
+from agentenv.contract.env import close_shared
+from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import close_shared
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.launchers import train
-from agentenv.plan import Independent
-from agentenv.renderer import TagRenderer
-from agentenv.types import Limits, SamplingParams
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 from examples.agent import world
-from tests.envs.test_program import left
+from tests.envs.sandbox.test_program import left
 from tests.support.warehouse import ROOT
 
 TOML = ROOT / "examples" / "agent" / "train.toml"
@@ -76,8 +76,6 @@ async def test_the_program_has_the_tokens_of_its_twin() -> None:
     assert left() == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # on a busy machine; about 400 CPU seconds
 def test_an_agent_with_the_stock_client_learns_with_forks(
     tmp_path: Path, forked_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentenv.config import build_config
-from agentenv.errors import ConfigError
-from agentenv.pipelines.run.monitors import Axis, Monitors, RolloutMonitorConfig
+from agentenv.assembly.run.monitors import Axis, Monitors, RolloutMonitorConfig
+from agentenv.base.config import build_config
+from agentenv.base.errors import ConfigError
 from examples.monitors import otel
 from examples.monitors.otel import OtelConfig
 from examples.monitors.trackio_runs import TrackioConfig, TrackioMonitor
-from tests.pipelines.test_exports import ROW
-from tests.pipelines.test_monitor import SAMPLE
+from tests.commands.test_exports import ROW
+from tests.commands.test_monitor import SAMPLE
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

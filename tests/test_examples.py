@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from agentenv import Task, demonstrate
-from agentenv.env import close_shared
+from agentenv.adapters.testing import check_tool_env
+from agentenv.contract.env import close_shared
 from agentenv.launchers import train
-from agentenv.testing import check_tool_env
 from tests.support.warehouse import ROOT
 
 ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}
@@ -92,7 +92,6 @@ def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> No
     assert num_tokens / speed < limits["max_seconds"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENVS)
 async def test_the_environment_keeps_its_contract(name: str) -> None:
     env, world = parts(name)
@@ -104,7 +103,7 @@ async def test_the_environment_keeps_its_contract(name: str) -> None:
 
 async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> None:
     from agentenv import Message
-    from agentenv.tags import tag_calls
+    from agentenv.text.tags import tag_calls
 
     env_class, _ = parts("shop")
     task = Task("t", "e", "?", ("1",), "some", {"items": {"Zorvex": [57, 10]}})
@@ -127,8 +126,6 @@ async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> No
     await env.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENVS)
 def test_an_example_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
     from tests.support.rank_here import rank_here  # loads torch

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.config import build_config
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import build_config
+from agentenv.base.errors import DataError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Message, Task
 from agentenv.envs.grading.reward import ToolReward
 from agentenv.envs.quickstart import PEOPLE
-from agentenv.errors import DataError
-from agentenv.learners.aepo import AEPO
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.sets.comparison import Curve, calls_to
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Message, Task
+from agentenv.evaluation.sets import Curve, calls_to
+from agentenv.learners.algorithms.aepo import AEPO
 from benchmarks.experiments import algorithms, chain, tables
 from benchmarks.experiments.algorithms import against_best, seeds_of
 from benchmarks.experiments.forks import fork_points

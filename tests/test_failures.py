@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import Actor
-from agentenv.errors import (
+from agentenv.base.errors import (
     CancelledRolloutError,
     CrashError,
     EngineError,
@@ -20,10 +19,11 @@ from agentenv.errors import (
     OutageError,
     TooManyFailuresError,
 )
-from agentenv.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, Redactor, failure_of
-from agentenv.plan import Independent
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, Message, Task, ToolCall
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, Message, Task, ToolCall
+from agentenv.contract.plan import Independent
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, Redactor, failure_of
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from agentenv import Task, ToolEnv
+from agentenv.adapters.testing import check_tool_env
 from agentenv.launchers import evaluate, new, train
 from agentenv.launchers.__main__ import COMMANDS
-from agentenv.testing import check_tool_env
 from tests.support.warehouse import ROOT
 
 TEXT = (ROOT / "docs" / "first-env.md").read_text(encoding="utf-8")
@@ -67,8 +67,6 @@ async def test_the_stateful_tools_keep_the_contract(folder: Path) -> None:
     await check_tool_env(BasketEnv, task, [put, "<count></count>", quotient, put, "2"])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_model_is_trained_and_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from agentenv.errors import AgentEnvError, ForeignError
-from agentenv.untrusted import (
+from agentenv.base.errors import AgentEnvError, ForeignError
+from agentenv.base.untrusted import (
     MAX_DEPTH,
     convert,
     decode,
@@ -33,46 +33,46 @@ IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # Files that decode data of this program, or the configuration, which has its own errors, or that
 # run without agentenv.
 OURS = {
-    "agentenv/errors.py": "a file of pip",
-    "agentenv/archive.py": "a run directory",
-    "agentenv/config.py": "configuration",
-    "pipelines/api.py": "a run directory",
-    "pipelines/sets/comparison.py": "run directories",
-    "pipelines/sets/sweep.py": "a sweep file, and a folder of ours",
+    "agentenv/base/errors.py": "a file of pip",
+    "agentenv/rollout/archive.py": "a run directory",
+    "agentenv/base/config.py": "configuration",
+    "training/api.py": "a run directory",
+    "evaluation/sets.py": "run directories",
+    "evaluation/sweep.py": "a sweep file, and a folder of ours",
     "agentenv/cluster/envs.py": "a process of ours",
     "agentenv/cluster/messages.py": "a process of ours",
     "agentenv/engines/remote/base.py": "a client of ours in another process",
-    "agentenv/frames.py": "a run directory, or a process of ours",
-    "agentenv/registry.py": "configuration",
-    "agentenv/worker_group.py": "a process of ours",
-    "agentenv/untrusted.py": "the one place",
-    "agentenv/tree.py": "a process of ours",
+    "agentenv/rollout/frames.py": "a run directory, or a process of ours",
+    "agentenv/base/registry.py": "configuration",
+    "agentenv/processes/worker_group.py": "a process of ours",
+    "agentenv/base/untrusted.py": "the one place",
+    "agentenv/base/tree.py": "a process of ours",
     "envs/grading/custom.py": "in a worker, a payload of ours",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
-    "envs/verifiers_env.py": "in the process of a package, what the host sends; a row of ours",
+    "envs/bridges/verifiers_env.py": "what the host sends to a package's process; a row of ours",
     "envs/sandbox/program_init.py": "in the sandbox of a program, the settings of the host",
     "envs/sandbox/snapshot_hook.py": "in a program, what process 1 asks",
-    "agentenv/worker_pool.py": "in a worker, a job of the host",
-    "pipelines/viewing/transcripts.py": "a run directory",
-    "pipelines/run/transcript.py": "rows and questions of ours",
-    "pipelines/config/cluster.py": "a process of ours",
-    "pipelines/setup/environments.py": "configuration, of a process of ours",
-    "pipelines/evaluation/store.py": "a result directory of ours",
-    "pipelines/evaluation/subject.py": "a run directory",
-    "pipelines/rl/evaluations.py": "what was encoded before",
-    "pipelines/rl/recorder.py": "a process of ours",
-    "pipelines/run/pictures.py": "a run directory",
-    "pipelines/run/checkpoints.py": "a run directory",
-    "pipelines/run/rundir.py": "a run directory",
-    "pipelines/serving/servers.py": "configuration",
-    "pipelines/supervised/run.py": "a run directory",
-    "pipelines/synthesis/sorting.py": "a result directory of ours",
-    "pipelines/workers/engine_worker.py": "a process of ours",
-    "pipelines/workers/ray_placement.py": "a process of ours",
-    "learners/checkpoint.py": "a checkpoint of ours",
+    "agentenv/processes/worker_pool.py": "in a worker, a job of the host",
+    "lab/viewing/transcripts.py": "a run directory",
+    "assembly/run/transcript.py": "rows and questions of ours",
+    "assembly/keys/cluster.py": "a process of ours",
+    "assembly/parts/environments.py": "configuration, of a process of ours",
+    "evaluation/store.py": "a result directory of ours",
+    "evaluation/subject.py": "a run directory",
+    "training/loop/evaluations.py": "what was encoded before",
+    "training/loop/recorder.py": "a process of ours",
+    "assembly/run/pictures.py": "a run directory",
+    "assembly/run/checkpoints.py": "a run directory",
+    "assembly/run/rundir.py": "a run directory",
+    "assembly/serving/servers.py": "configuration",
+    "training/supervised/run.py": "a run directory",
+    "lab/recipes/sorting.py": "a result directory of ours",
+    "training/workers/engine_worker.py": "a process of ours",
+    "training/workers/ray_placement.py": "a process of ours",
+    "learners/ranks/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
-    "learners/messages.py": "a process of ours",
+    "learners/ranks/messages.py": "a process of ours",
 }
 
 
@@ -86,7 +86,7 @@ class Flat(Struct):
 
 
 def decoding(path: Path) -> list[int]:
-    """Lines of a file that decode without agentenv.untrusted."""
+    """Lines of a file that decode without agentenv.base.untrusted."""
     text = path.read_text(encoding="utf-8")
     if not DECODERS.search(text) and not IMPORTS.search(text):
         return []  # most need not be parsed
@@ -106,7 +106,7 @@ def test_foreign_data_is_decoded_only_in_untrusted() -> None:
             if lines := decoding(path):
                 found[name] = lines
     strange = {name: lines for name, lines in found.items() if name not in OURS}
-    assert not strange, f"use agentenv.untrusted, or say in OURS who wrote it: {strange}"
+    assert not strange, f"use agentenv.base.untrusted, or say in OURS who wrote it: {strange}"
     assert found.keys() == OURS.keys()
 
 

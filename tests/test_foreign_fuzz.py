@@ -24,18 +24,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentenv.call_syntax import PARSERS
+from agentenv.base.errors import (
+    ConfigError,
+    EngineError,
+    ForeignError,
+    GraderError,
+    InfraError,
+    ToolError,
+)
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
+from agentenv.base.untrusted import decode, packed
+from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ForeignWeightsError, ServerRequest
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import tool
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote.client import ServerClient
-from agentenv.engines.remote.request import ForeignWeightsError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from agentenv.env import Grade, close_shared
+from agentenv.envs.bridges.mcp_tools import MCPTools
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
-from agentenv.envs.mcp_tools import MCPTools
-from agentenv.envs.sandbox.process import Channel
+from agentenv.envs.sandbox.process import SessionChannel
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
@@ -51,22 +63,10 @@ from agentenv.envs.search.providers import (
 )
 from agentenv.envs.search.summarizer import Summarizer
 from agentenv.envs.search.upstream import Reply
-from agentenv.errors import (
-    ConfigError,
-    EngineError,
-    ForeignError,
-    GraderError,
-    InfraError,
-    ToolError,
-)
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
-from agentenv.link import Link, frame_of
-from agentenv.result_cache import ResultCache
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
-from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
-from agentenv.untrusted import decode, packed
-from agentenv.worker_pool import _Worker
+from agentenv.processes.link import Link, frame_of
+from agentenv.processes.worker_pool import _Worker
+from agentenv.text.call_syntax import PARSERS
 from tests.support.hostile import (
     PAGE,
     RawServer,
@@ -111,7 +111,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(name, 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
-    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.0)
 
 
 def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:
@@ -148,7 +148,6 @@ class Point(msgspec.Struct):
     rest: Any = None
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json({"x": 1.5, "rest": [{"a": "b"}, 2]}), st.booleans())
 def test_decoding(data: bytes, packed: bool) -> None:
@@ -166,7 +165,6 @@ FLAT = {"result": [DOCUMENT, {"document": DOCUMENT}]}
 BATCH = [[[{"id": "1", "contents": "x"}]], [[0.5]]]
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(PROVIDERS)))
 def test_replies_of_providers(body: bytes, name: ProviderName) -> None:
@@ -207,7 +205,6 @@ async def one_turn(engine: ChatEngine, renderer: ChatRenderer) -> None:
         written(engine._body(engine.pieces.read(ids), SAMPLING))
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(CHAT))
 async def test_chat_replies(body: bytes) -> None:
@@ -265,7 +262,6 @@ SGLANG = (
 )
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(VLLM[:2], VLLM))
 def test_events_of_vllm(events: list[bytes]) -> None:
@@ -283,7 +279,6 @@ def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
     return end
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
@@ -302,7 +297,6 @@ ANSWER = {"ready": False, "error": "", "output": "42", "problem": "", "lost": Fa
 FRAME = framed(json.dumps(ANSWER).encode())
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(ANSWER), st.none() | damaged(FRAME, FRAME * 2) | st.binary(max_size=9))
 async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
@@ -317,7 +311,7 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
         await loop.sock_sendall(theirs, said)
         theirs.shutdown(socket.SHUT_WR)
 
-    channel = Channel(ours)
+    channel = SessionChannel(ours)
     process: Any = SimpleNamespace(
         zygote=SimpleNamespace(alive=lambda: True), request=channel.request, kill=channel.close
     )
@@ -358,7 +352,6 @@ FORMS = (
 )
 
 
-@pytest.mark.slow
 @fuzzed()
 @given(
     damaged_json(ARGUMENTS, {"name": "look_up", "arguments": ARGUMENTS}),
@@ -411,7 +404,6 @@ async def _closed() -> AsyncIterator[None]:
     await close_shared()
 
 
-@pytest.mark.slow
 @fuzzed(0.6)
 @given(reply=http_replies(SERVED))
 async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
@@ -420,7 +412,6 @@ async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> Non
     written(await ended_async("pages", reader.text(url), ToolError, InfraError))
 
 
-@pytest.mark.slow
 @fuzzed(0.7)
 @given(reply=http_replies(SERVED))
 async def test_services(reply: bytes, server: RawServer) -> None:
@@ -443,7 +434,6 @@ async def events_of(http: ServerClient) -> None:
             answer.add(event)
 
 
-@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged_json({"queries": ["a"], "topk": 3, "return_scores": True}, {"query": "a"},
                     {"query": ["a"], "top_n": 3, "return_score": True}))  # fmt: skip
@@ -529,7 +519,6 @@ async def test_files_of_a_cache(
 PACKED = frame_of(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
 
 
-@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged(PACKED) | damaged(PACKED[8:]).map(frame_of) | st.binary(max_size=20).map(frame_of))
 async def test_frames_of_a_worker(data: bytes) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import ActionTokens, encode
-from agentenv.learners.minibatch import prepare
-from agentenv.learners.partition import pack
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.partition import pack
 from benchmarks.experiments.forks import ROOTS, of_branches, scores
 from benchmarks.experiments.gradients import (
     DIRECTIONS,

@@ -14,11 +14,11 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
-import agentenv.gym
-from agentenv import env as registry
+import agentenv.adapters.gym
 from agentenv import register
-from agentenv.errors import ConfigError, EnvError
-from agentenv.types import Message, Task
+from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.types import Message, Task
+from agentenv.contract import env as registry
 from tests.support.toy import CountingEnv
 
 TASKS = [Task(f"t{n}", "toy/Counting-v0", f"question {n}", ("x",)) for n in range(5)]
@@ -42,7 +42,7 @@ def env() -> Any:
     yield env
     env.close()
     assert CountingEnv.num_open == 0
-    assert agentenv.gym.LoopThread._current is None
+    assert agentenv.adapters.gym.LoopThread._current is None
 
 
 def test_gymnasiums_checker_finds_nothing(env: Any) -> None:
@@ -139,11 +139,8 @@ def test_an_id_that_gymnasium_rejects_is_registered_only_with_us() -> None:
     del registry._registry["toy/many/parts"]
 
 
-@pytest.mark.slow
 def test_gymnasium_is_imported_only_where_it_is_used() -> None:
-    code = (
-        "import agentenv.envs, agentenv.pipelines.config.rl, sys; print('gymnasium' in sys.modules)"
-    )
+    code = "import agentenv.envs, agentenv.assembly.keys.rl, sys; print('gymnasium' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -153,7 +150,7 @@ def test_gymnasium_is_imported_only_where_it_is_used() -> None:
 def test_a_message_without_a_tool_call_has_no_calls() -> None:
     schema = {"name": "search", "parameters": {"properties": {"query": {}}}}
     for text in ("", "</search>", "<search>x</search> and more", "<python>1</python>"):
-        assert agentenv.gym.tag_calls(text, [schema]) == ()
+        assert agentenv.adapters.gym.tag_calls(text, [schema]) == ()
     assert Message("assistant", "x").tool_calls == ()
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.branch import Branch, Continuation, Retake
-from agentenv.conversation import Context
-from agentenv.env import StepResult
-from agentenv.errors import ConfigError
-from agentenv.hooks import RolloutHooks
-from agentenv.plan import Independent
-from agentenv.tree import Trajectory
-from agentenv.types import Info, Limit, Limits, Message, SamplingParams
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import Trajectory
+from agentenv.base.types import Info, Limit, Limits, Message, SamplingParams
+from agentenv.contract.env import StepResult
+from agentenv.contract.plan import Independent
+from agentenv.rollout.branch import Branch, Continuation, Retake
+from agentenv.rollout.conversation import Context
+from agentenv.rollout.hooks import RolloutHooks
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor, rollout

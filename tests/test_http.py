@@ -16,13 +16,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agentenv import Message, Task, ToolEnv, demonstrate, tool
-from agentenv.env import close_shared
+from agentenv.adapters.testing import check_tool_env
+from agentenv.base.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
+from agentenv.base.types import ToolCall
+from agentenv.contract.env import close_shared
+from agentenv.contract.http import MAX_FORBIDDEN, MAX_LOGINS, HttpClient, meaning, status_error
+from agentenv.contract.tools import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
-from agentenv.http import MAX_FORBIDDEN, MAX_LOGINS, HttpClient, meaning, status_error
-from agentenv.testing import check_tool_env
-from agentenv.tools import FunctionTool
-from agentenv.types import ToolCall
 from tests.support.warehouse import ROOT
 
 TASK = Task("t", "e", "q", ("7",))
@@ -314,9 +314,9 @@ import asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from agentenv import Task, ToolEnv, demonstrate, tool
-from agentenv.env import close_shared, isolated_shared
-from agentenv.http import HttpClient
-from agentenv.testing import check_tool_env
+from agentenv.contract.env import close_shared, isolated_shared
+from agentenv.contract.http import HttpClient
+from agentenv.adapters.testing import check_tool_env
 from agentenv.envs.grading.reward import ExactMatch
 import examples.http_api.server as api
 
@@ -502,8 +502,8 @@ async def test_the_policy_reads_a_refusal_of_the_api() -> None:
 
 
 async def test_a_failed_environment_is_retried_unless_it_has_a_bug() -> None:
-    from agentenv.cold_start import MAX_FAILURES
-    from agentenv.errors import EnvError
+    from agentenv.adapters.cold_start import MAX_FAILURES
+    from agentenv.base.errors import EnvError
 
     class Failing(ToolEnv):
         errors: list[Exception]

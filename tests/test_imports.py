@@ -17,7 +17,12 @@ from tests.support.sources import PACKAGES, ROOT, sources
 ALGORITHMS = ", ".join(
     f"agentenv.{name}"
     for name in (
-        *("learners.arpo", "learners.aepo", "learners.baselines", "learners.credit"),
+        *(
+            "learners.algorithms.arpo",
+            "learners.algorithms.aepo",
+            "learners.algorithms.baselines",
+            "learners.algorithms.credit",
+        ),
         "reference.algorithms",
     )
 )
@@ -52,20 +57,20 @@ def test_an_import_cycle_through_a_link_or_for_types_only_is_found(tmp_path: Pat
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
             "    from agentenv.envs.search.hit import Hit"
         ),
-        "agentenv/types.py": "from agentenv.envs.search.hit import Hit",
+        "agentenv/base/types.py": "from agentenv.envs.search.hit import Hit",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     found = measured(tmp_path)
     assert found["folder_circles"] == [["envs/grading", "envs/search"]]
-    assert found["arrows_up"] == ["agentenv.types -> envs.search.hit"]
+    assert found["arrows_up"] == ["agentenv.base.types -> envs.search.hit"]
 
 
 @pytest.mark.parametrize(
     "modules",
     [
         "agentenv, agentenv.envs",
-        "agentenv.pipelines.config.rl, agentenv.pipelines.rl.training",
+        "agentenv.assembly.keys.rl, agentenv.training.loop.training",
         ALGORITHMS,
         COMMANDS,
     ],
@@ -82,7 +87,7 @@ def test_importing_loads_no_heavy_module(modules: str) -> None:
 def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str) -> None:
     code = (
         f"import agentenv.launchers.{command}, sys; print(*("
-        "f'agentenv.pipelines.{name}' in sys.modules for name in ('config.rl', 'rl.training')))"
+        "f'agentenv.training.api.{name}' in sys.modules for name in ('config.rl', 'rl.training')))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
@@ -109,12 +114,12 @@ def loaded_by(code: str) -> set[str]:
         (
             "rl.TrainConfig",
             {"algorithm": "grpo", "engine": "embedded"},
-            {"learners.baselines", "engines.embedded"},
+            {"learners.algorithms.baselines", "engines.embedded"},
         ),
         (
             "rl.TrainConfig",
             {"algorithm": "aepo", "engine": "sglang"},
-            {"learners.aepo", "learners.arpo", "engines.sglang"},
+            {"learners.algorithms.aepo", "learners.algorithms.arpo", "engines.sglang"},
         ),
         ("evaluation.EvaluateConfig", {"engine": "openai"}, {"engines.openai"}),
     ],
@@ -127,8 +132,8 @@ def test_a_part_is_loaded_when_its_name_is_chosen(
     before = {"algorithm": {"name": named["algorithm"]}} if "algorithm" in named else {}
     overrides = [f"{key}.name={value}" for key, value in named.items()]
     found = loaded_by(
-        f"from agentenv.pipelines.config.{module} import {name}\n"
-        "from agentenv.config import build_config, override_kinds\n"
+        f"from agentenv.assembly.keys.{module} import {name}\n"
+        "from agentenv.base.config import build_config, override_kinds\n"
         f"raw = {before}\noverride_kinds({name}, raw, {overrides})\n"
         "raw.update(model={'path': 'm'}, data={'train': 'd'}, env={'id': 'e'})\n"
         "raw.update(train={'num_steps': 1})\n"
@@ -139,7 +144,12 @@ def test_a_part_is_loaded_when_its_name_is_chosen(
         f"build_config({name}, raw, 'x')"
     )
     parts = {
-        *("learners.baselines", "learners.arpo", "learners.aepo", "engines.embedded"),
+        *(
+            "learners.algorithms.baselines",
+            "learners.algorithms.arpo",
+            "learners.algorithms.aepo",
+            "engines.embedded",
+        ),
         *("engines.scripted", "engines.vllm", "engines.sglang", "engines.openai"),
         *("envs.search.faiss_index", "envs.search.providers"),
         *("envs.grading.layers", "envs.grading.judge"),
@@ -152,17 +162,20 @@ def test_the_help_of_training_loads_neither_parts_nor_terminal() -> None:
     code = "import agentenv.launchers.train as t\ntry: t.main(['--help'])\nexcept SystemExit: pass"
     found = loaded_by(code)
     assert not found & {"aiohttp", "rich", "jinja2", "tokenizers", "scipy", "psutil"}
-    assert not found & {"agentenv.engines.vllm", "agentenv.learners.arpo", "agentenv.actor"}
+    assert not found & {
+        "agentenv.engines.vllm",
+        "agentenv.learners.algorithms.arpo",
+        "agentenv.rollout.actor",
+    }
 
 
-@pytest.mark.slow
 def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""
     outside_the_loop = (  # threads and processes
         "agentenv/engines/embedded",
         "agentenv/engines/vllm_plugin",
-        "agentenv/guard.py",
-        "agentenv/offload.py",
+        "agentenv/processes/guard.py",
+        "agentenv/base/offload.py",
         "envs/sandbox/",
     )
     for path in [*sources("agentenv"), *sources("envs")]:
@@ -183,7 +196,7 @@ def test_the_design_names_every_folder() -> None:
     named = set(re.findall(r"^\| `(\S+)/` \|", table, re.MULTILINE))
     installed = {str(path.parent.relative_to(ROOT)) for path in sources()}
     others = {name for name in named if name.startswith("benchmarks/")}
-    assert named - others == installed - {"pipelines"}
+    assert named - others == installed - {"assembly", "evaluation", "lab", "training"}
     assert all((ROOT / name).is_dir() for name in others)
 
 

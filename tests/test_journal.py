@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, SamplingParams, Task
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import ConfigError, EngineError
-from agentenv.frames import (
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.late_forks import Uniform
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import (
     Began,
     Counts,
     Finished,
@@ -24,19 +29,14 @@ from agentenv.frames import (
     Leased,
     Mark,
     Recorded,
-    Refused,
     Started,
+    StepRefused,
     Trained,
     framed,
     frames_of,
 )
-from agentenv.journal import COMMIT_S, GATHER_S, Journal
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.late_forks import Uniform
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.renderer import TagRenderer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams, Task
+from agentenv.rollout.journal import COMMIT_S, GATHER_S, Journal
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
@@ -495,7 +495,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
         written = journal(tmp_path)
         written.append(Began(4, "t", 0, 1, "s", Mark(1, 4, 0)))
         written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0), Mark(1, 4, 1)))
-        written.append(Refused(3, refused))
+        written.append(StepRefused(3, refused))
         await written.close()
         again = journal(tmp_path)
         assert again.knows(4) == (refused != [4])

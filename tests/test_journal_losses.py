@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.actor import Actor
-from agentenv.frames import (
+from agentenv.base.offload import in_thread
+from agentenv.contract.plan import RolloutPlan
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import (
     HEADER,
     JournalConfig,
     Leased,
@@ -23,9 +25,7 @@ from agentenv.frames import (
     frames_of,
     pack_recorded,
 )
-from agentenv.journal import Journal
-from agentenv.offload import in_thread
-from agentenv.plan import RolloutPlan
+from agentenv.rollout.journal import Journal
 from tests.support.virtual_clock import run_virtual
 from tests.test_cluster import Cluster
 from tests.test_journal import PLANS, TASK, Failing, content, journal, make_actor, read

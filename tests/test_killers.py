@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.deadline import Restarts
-from agentenv.env import Env
-from agentenv.frames import JournalConfig
-from agentenv.journal import Journal
-from agentenv.pipelines.config.cluster import ProcessesCluster
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
-from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS, Left
+from agentenv.assembly.keys.cluster import ProcessesCluster
+from agentenv.base.deadline import Restarts
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.contract.env import Env
+from agentenv.processes.worker_group import NUM_LOSSES, NUM_TRIALS, Left
+from agentenv.rollout.frames import JournalConfig
+from agentenv.rollout.journal import Journal
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor

@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from agentenv.env import StepResult
-from agentenv.learners.late_forks import Uniform
-from agentenv.metrics import rollout_metrics
-from agentenv.plan import Independent, Place
-from agentenv.tree import LED, Node, TrajectoryTree
-from agentenv.types import Limits, Message
+from agentenv.base.tree import LED, Node, TrajectoryTree
+from agentenv.base.types import Limits, Message
+from agentenv.contract.env import StepResult
+from agentenv.contract.plan import Independent, Place
+from agentenv.learners.algorithms.late_forks import Uniform
+from agentenv.rollout.metrics import rollout_metrics
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_actor import make_actor, rollout
 

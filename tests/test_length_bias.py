@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentenv.metrics import trained_metrics
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limit, Task, VersionSpan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limit, Task, VersionSpan
+from agentenv.rollout.metrics import trained_metrics
 
 
 def tree(lengths: Sequence[int], version: int = 3) -> TrajectoryTree:

@@ -12,15 +12,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from agentenv.base.errors import TooManyFailuresError
+from agentenv.base.types import Limits
 from agentenv.cluster.engines import _Held
 from agentenv.cluster.messages import Alive, Notice, RolloutEnded, WorkerFigures, pack
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.errors import TooManyFailuresError
-from agentenv.failures import Failure
-from agentenv.link import Link
-from agentenv.supervisor import LocalPlacement, Supervisor
-from agentenv.types import Limits
-from agentenv.worker_group import Left, WorkerGroup, WorkerSpec
+from agentenv.processes.link import Link
+from agentenv.processes.supervisor import LocalPlacement, Supervisor
+from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
+from agentenv.rollout.failures import Failure
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
@@ -132,7 +132,7 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
 async def test_a_drained_worker_that_does_not_end_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentenv.link.LAST_S", 0.3)
+    monkeypatch.setattr("agentenv.processes.link.LAST_S", 0.3)
     ends: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +161,7 @@ async def test_the_version_of_a_server_is_sent_before_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not wait for other frames to go with."""
-    monkeypatch.setattr("agentenv.link.GATHER_S", 10.0)
+    monkeypatch.setattr("agentenv.processes.link.GATHER_S", 10.0)
     written: list[bytes] = []
 
     class Writer:

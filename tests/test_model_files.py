@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from agentenv.errors import DataError
-from agentenv.model_files import KNOWN_CLASSES, load_tokenizer, tokenizer_class
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import KNOWN_CLASSES, load_tokenizer, tokenizer_class
 
 TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢字")
 
@@ -67,11 +67,11 @@ def test_unknown_tokenizers_are_loaded_by_auto_tokenizer(
     assert tokenizer_class(model_directory(tmp_path / "model", model_type, **settings)) is None
 
 
-@pytest.mark.slow
 def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
     code = (
-        "import sys; from pathlib import Path; from agentenv.model_files import load_tokenizer; "
+        "import sys; from pathlib import Path; "
+        "from agentenv.base.model_files import load_tokenizer; "
         f"print(len(load_tokenizer(Path({str(model)!r}), False)), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

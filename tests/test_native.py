@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.errors import ConfigError, EnvError
-from agentenv.model_files import read_eos_ids
-from agentenv.native import NativeConfig, NativeRenderer, Style
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagRenderer
-from agentenv.types import Completion, Message, ToolCall
+from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.model_files import read_eos_ids
+from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.text.native import NativeConfig, NativeRenderer, Style
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TagRenderer
 from tests.support import chat_models
 
 TOOLS = [

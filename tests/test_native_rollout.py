@@ -7,15 +7,15 @@ from random import Random
 
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, Message, SamplingParams, Task, ToolCall
+from agentenv.contract.env import Grade
+from agentenv.contract.plan import Independent
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import Grade
-from agentenv.native import NativeRenderer
-from agentenv.plan import Independent
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, Message, SamplingParams, Task, ToolCall
+from agentenv.rollout.actor import Actor
+from agentenv.text.native import NativeRenderer
 from tests.support import chat_models
 from tests.support.trl_templates import ends_of, tokenizer_of
 from tests.support.virtual_clock import run_virtual

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.errors import ConfigError
-from agentenv.native import NativeRenderer
-from agentenv.types import Completion, Message, ToolCall
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.text.native import NativeRenderer
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
 STYLES = {

@@ -19,8 +19,6 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of the packages that run it
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel as Jupyter's, whose cells run in an event loop."""

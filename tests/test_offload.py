@@ -12,13 +12,13 @@ import psutil
 import pytest
 import uvloop
 
-from agentenv.metrics import LoopLag
-from agentenv.offload import check_outside, in_thread, replaced, start_process, start_thread
+from agentenv.base.offload import check_outside, in_thread, replaced, start_process, start_thread
+from agentenv.rollout.metrics import LoopLag
 from tests.support.sources import sources
 from tests.support.virtual_clock import DeadlockError, Inline, run_virtual
 
 ROOT = Path(__file__).parent.parent
-SEAM = "agentenv/offload.py"
+SEAM = "agentenv/base/offload.py"
 OUTSIDE = {
     *("to_thread", "run_in_executor", "create_subprocess_exec", "create_subprocess_shell"),
     *("threading.Thread", "Thread", "ThreadPoolExecutor", "ProcessPoolExecutor"),
@@ -55,12 +55,16 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 
 # Separate programs, which no run waits for under a virtual clock.
 PROGRAMS = (
-    "pipelines/serving/",
-    "pipelines/workers/ray_driver.py",
-    *("pipelines/setup/memory.py", "learners/rank_process.py", "learners/trainer.py"),
-    "agentenv/guard.py",
+    "assembly/serving/",
+    "training/workers/ray_driver.py",
+    *("assembly/parts/memory.py", "learners/ranks/rank_process.py", "learners/ranks/trainer.py"),
+    "agentenv/processes/guard.py",
     "agentenv/engines/vllm_plugin/",
-    *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
+    *(
+        "learners/ranks/broadcast.py",
+        "learners/ranks/dpo.py",
+        "learners/trees/layouts.py",
+    ),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
     *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
     *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
@@ -74,27 +78,27 @@ ALLOWED = {
     "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
     "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
     "envs/sandbox/program.py: subprocess.Popen": "bubblewrap dies with the thread that starts it",
-    "agentenv/worker_pool.py: subprocess.Popen": "the fork server, which threads start too",
-    "agentenv/worker_pool.py: threading.Thread": "reaps the fork server",
-    "agentenv/worker_pool.py: os.fork": "inside the fork server",
-    "envs/verifiers_env.py: to_thread": "in the process of a package",
-    "envs/verifiers_env.py: subprocess.run": "rows, which are read in a thread",
+    "agentenv/processes/worker_pool.py: subprocess.Popen": "the fork server; threads start it too",
+    "agentenv/processes/worker_pool.py: threading.Thread": "reaps the fork server",
+    "agentenv/processes/worker_pool.py: os.fork": "inside the fork server",
+    "envs/bridges/verifiers_env.py: to_thread": "in the process of a package",
+    "envs/bridges/verifiers_env.py: subprocess.run": "rows, which are read in a thread",
     # nothing on the loop waits for these
-    "pipelines/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
-    "pipelines/run/watchdog.py: time.monotonic": "the same",
-    "pipelines/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
-    "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
-    "agentenv/gym.py: new_event_loop": "the same",
-    "pipelines/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
+    "assembly/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
+    "assembly/run/watchdog.py: time.monotonic": "the same",
+    "assembly/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
+    "agentenv/adapters/gym.py: threading.Thread": "the loop of callers that have none",
+    "agentenv/adapters/gym.py: new_event_loop": "the same",
+    "lab/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "pipelines/run/waits.py: time.time": "when a wait began, for people",
-    "pipelines/rl/control.py: time.time": "the same",
+    "assembly/run/waits.py: time.time": "when a wait began, for people",
+    "training/loop/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
-    "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
-    "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
+    "assembly/run/terminal.py: time.monotonic": "when a line was shown last, for people",
+    "assembly/parts/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started
-    "pipelines/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
+    "assembly/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }
 
 
@@ -120,7 +124,7 @@ def test_code_that_cannot_use_the_seam_checks_it_first(path: str) -> None:
             "envs/search/corpus.py",
             "envs/sandbox/process.py",
             "envs/sandbox/program.py",
-            "agentenv/worker_pool.py",
+            "agentenv/processes/worker_pool.py",
         }
     )
 

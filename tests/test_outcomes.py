@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from agentenv import Message, Task, ToolEnv, demonstrate, register, tool
-from agentenv.env import check_finish, check_observation, check_reset, check_step
+from agentenv.adapters.testing import check_tool_env
+from agentenv.assembly.parts.environments import try_turn
+from agentenv.base.errors import ConfigError, CrashError, DataError
+from agentenv.base.types import Limits
+from agentenv.contract.env import check_finish, check_observation, check_reset, check_step
+from agentenv.contract.plan import Independent
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.errors import ConfigError, CrashError, DataError
-from agentenv.pipelines.setup.environments import try_turn
-from agentenv.pipelines.supervised.data import load_demonstrations
-from agentenv.plan import Independent
-from agentenv.renderer import TagRenderer
-from agentenv.testing import check_tool_env
-from agentenv.types import Limits
+from agentenv.text.renderer import TagRenderer
+from agentenv.training.supervised.data import load_demonstrations
 from tests.support.toy import CharTokenizer
 from tests.test_actor import make_actor, rollout
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from agentenv.queue import Grown, Pace, ReplayQueue
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.rollout.queue import Pace, ReplayQueue, TreeTimes
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
@@ -138,7 +138,7 @@ def test_a_short_wait_does_not_fill_the_slots_of_a_shared_engine() -> None:
 def test_trees_start_immediately_until_both_durations_are_known() -> None:
     pace = Pace(BOUND)
     assert pace.early_s(0.0, 3) == 0.0
-    pace.learner_takes(2.0, [Grown(1.0, 2.0, 1.0)])
+    pace.learner_takes(2.0, [TreeTimes(1.0, 2.0, 1.0)])
     assert pace.early_s(2.0, 3) == 0.0
     pace.learner_requests(12.0)
     assert pace.early_s(12.0, 0) == 0.0
@@ -156,9 +156,9 @@ def test_only_a_wait_widens_the_lead() -> None:
         pace.learner_requests(requested_s := now_s + 10.0)
         now_s = requested_s + wait_s
         ended_s = now_s if wait_s else requested_s - 1.0
-        pace.learner_takes(now_s, [Grown(ended_s - tree_s, ended_s, requested_s)])
+        pace.learner_takes(now_s, [TreeTimes(ended_s - tree_s, ended_s, requested_s)])
 
-    pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
+    pace.learner_takes(now_s, [TreeTimes(0.0, 1.0, 0.0)])
     step(5.0, 0.0)
     first_s = lead_s()
     step(9.0, 0.0)  # no wait for it
@@ -173,7 +173,7 @@ def test_only_a_wait_widens_the_lead() -> None:
 def test_the_duration_of_an_update_with_an_evaluation_is_ignored() -> None:
     pace = Pace(BOUND)
     for since_s, until_s in ((0.0, 10.0), (10.0, 20.0), (20.0, 110.0)):
-        pace.learner_takes(since_s, [Grown(since_s - 1.0, since_s, since_s)])
+        pace.learner_takes(since_s, [TreeTimes(since_s - 1.0, since_s, since_s)])
         pace.learner_requests(until_s)
     assert pace.early_s(110.0, 1) < 10.0
 

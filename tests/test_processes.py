@@ -12,9 +12,9 @@ from typing import BinaryIO
 import psutil
 import pytest
 
-from agentenv import supervisor
-from agentenv.deadline import Restarts
-from agentenv.supervisor import (
+from agentenv.base.deadline import Restarts
+from agentenv.processes import supervisor
+from agentenv.processes.supervisor import (
     LocalPlacement,
     LocalProcess,
     ProcessSpec,

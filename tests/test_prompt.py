@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.errors import ConfigError
-from agentenv.instruction import Instruction
-from agentenv.prompt import PromptConfig, load_instruction, preset, presets
-from agentenv.types import Message, Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Message, Task
+from agentenv.contract.instruction import Instruction
+from agentenv.text.prompt import PromptConfig, load_instruction, preset, presets
 
 TASK = Task("t", "x", "Capital of Peru?", ("Lima",))
 ROW = Task("t", "x", "Capital of Peru?", ("Lima",), metadata={"system_prompt": "From the row."})

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.errors import EnvError
-from agentenv.queue import ReplayQueue
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.errors import EnvError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.rollout.queue import ReplayQueue
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.errors import EnvError
-from agentenv.renderer import TagRenderer
-from agentenv.types import Completion, Message, Role, ToolCall
+from agentenv.base.errors import EnvError
+from agentenv.base.types import Completion, Message, Role, ToolCall
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import TOOL, CharTokenizer
 
 RENDERER = TagRenderer(CharTokenizer())

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.actor import Actor
-from agentenv.deadline import admitted, waiting
+from agentenv.base.deadline import admitted, waiting
+from agentenv.base.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Completion, Limit, Limits, Message, Task, ToolResult
+from agentenv.contract.env import Grade
+from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool, Tool, tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import Grade
-from agentenv.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
-from agentenv.learners.aepo import AEPO, AEPOPlan, is_probe
-from agentenv.learners.arpo import ARPO, ARPOPlan
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool, Tool, tool
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Completion, Limit, Limits, Message, Task, ToolResult
+from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, is_probe
+from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan
+from agentenv.rollout.actor import Actor
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor, rollout

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.config import override_kinds
-from agentenv.errors import ConfigError
-from agentenv.pipelines.config.rl import Sampling, TrainConfig
-from agentenv.plan import Independent
-from agentenv.types import Completion, SamplingParams
+from agentenv.assembly.keys.rl import Sampling, TrainConfig
+from agentenv.base.config import override_kinds
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.plan import Independent
 from tests.test_actor import make_actor, rollout
 
 

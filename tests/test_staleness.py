@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.metrics import rollout_metrics
-from agentenv.types import VersionSpan
+from agentenv.base.types import VersionSpan
+from agentenv.rollout.metrics import rollout_metrics
 from tests.learners.ranks import uneven_trees
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.config import build_config
-from agentenv.errors import DataError
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import build_config
+from agentenv.base.errors import DataError
 from benchmarks.experiments import study as command
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.study import Cell, Study
@@ -49,7 +49,6 @@ class Synthetic(Study):
         return set(self.known) - before
 
 
-@pytest.mark.slow
 def test_stages_keep_the_best_arms_tune_them_and_confirm_the_winner(tmp_path: Path) -> None:
     study = Synthetic(tmp_path)
     ran = {stage: study.finish(stage) for stage in "abcd"}
@@ -102,7 +101,6 @@ def test_results_go_on_and_belong_to_one_plan(
         Study(tmp_path, changed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["mend", "chain", "noisy", "quickstart"])
 def test_every_arm_of_the_study_is_a_valid_configuration(tmp_path: Path, task: str) -> None:
     study = Study(tmp_path)

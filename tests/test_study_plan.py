@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
 from benchmarks.experiments.forecast import (
     FORECAST,
     NUM_FEATURES,

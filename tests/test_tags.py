@@ -10,13 +10,20 @@ import pytest
 from msgspec import Meta, Struct
 
 from agentenv import Message, Task, ToolEnv, ToolError, tool
+from agentenv.adapters.testing import check_tool_env
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import MALFORMED_CALL, Completion
+from agentenv.contract.tools import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.errors import ConfigError
-from agentenv.renderer import TagRenderer
-from agentenv.tags import check_tags, form, tag_calls, takes_object, with_tools, written_arguments
-from agentenv.testing import check_tool_env
-from agentenv.tools import FunctionTool
-from agentenv.types import MALFORMED_CALL, Completion
+from agentenv.text.renderer import TagRenderer
+from agentenv.text.tags import (
+    check_tags,
+    form,
+    tag_calls,
+    takes_object,
+    with_tools,
+    written_arguments,
+)
 from tests.support.toy import CharTokenizer
 
 STOCK = {"bolts": 1240, "nuts": 310}

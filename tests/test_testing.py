@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentenv import testing
-from agentenv.env import EnvWrapper, StepResult
-from agentenv.testing import check_tool_env
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import argument_schema, tool
-from agentenv.types import Message, Task
+from agentenv.adapters import testing
+from agentenv.adapters.testing import check_tool_env
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import EnvWrapper, StepResult
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import argument_schema, tool
 from tests.support.counting_tools import ANSWER, TASK, Counter, LastMessage, call
 
 
@@ -176,7 +176,7 @@ class WordyEnv(ShoutingEnv):
 async def test_the_kit_finds_envs_that_do_not_conform(
     env: type[ToolEnv], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentenv.testing.SETTLE_S", 0.2)
+    monkeypatch.setattr("agentenv.adapters.testing.SETTLE_S", 0.2)
     with pytest.raises(AssertionError, match=says):
         await check_tool_env(env, TASK, [call(), call(), ANSWER])
     for task in LeakyEnv.tasks:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError, ToolError
-from agentenv.tools import tool
-from agentenv.types import ToolResult
+from agentenv.base.errors import ConfigError, ToolError
+from agentenv.base.types import ToolResult
+from agentenv.contract.tools import tool
 
 
 @tool

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from agentenv.deadline import WorkClock, working
-from agentenv.env import close_shared
-from agentenv.errors import (
+from agentenv.base.deadline import WorkClock, working
+from agentenv.base.errors import (
     ConfigError,
     CrashError,
     EnvError,
@@ -16,8 +15,9 @@ from agentenv.errors import (
     OutageError,
     ToolError,
 )
-from agentenv.tool_env import PIECE_CHARS
-from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
+from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
+from agentenv.contract.env import close_shared
+from agentenv.contract.tool_env import PIECE_CHARS
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
 

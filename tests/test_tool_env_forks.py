@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from agentenv.env import ForkMode
-from agentenv.errors import EnvError, InfraError
-from agentenv.tool_env import ToolEnv
+from agentenv.base.errors import EnvError, InfraError
+from agentenv.contract.env import ForkMode
+from agentenv.contract.tool_env import ToolEnv
 from tests.support.counting_tools import ANSWER, Counter, call, make
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.config import build_config
-from agentenv.deadline import WorkClock, working
-from agentenv.env import Grade, close_shared, register
-from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
-from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.prompt import PromptConfig
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
-from agentenv.types import Limits, Message, Task, ToolCall, ToolResult
+from agentenv.assembly.keys.rl import EnvConfig, TrainConfig
+from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.base.config import build_config
+from agentenv.base.deadline import WorkClock, working
+from agentenv.base.errors import ConfigError, EnvError, InfraError
+from agentenv.base.types import Limits, Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import Grade, close_shared, register
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
+from agentenv.text.prompt import PromptConfig
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))

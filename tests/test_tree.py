@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.tree import Prefix, TrajectoryTree, of_frame, packed_ids, to_frame, to_json
-from agentenv.types import Task, VersionSpan
+from agentenv.base.tree import Prefix, TrajectoryTree, of_frame, packed_ids, to_frame, to_json
+from agentenv.base.types import Task, VersionSpan
 
 TASK = Task("t", "toy", "q", ("a",))
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.engine import EngineStart
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end
+from agentenv.base.types import Limits, Message, SamplingParams
+from agentenv.contract.engine import EngineStart
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
 from agentenv.engines.openai import OpenAIConfig
@@ -19,13 +22,10 @@ from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.engines.token_routes import TokensEngine, _sglang_body
 from agentenv.envs.quickstart_setup import build_model
-from agentenv.errors import DataError
-from agentenv.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end
-from agentenv.pipelines.supervised.dialogues import Conversation
-from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagRenderer
-from agentenv.types import Limits, Message, SamplingParams
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TagRenderer
+from agentenv.training.supervised.dialogues import Conversation
+from agentenv.training.supervised.encoding import ChatEncoder
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
 TURN_END, TEXT_END, OTHER = "<|turn_end|>", "<|text_end|>", "<|other|>"

@@ -12,10 +12,10 @@ import pytest
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
-import agentenv.gym
+import agentenv.adapters.gym
 from agentenv import register
-from agentenv.errors import ConfigError, EnvError
-from agentenv.types import Message
+from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.types import Message
 from tests.support.toy import CountingEnv
 from tests.test_gym import ENV_ID, TASKS
 
@@ -28,7 +28,7 @@ def _no_env_left_open() -> Iterator[None]:
     CountingEnv.num_open = 0
     yield
     assert CountingEnv.num_open == 0
-    assert agentenv.gym.LoopThread._current is None
+    assert agentenv.adapters.gym.LoopThread._current is None
 
 
 def make(num_envs: int, env_id: str = ENV_ID, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def make(num_envs: int, env_id: str = ENV_ID, **kwargs: Any) -> Any:
 def test_our_vector_env_is_a_gymnasium_vector_env() -> None:
     vector = make(3)
     assert isinstance(vector, VectorEnv)
-    assert type(vector) is agentenv.gym.VectorEnv
+    assert type(vector) is agentenv.adapters.gym.VectorEnv
     assert vector.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
     assert (vector.num_envs, vector.spec.id) == (3, ENV_ID)
     observations, infos = vector.reset(seed=1)
@@ -80,7 +80,6 @@ def test_results_equal_those_of_the_vector_envs_of_gymnasium(mode: str) -> None:
     ours.close()
 
 
-@pytest.mark.slow
 def test_two_thousand_environments_in_one_process() -> None:
     vector = make(2000)
     observations, _ = vector.reset(seed=1)

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import close_shared
-from agentenv.envs.verifiers_env import KEY, VerifiersEnv
-from agentenv.types import Message, Task, ToolCall, Turn
+from agentenv.base.types import Message, Task, ToolCall, Turn
+from agentenv.contract.env import close_shared
+from agentenv.envs.bridges.verifiers_env import KEY, VerifiersEnv
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = Path(os.environ.get("VERIFIERS", "none"))

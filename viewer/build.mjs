@@ -6,7 +6,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const out = process.argv[2] ?? join(here, "..", "pipelines", "viewing", "static");
+const out = process.argv[2] ?? join(here, "..", "lab", "viewing", "static");
 
 mkdirSync(out, { recursive: true });
 await build({

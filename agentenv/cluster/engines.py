@@ -30,14 +30,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from agentenv.base.deadline import ReportingClock, Wait, work_clock, working
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.tree import Prefix, packed_ids
+from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.cluster.messages import (
     Acquire,
     FirstToken,
     Granted,
     OfPlace,
     Quit,
-    RequestRefused,
     SampledTurn,
+    SampleRefused,
     SampleTurn,
     ServerPause,
     SlotAbort,
@@ -46,18 +50,14 @@ from agentenv.cluster.messages import (
     TurnPause,
     pack,
 )
-from agentenv.deadline import ReportingClock, Wait, work_clock, working
-from agentenv.engine import Engine
+from agentenv.contract.engine import Engine
+from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.link import Link
-from agentenv.tree import Prefix, packed_ids
-from agentenv.types import Chunk, Completion, SamplingParams
-from agentenv.worker_group import named, raised
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import named, raised
 
 
 class _Pending:
@@ -112,7 +112,7 @@ class LinkedEngine(Engine):
             pending.wait.end()
             del self._pending[number]
 
-    def handle(self, message: Tokens | TurnPause | SampledTurn | RequestRefused) -> None:
+    def handle(self, message: Tokens | TurnPause | SampledTurn | SampleRefused) -> None:
         """Handle a message about a turn; ignored if the turn was cancelled."""
         pending = self._pending.get(message.number)
         if pending is None or pending.done.done():
@@ -127,7 +127,7 @@ class LinkedEngine(Engine):
                     pending.clock.discard_last(message.lost_s)
             case SampledTurn():
                 pending.done.set_result(message.completion)
-            case RequestRefused():
+            case SampleRefused():
                 error = raised(message.kind, message.text)
                 if isinstance(error, EngineError) and message.is_final:
                     error.is_final = True
@@ -158,7 +158,7 @@ class Turns:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, request: SampleTurn) -> None:
-        message: SampledTurn | RequestRefused
+        message: SampledTurn | SampleRefused
         clock = ReportingClock(partial(self._stand, request.number))
         try:
             with working(clock):
@@ -173,7 +173,7 @@ class Turns:
                 clock.report = None
             message = SampledTurn(request.number, completion)
         except Exception as error:  # the rollout raises it
-            message = RequestRefused(
+            message = SampleRefused(
                 request.number, *named(error), is_final=getattr(error, "is_final", False)
             )
         finally:
@@ -251,7 +251,7 @@ class LeasedEngine(TurnEngine[Lease]):
         match message:
             case Granted():
                 self._take(message)
-            case RequestRefused():
+            case SampleRefused():
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
@@ -423,7 +423,7 @@ class Leases:
         self._waiting.pop(number).cancel()
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        self._link.send(pack(RequestRefused(number, *named(error), is_final=False)))
+        self._link.send(pack(SampleRefused(number, *named(error), is_final=False)))
 
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)

@@ -5,7 +5,7 @@
                                   +---- Begun, Awaits, Gave, EnvFailed
 
     host                              process
-    EnvCall(call, env, ..)   ----->   the calls of agentenv.env.Env
+    EnvCall(call, env, ..)   ----->   the calls of agentenv.contract.env.Env
                              <-----   Begun      the process begins the call
                              <-----   Awaits     the call's current wait, and whether its clock runs
                              <-----   Gave       its result
@@ -34,8 +34,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
-from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack
-from agentenv.deadline import (
+from agentenv.base.deadline import (
     Deadline,
     ReportingClock,
     Wait,
@@ -45,7 +44,10 @@ from agentenv.deadline import (
     work_clock,
     working,
 )
-from agentenv.env import (
+from agentenv.base.errors import AgentEnvError, CrashError, EnvError, WorkerError, guarded
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack
+from agentenv.contract.env import (
     Env,
     ForkMode,
     StepResult,
@@ -54,10 +56,8 @@ from agentenv.env import (
     check_step,
     shared_stats,
 )
-from agentenv.errors import AgentEnvError, CrashError, EnvError, WorkerError, guarded
-from agentenv.link import Link
-from agentenv.types import Info, Limit, Message, Task
-from agentenv.worker_group import Left, Worker, WorkerGroup, named, raised, serve
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import Left, Worker, WorkerGroup, named, raised, serve
 
 Method = Literal["reset", "step", "finish", "fork", "close"]
 
@@ -114,7 +114,8 @@ class Gave(Struct, array_like=True, frozen=True, tag=13):
 
 
 class EnvFailed(Struct, array_like=True, frozen=True, tag=14):
-    """The error of a call (`named` of agentenv/worker_group.py), and the traceback of a bug."""
+    """The error of a call (`named` of agentenv/processes/worker_group.py), and the traceback of a
+    bug."""
 
     call: int
     kind: str

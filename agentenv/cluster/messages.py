@@ -34,15 +34,15 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from agentenv.branch import BranchNow
+from agentenv.base.types import Chunk, Completion, SamplingParams, Task
+from agentenv.base.untrusted import packed
 from agentenv.engines.pool.server import Outcome
-from agentenv.failures import Failure
-from agentenv.types import Chunk, Completion, SamplingParams, Task
-from agentenv.untrusted import packed
+from agentenv.rollout.branch import BranchNow
+from agentenv.rollout.failures import Failure
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
-    """Start a rollout, or resume a `recorded` one (agentenv.frames.pack_recorded).
+    """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.pack_recorded).
     `policy_version` is the engine's; the others are arguments of `Actor.rollout`."""
 
     number: int
@@ -81,8 +81,8 @@ class SampledTurn(Struct, array_like=True, frozen=True, tag=5):
     completion: Completion
 
 
-class RequestRefused(Struct, array_like=True, frozen=True, tag=6):
-    """The error of the engine (`named` of agentenv/worker_group.py)."""
+class SampleRefused(Struct, array_like=True, frozen=True, tag=6):
+    """The error of the engine (`named` of agentenv/processes/worker_group.py)."""
 
     number: int
     kind: str
@@ -145,8 +145,8 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
     worker may reconnect."""
 
 
-OfTurn = Tokens | TurnPause | SampledTurn | RequestRefused
-OfPlace = Granted | ServerPause | SlotAbort | RequestRefused
+OfTurn = Tokens | TurnPause | SampledTurn | SampleRefused
+OfPlace = Granted | ServerPause | SlotAbort | SampleRefused
 WorkerRequest = Grow | Drop | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 
@@ -159,7 +159,7 @@ class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Raised(Struct, array_like=True, frozen=True, tag=2):
-    """The error of a rollout; see `named` of agentenv/worker_group.py."""
+    """The error of a rollout; see `named` of agentenv/processes/worker_group.py."""
 
     number: int
     kind: str
@@ -187,8 +187,9 @@ class Quit(Struct, array_like=True, frozen=True, tag=4):
 
 class WorkerFigures(Struct, array_like=True):
     """Statistics of a worker. `hits` and `probe_waits_s` are those of
-    `agentenv.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and `num_cut` count
-    since its start. `behind` names the longest wait of its rollouts; empty: no rollouts."""
+    `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and
+    `num_cut` count since its start. `behind` names the longest wait of its rollouts; empty: no
+    rollouts."""
 
     num_trees: int = 0
     num_open_envs: int = 0

@@ -22,21 +22,17 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
-from agentenv.actor import Actor
-from agentenv.branch import BranchNow
+from agentenv.base.errors import TooManyFailuresError, WorkerError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import WorkerFigures, pack
-from agentenv.engine import Engine
+from agentenv.contract.engine import Engine
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import TooManyFailuresError, WorkerError
-from agentenv.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost, pack_recorded
-from agentenv.journal import Journal, TreeRecord
-from agentenv.link import Link
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
-from agentenv.worker_group import (
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import (
     NUM_LOSSES,
     NUM_TRIALS,
     Left,
@@ -45,6 +41,17 @@ from agentenv.worker_group import (
     WorkerGroup,
     raised,
 )
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.branch import BranchNow
+from agentenv.rollout.frames import (
+    NUM_FIRST,
+    Packed,
+    Recorded,
+    TreeFrames,
+    WorkerLost,
+    pack_recorded,
+)
+from agentenv.rollout.journal import Journal, TreeRecord
 
 LOOK_S = 5.0  # for a worker to report the waits of a tree's branches
 MAX_POISON = 3  # poison tasks without progress of any tree; more of them mean a broken worker

@@ -33,8 +33,9 @@ rollout.
     close   ->  endpoint.forget(session)        likewise, and its key becomes invalid
 
 `call.messages` has the new messages since the turn that the call continues. `call.turn` (`NextTurn`
-in agentenv/types.py) describes where the rollout continues, and the call's stop strings and token
-limit. The rollout handles it, also for a call that continues an older turn or none. The counters of
-a session are in `session.counts` (`calls`, `context/retry`, `context/sub_agent`, `altered/trimmed`,
-`replayed`, ...): add them to the info of the last step as {"endpoint": session.counts}.
+in agentenv/base/types.py) describes where the rollout continues, and the call's stop strings and
+token limit. The rollout handles it, also for a call that continues an older turn or none. The
+counters of a session are in `session.counts` (`calls`, `context/retry`, `context/sub_agent`,
+`altered/trimmed`, `replayed`, ...): add them to the info of the last step as {"endpoint":
+session.counts}.
 """

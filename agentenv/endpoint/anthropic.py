@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from agentenv.base.untrusted import decode
 from agentenv.endpoint.chat import common, read_tools
 from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
     MAX_MESSAGES,
-    Answer,
     ApiError,
-    Call,
     Event,
     Given,
     Json,
     Request,
+    ServedCall,
+    ServedTurn,
     checked,
     get,
     number,
@@ -25,7 +26,6 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.untrusted import decode
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 
@@ -59,7 +59,7 @@ class Anthropic:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
         (answer,) = answers
         reply = _head(request, id) | {"content": list(_blocks(answer)), **_end(answer)}
         reply["usage"] = _usage(answer)
@@ -94,7 +94,7 @@ class AnthropicWriter:
         yield from self._opened("text", {"type": "text", "text": ""})
         yield self._delta(type="text_delta", text=delta)
 
-    def finish(self, answer: Answer) -> Iterable[Event]:
+    def finish(self, answer: ServedTurn) -> Iterable[Event]:
         """The calls, and the end of the turn."""
         if self._place < 0 and not answer.message.calls:
             yield from self._opened("text", {"type": "text", "text": ""})
@@ -131,7 +131,7 @@ def _head(request: Request, id: str) -> Json:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": request.model}
 
 
-def _blocks(answer: Answer) -> Iterator[Json]:
+def _blocks(answer: ServedTurn) -> Iterator[Json]:
     given = answer.message
     if given.thoughts:
         yield {"type": "thinking", "thinking": given.thoughts, "signature": SIGNATURE}
@@ -142,14 +142,14 @@ def _blocks(answer: Answer) -> Iterator[Json]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": called}
 
 
-def _end(answer: Answer) -> Json:
+def _end(answer: ServedTurn) -> Json:
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]
     if answer.stop is not None and answer.finish == "stop":
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": answer.stop}
 
 
-def _usage(answer: Answer) -> Json:
+def _usage(answer: ServedTurn) -> Json:
     cached = answer.num_cached_tokens
     prompt = answer.num_prompt_tokens - cached
     return {
@@ -170,7 +170,7 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
         return
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[Call] = []
+    calls: list[ServedCall] = []
     place = f"{where}.content"
     for number_, block in enumerate(objects(content, place, MAX_CALLS)):
         spot, kind = f"{place}[{number_}]", block.get("type")

@@ -36,24 +36,24 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.disk import own_folder
+from agentenv.base.disk import own_folder
+from agentenv.base.errors import AgentEnvError, EnvError, OutageError
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Kind, Message, NextTurn, PastTurn
+from agentenv.contract.env import shared
 from agentenv.endpoint.messages import (
-    Answer,
     ApiError,
     Finish,
     Given,
     Json,
     Request,
+    ServedTurn,
     alteration,
     as_message,
     served,
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
-from agentenv.env import shared
-from agentenv.errors import AgentEnvError, EnvError, OutageError
-from agentenv.offload import in_thread
-from agentenv.types import Kind, Message, NextTurn, PastTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
@@ -88,7 +88,7 @@ class _Pending:
 
     def __init__(self, request: Request, *, is_parallel: bool) -> None:
         self.request, self.is_parallel = request, is_parallel
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[ServedTurn] = asyncio.get_running_loop().create_future()
 
 
 class _Turn(NamedTuple):
@@ -98,17 +98,19 @@ class _Turn(NamedTuple):
     context: tuple[Given, ...]
     request: Request
     kind: Kind | None
-    answer: Answer
+    answer: ServedTurn
 
 
-def _turn(before: tuple[Given, ...], request: Request, kind: Kind | None, answer: Answer) -> _Turn:
+def _turn(
+    before: tuple[Given, ...], request: Request, kind: Kind | None, answer: ServedTurn
+) -> _Turn:
     """An answered call; messages that it shares with `before` are stored once."""
     same = _num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
     return _Turn((*request.messages, answer.message), request, kind, answer)
 
 
-class Session:
+class CaptureSession:
     """The calls of one branch, one at a time in order of arrival. `port` is the server's. `after`
     and `same`: see `Endpoint.open`."""
 
@@ -116,7 +118,7 @@ class Session:
         self,
         key: str,
         port: int,
-        after: Session | None = None,
+        after: CaptureSession | None = None,
         same: Same | None = None,
         thoughts: Thoughts = "apart",
     ) -> None:
@@ -207,7 +209,7 @@ class Session:
             compact=call.request.compact,
         )
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
-        found = Answer(
+        found = ServedTurn(
             message=message,
             finish=finish,
             num_prompt_tokens=turn.num_prompt_tokens,
@@ -240,7 +242,7 @@ class Session:
     async def count(self, request: Request) -> int:
         raise ApiError("no_route", "tokens are not counted for a branch")
 
-    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
@@ -269,7 +271,7 @@ class Session:
 
     # a copy of a program
 
-    def continue_as(self, after: Session) -> bool:
+    def continue_as(self, after: CaptureSession) -> bool:
         """Take over the state of another session, for a copy of its program; False if that has
         several pending calls."""
         call = after._current
@@ -281,21 +283,21 @@ class Session:
         self._current = self._resumed = _Pending(call.request, is_parallel=call.is_parallel)
         return True
 
-    def resumed(self) -> tuple[Callable[..., Coroutine[Any, Any, Sequence[Answer]]], Request]:
+    def resumed(self) -> tuple[Callable[..., Coroutine[Any, Any, Sequence[ServedTurn]]], Request]:
         """The call during which its program was copied, and a function that waits for its answer.
         Raises ApiError."""
         call = self._resumed
         if call is None:
             raise ApiError("no_route", "only a copy of a program has a call to resume")
 
-        async def answered(*_: Any) -> Sequence[Answer]:
+        async def answered(*_: Any) -> Sequence[ServedTurn]:
             return [await call.answer]
 
         return answered, call.request
 
     # a replay
 
-    def _follow(self, after: Session) -> None:
+    def _follow(self, after: CaptureSession) -> None:
         """Take over the state of another session once the program has repeated its calls, in any
         order of its threads."""
         self._turns = list(after._turns)
@@ -319,7 +321,7 @@ class Session:
             return False
         return self._same(_shown(recorded), _shown(now))
 
-    def _replayed(self, request: Request) -> Answer | None:
+    def _replayed(self, request: Request) -> ServedTurn | None:
         """The answer to the equal call of the recorded session; None for a call that must wait."""
         for number, turn in self._recorded.items():
             if self._is(turn.request, request):
@@ -346,7 +348,7 @@ class Session:
         self.close(str(self._diverged))
         return self._diverged
 
-    def _add(self, call: _Pending, answer: Answer, kind: Kind | None) -> None:
+    def _add(self, call: _Pending, answer: ServedTurn, kind: Kind | None) -> None:
         before = self._turns[-1].context if self._turns else ()
         self._turns.append(_turn(before, call.request, kind, answer))
         if not call.answer.done():
@@ -500,7 +502,7 @@ class Endpoint:
     """One HTTP server for all branches of a process, each with its own key."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, CaptureSession] = {}
         self._server = ApiServer(self._find, lambda: [MODEL])
         self._starting = asyncio.Lock()
         self._counts: Counter[str] = Counter()
@@ -533,10 +535,10 @@ class Endpoint:
         self,
         key: str = "",
         *,
-        after: Session | None = None,
+        after: CaptureSession | None = None,
         same: Same | None = None,
         thoughts: Thoughts = "apart",
-    ) -> Session:
+    ) -> CaptureSession:
         """A session for one branch; `key` is generated by default. `thoughts` are served separately
         or, for programs that would drop them and so open a context each time, within the text.
         With `after`, its first calls are answered from the record of that session, as long as
@@ -546,15 +548,15 @@ class Endpoint:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
             raise AgentEnvError(f"the key {key} belongs to another branch")
-        session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
+        session = self._sessions[key] = CaptureSession(key, self.port, after, same, thoughts)
         return session
 
-    def adopter(self, session: Session) -> Callable[[socket.socket], Awaitable[None]]:
+    def adopter(self, session: CaptureSession) -> Callable[[socket.socket], Awaitable[None]]:
         """A function that serves a connection: all its calls belong to this session, regardless of
         their keys."""
         return partial(self._server.adopt, session)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: CaptureSession) -> None:
         """Close a session; from now on its key is rejected."""
         session.close()
         self._counts.update(session.counts)
@@ -571,7 +573,7 @@ class Endpoint:
         await self._server.close()
         await in_thread(self._kept.close)
 
-    def _find(self, key: str) -> Session:
+    def _find(self, key: str) -> CaptureSession:
         session = self._sessions.get(key)
         if session is None:
             raise ApiError("no_key", "no branch has this key, or it has ended")

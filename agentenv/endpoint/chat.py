@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from agentenv.base.types import Role
 from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_TOOLS,
-    Answer,
     ApiError,
     Event,
     Given,
     Json,
     Request,
+    ServedTurn,
     TokenLogprob,
     checked,
     get,
@@ -28,7 +29,6 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.types import Role
 
 ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -63,7 +63,7 @@ class Chat:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
         """All choices."""
         choices = []
         for index, answer in enumerate(answers):
@@ -89,7 +89,7 @@ class Chat:
     def writer(self, request: Request, index: int, id: str, created: int) -> ChatWriter:
         return ChatWriter(request, index, id, created)
 
-    def usage(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+    def usage(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
         """The last event of a stream that requests the usage."""
         head = {"id": id, "object": "chat.completion.chunk", "created": created}
         return {**head, "model": request.model, "choices": [], "usage": _usage(answers)}
@@ -115,7 +115,7 @@ class ChatWriter:
     def text(self, delta: str) -> Iterable[Event]:
         yield self._event({"content": delta})
 
-    def finish(self, answer: Answer) -> Iterable[Event]:
+    def finish(self, answer: ServedTurn) -> Iterable[Event]:
         """The calls, and the end of the turn."""
         for place, call in enumerate(answer.message.calls):
             yield self._event({"tool_calls": [{"index": place, **_call(call)}]})
@@ -200,7 +200,7 @@ def _call(call: Any) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _usage(answers: Sequence[Answer]) -> Json:
+def _usage(answers: Sequence[ServedTurn]) -> Json:
     prompt = answers[0].num_prompt_tokens if answers else 0
     sampled = sum(answer.num_tokens for answer in answers)
     cached = answers[0].num_cached_tokens if answers else 0

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
-from agentenv.errors import ForeignError
-from agentenv.types import MALFORMED_CALL, Message, ToolCall
-from agentenv.untrusted import decode, printable
+from agentenv.base.errors import ForeignError
+from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.base.untrusted import decode, printable
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class ApiError(Exception):
         return ERRORS[self.name][0]
 
 
-class Call(NamedTuple):
+class ServedCall(NamedTuple):
     """A tool call; `arguments` is the JSON text of an object, as served or received."""
 
     id: str
@@ -69,7 +69,7 @@ class Given(NamedTuple):
     role: Literal["system", "user", "assistant", "tool"]
     text: str
     thoughts: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ServedCall, ...] = ()
     answers: str = ""  # id of the call that a tool result answers
     name: str | None = None
 
@@ -109,7 +109,7 @@ class TokenLogprob(NamedTuple):
     logprob: float
 
 
-class Answer(Struct, kw_only=True):
+class ServedTurn(Struct, kw_only=True):
     """A served turn."""
 
     message: Given
@@ -131,7 +131,7 @@ class Writer(Protocol):
     def start(self) -> Iterable[Event]: ...
     def thoughts(self, delta: str) -> Iterable[Event]: ...
     def text(self, delta: str) -> Iterable[Event]: ...
-    def finish(self, answer: Answer) -> Iterable[Event]: ...
+    def finish(self, answer: ServedTurn) -> Iterable[Event]: ...
 
 
 class Dialect(Protocol):
@@ -141,7 +141,9 @@ class Dialect(Protocol):
     done: bytes  # the end of a stream
 
     def read(self, body: Json) -> Request: ...
-    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json: ...
+    def reply(
+        self, request: Request, answers: Sequence[ServedTurn], id: str, created: int
+    ) -> Json: ...
     def writer(self, request: Request, index: int, id: str, created: int) -> Writer: ...
     def error(self, error: ApiError) -> Json: ...
 
@@ -212,15 +214,15 @@ def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def read_call(id: Any, name: Any, arguments: Any, where: str) -> Call:
+def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
     """A call that a client returns."""
     if not isinstance(id, str) or not isinstance(name, str) or not name:
         raise ApiError("invalid", "expected a call with an id and a name", where)
     if isinstance(arguments, dict):
-        return Call(id, name, arguments_text(arguments))
+        return ServedCall(id, name, arguments_text(arguments))
     if not isinstance(arguments, str):
         raise ApiError("invalid", f"expected JSON as a string, got {_kind(arguments)}", where)
-    return Call(id, name, arguments)
+    return ServedCall(id, name, arguments)
 
 
 def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
@@ -311,7 +313,7 @@ def with_thoughts(thoughts: str, text: str) -> str:
     return f"{THOUGHT_OPEN}\n{thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
 
 
-def _as_call(call: Call) -> ToolCall:
+def _as_call(call: ServedCall) -> ToolCall:
     try:
         arguments = decode(call.arguments or "{}")
     except ForeignError as error:
@@ -336,7 +338,7 @@ def served(
     it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
-        Call(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
+        ServedCall(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
         for place, call in enumerate(readable)
     )
     return Given("assistant", text, thoughts, found)
@@ -357,7 +359,7 @@ def alteration(now: Given, then: Given) -> str:
     return "trimmed" if now.text.strip() == then.text.strip() else "text"
 
 
-def _value(call: Call) -> Any:
+def _value(call: ServedCall) -> Any:
     try:
         return decode(call.arguments)
     except ForeignError:

@@ -29,14 +29,14 @@ from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct, field
 
-from agentenv.deadline import uncancelled
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.types import Limit, Message, Task, ToolCall
+from agentenv.base.untrusted import convert, decode
+from agentenv.contract.env import Env
+from agentenv.contract.tools import argument_schema
 from agentenv.endpoint.server import Listener, encode, json_response, key_of
-from agentenv.endpoint.sessions import Refused, Session, Sessions
-from agentenv.env import Env
-from agentenv.errors import ConfigError, ForeignError
-from agentenv.tools import argument_schema
-from agentenv.types import Limit, Message, Task, ToolCall
-from agentenv.untrusted import convert, decode
+from agentenv.endpoint.sessions import ServeSession, SessionRefused, Sessions
 
 VERSION = "1.0.0"  # of the protocol
 MAX_BYTES = 64 << 20  # of a request
@@ -132,11 +132,11 @@ class EnvServer(Listener):
             raise ConfigError(
                 f"host {host} is reachable from other machines; set a key (api_key_env)"
             )
-        first = Session()
+        first = ServeSession()
         try:
             await self._reset(first, {"seed": 0, "index": 0})
             self._capabilities = [] if first.live().fork_mode == "none" else ["fork"]
-        except Refused as error:
+        except SessionRefused as error:
             raise ConfigError(f"{self.name}: {error}") from error
         finally:
             await self._sessions.end(first)
@@ -183,7 +183,7 @@ class EnvServer(Listener):
                 return await handler(request)
             except web.HTTPException as error:
                 return json_response({"detail": error.text}, error.status)
-            except Refused as error:
+            except SessionRefused as error:
                 return json_response({"detail": str(error)}, 422)
 
         return guard
@@ -199,12 +199,12 @@ class EnvServer(Listener):
 
     def _tasks(self, split: object) -> Sequence[Task]:
         if split not in self._splits:
-            raise Refused("invalid", f"unknown split {split!r}; known: {[*self._splits]}")
+            raise SessionRefused("invalid", f"unknown split {split!r}; known: {[*self._splits]}")
         return self._splits[str(split)]
 
     async def _post(self, http: web.Request) -> web.Response:
         """JSON-RPC, or a reset and a step without a session."""
-        body, session = await _body(http), Session()
+        body, session = await _body(http), ServeSession()
         if http.path == "/mcp":
             return json_response(await self._rpc(body, None))
         request = _read(body or "{}", dict)
@@ -220,7 +220,7 @@ class EnvServer(Listener):
         """Serve a WebSocket; its session ends with it."""
         ws = web.WebSocketResponse(compress=False, max_msg_size=MAX_BYTES)
         answer = self._rpc if http.path == "/mcp" else self._answer
-        attached: list[Session] = []
+        attached: list[ServeSession] = []
         try:
             with suppress(TimeoutError, ConnectionError):  # the client has left
                 await ws.prepare(http)
@@ -229,20 +229,20 @@ class EnvServer(Listener):
                     if (reply := await answer(got.data, attached[0])) is None:
                         break
                     await _send(ws, reply)
-        except Refused as error:
+        except SessionRefused as error:
             await _send(ws, self._refusal(error))
         finally:
             await uncancelled(self._sessions.end(*attached))
         return ws
 
-    def _attached(self, id: str | None) -> Session:
+    def _attached(self, id: str | None) -> ServeSession:
         session = self._sessions.found(id) if id else self._sessions.add(1)[0]
         if session.is_attached:
-            raise Refused("invalid", f"session {id} already has a socket")
+            raise SessionRefused("invalid", f"session {id} already has a socket")
         session.is_attached = True
         return session
 
-    async def _answer(self, text: str, session: Session) -> Json | None:
+    async def _answer(self, text: str, session: ServeSession) -> Json | None:
         """The reply to a message; None if it ends the session."""
         try:
             request = _read(text, _Request)
@@ -254,39 +254,41 @@ class EnvServer(Listener):
             if request.type == "mcp":
                 return {"type": "mcp", "data": await self._rpc(request.data, session)}
             if request.type not in ("reset", "step"):
-                raise Refused("unknown", f"Unknown message type: {request.type}")
+                raise SessionRefused("unknown", f"Unknown message type: {request.type}")
             async with session.lock:
                 take = self._reset if request.type == "reset" else self._step
                 return {"type": "observation", "data": await take(session, request.data)}
-        except Refused as error:
+        except SessionRefused as error:
             return self._refusal(error)
 
-    def _refusal(self, error: Refused) -> Json:
+    def _refusal(self, error: SessionRefused) -> Json:
         counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.most}
         reply = {"message": str(error), "code": CODES[error.code][0]}
         return {"type": "error", "data": reply | (counts if error.code == "full" else {})}
 
-    async def _rpc(self, given: str | Json, session: Session | None) -> Json:
+    async def _rpc(self, given: str | Json, session: ServeSession | None) -> Json:
         answer: Json = {"jsonrpc": "2.0", "id": None}
         try:
             request = _read(given, _Request)
             answer["id"] = request.id
             return answer | {"result": await self._result(request.method, request.params, session)}
-        except Refused as error:
+        except SessionRefused as error:
             return answer | {"error": {"code": CODES[error.code][1], "message": str(error)}}
 
-    async def _result(self, method: str, params: _Params, session: Session | None) -> Json:
+    async def _result(self, method: str, params: _Params, session: ServeSession | None) -> Json:
         if method == "tools/list":
             return {"tools": [_listed(tool, "inputSchema") for tool in self._tools]}
         if method == "openenv/session/create":
             return {"session_id": (session or self._sessions.add(1)[0]).id}
         if method not in ("tools/call", "openenv/session/close", "openenv/session/fork"):
-            raise Refused("unknown", f"Method not found: {method}")
+            raise SessionRefused("unknown", f"Method not found: {method}")
         id = params.session_id or (session.id if session else "")
         named = self._sessions.found(id)
         if method == "openenv/session/close":
             if named.is_attached:
-                raise Refused("invalid", f"session {id} has a socket: close the socket instead")
+                raise SessionRefused(
+                    "invalid", f"session {id} has a socket: close the socket instead"
+                )
             await self._sessions.end(named)
             return {"session_id": id, "closed": True}
         async with named.lock:
@@ -297,7 +299,7 @@ class EnvServer(Listener):
             found = await self._step(named, {"type": "call_tool", **call})
         return dict(found["observation"]["result"])
 
-    async def _reset(self, session: Session, chosen: Json) -> Json:
+    async def _reset(self, session: ServeSession, chosen: Json) -> Json:
         request = _read(chosen, _Reset)
         tasks = self._tasks(request.split or next(iter(self._splits)))
         draw = SystemRandom() if request.seed is None else Random(request.seed)
@@ -306,7 +308,7 @@ class EnvServer(Listener):
         self._tools = self._tools or list(info.get("tools", ()))
         return _observed({"messages": messages}, session_id=session.id)
 
-    async def _step(self, session: Session, given: Any) -> Json:
+    async def _step(self, session: ServeSession, given: Any) -> Json:
         request = _read(given, Action)
         if request.type == "list_tools":
             return _observed({"tools": [_listed(one, "input_schema") for one in self._tools]})
@@ -332,12 +334,14 @@ def _read(given: Any, kind: type[Any]) -> Any:
     try:
         return decode(given, kind) if isinstance(given, str) else convert(given, kind)
     except ForeignError as error:
-        raise Refused("invalid", f"Invalid message: {error}") from error
+        raise SessionRefused("invalid", f"Invalid message: {error}") from error
 
 
 def _at(tasks: Sequence[Task], index: Any) -> Task:
     if type(index) is not int or not 0 <= index < len(tasks):
-        raise Refused("invalid", f"index {index} is out of range: there are {len(tasks)} tasks")
+        raise SessionRefused(
+            "invalid", f"index {index} is out of range: there are {len(tasks)} tasks"
+        )
     return tasks[index]
 
 

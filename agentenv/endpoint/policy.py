@@ -17,21 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.call_syntax import call_marks, split_thoughts
-from agentenv.encoder import fast_tokenizer, token_texts
-from agentenv.endpoint.messages import (
-    Answer,
-    ApiError,
-    Finish,
-    Given,
-    Request,
-    TokenLogprob,
-    as_message,
-    served,
-)
-from agentenv.endpoint.server import Delta
-from agentenv.engine import MIN_TEMPERATURE, Engine
-from agentenv.errors import (
+from agentenv.base.errors import (
     ConfigError,
     CrashError,
     DataError,
@@ -39,9 +25,23 @@ from agentenv.errors import (
     EngineError,
     EnvError,
 )
-from agentenv.renderer import ContextRenderer, context_ids
-from agentenv.stop_strings import PARTIAL
-from agentenv.types import Chunk, Completion, Message, SamplingParams
+from agentenv.base.types import Chunk, Completion, Message, SamplingParams
+from agentenv.contract.engine import MIN_TEMPERATURE, Engine
+from agentenv.contract.stop_strings import PARTIAL
+from agentenv.endpoint.messages import (
+    ApiError,
+    Finish,
+    Given,
+    Request,
+    ServedTurn,
+    TokenLogprob,
+    as_message,
+    served,
+)
+from agentenv.endpoint.server import Delta
+from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.encoder import fast_tokenizer, token_texts
+from agentenv.text.renderer import ContextRenderer, context_ids
 
 STREAM_INTERVAL = 4  # tokens
 MAX_HELD = 4096  # cached conversations and turns
@@ -91,7 +91,7 @@ class PolicyHandler:
         """The number of prompt tokens."""
         return len(self._prompt(request).ids)
 
-    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """Sample `n` turns concurrently."""
         if request.model not in self.names:
             what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
@@ -161,7 +161,7 @@ class PolicyHandler:
         sampling: SamplingParams,
         index: int,
         delta: Delta | None,
-    ) -> Answer:
+    ) -> ServedTurn:
         if index and sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + index)
         stream = None if delta is None else TurnStream(self, request, prompt, index, delta)
@@ -174,7 +174,7 @@ class PolicyHandler:
         )
         return self._served(request, prompt, done)
 
-    def _served(self, request: Request, prompt: Prompt, done: Completion) -> Answer:
+    def _served(self, request: Request, prompt: Prompt, done: Completion) -> ServedTurn:
         """The served turn; its tokens are cached for the rest of the conversation."""
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
@@ -203,7 +203,7 @@ class PolicyHandler:
         if request.logprobs:
             texts = self._texts(done.token_ids)
             logprobs = list(map(TokenLogprob, texts, done.logprobs))
-        return Answer(
+        return ServedTurn(
             message=message,
             finish="tool_calls" if message.calls else finish,
             num_prompt_tokens=len(prompt.ids),

@@ -9,13 +9,13 @@ from typing import Any
 from agentenv.endpoint.chat import common, openai_error, read_role, read_tools, token_logprobs
 from agentenv.endpoint.messages import (
     MAX_MESSAGES,
-    Answer,
     ApiError,
-    Call,
     Event,
     Given,
     Json,
     Request,
+    ServedCall,
+    ServedTurn,
     checked,
     get,
     number,
@@ -57,7 +57,7 @@ class Responses:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
         (answer,) = answers
         items = [item for item, _ in _items(answer, id)]
         return _response(request, id, created, items, answer)
@@ -90,7 +90,7 @@ class ResponsesWriter:
     def text(self, delta: str) -> Iterable[Event]:
         yield from self._delta("message", delta)
 
-    def finish(self, answer: Answer) -> Iterable[Event]:
+    def finish(self, answer: ServedTurn) -> Iterable[Event]:
         items = _items(answer, self._id)
         for item, call in items:
             if call is None and item["type"] == self._open:
@@ -150,7 +150,7 @@ _NAME = {"reasoning": "reasoning_text", "message": "output_text"}
 _ID = {"reasoning": "rs_", "message": "msg_"}
 
 
-def _items(answer: Answer, id: str) -> list[tuple[Json, Call | None]]:
+def _items(answer: ServedTurn, id: str) -> list[tuple[Json, ServedCall | None]]:
     """The items of a turn, each with its call, if it is one."""
     given, found = answer.message, []
     logprobs = list(token_logprobs(answer.logprobs or ()))
@@ -158,7 +158,7 @@ def _items(answer: Answer, id: str) -> list[tuple[Json, Call | None]]:
         found.append((_text_item("reasoning", id, given.thoughts, ()), None))
     if given.text or not given.calls:
         found.append((_text_item("message", id, given.text, logprobs), None))
-    calls: list[tuple[Json, Call | None]] = [
+    calls: list[tuple[Json, ServedCall | None]] = [
         ({"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name,
           "arguments": call.arguments, "status": "completed"}, call)
         for call in given.calls
@@ -182,7 +182,7 @@ def _part(kind: str, text: str, logprobs: Sequence[Json]) -> Json:
 
 
 def _response(
-    request: Request, id: str, created: int, items: Sequence[Json], answer: Answer | None
+    request: Request, id: str, created: int, items: Sequence[Json], answer: ServedTurn | None
 ) -> Json:
     body = request.body
     status = "in_progress"

@@ -26,20 +26,20 @@ from weakref import WeakKeyDictionary
 import msgspec
 from aiohttp import web
 
+from agentenv.base.errors import ConfigError
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
 from agentenv.endpoint.messages import (
-    Answer,
     ApiError,
     Dialect,
     Event,
     Json,
     Request,
+    ServedTurn,
     Writer,
     read_body,
 )
 from agentenv.endpoint.responses import Responses
-from agentenv.errors import ConfigError
 
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
@@ -50,7 +50,7 @@ BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries af
 
 Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
 
-_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[Answer]]]
+_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[ServedTurn]]]
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -63,7 +63,7 @@ class Handler(Protocol):
         """The id of the next reply."""
         ...
 
-    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """One turn per choice; `delta`, if any, gets new text during sampling."""
         ...
 

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 from uuid import uuid4
 
-from agentenv.deadline import uncancelled
-from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
-from agentenv.errors import AgentEnvError, guarded
-from agentenv.types import Info, Limit, Message, Task
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import AgentEnvError, guarded
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.contract.env import Env, StepResult, check_finish, check_reset, check_step
 
 # invalid: the request is invalid; unknown: not supported; full: no session is left; ended: no
 # episode is running; made: an environment cannot be made; lost: an environment failed, which ends
@@ -31,7 +31,7 @@ Code = Literal["invalid", "unknown", "full", "ended", "made", "lost"]
 logger = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class SessionRefused(Exception):
     """The error that answers a request."""
 
     def __init__(self, code: Code, text: str) -> None:
@@ -39,7 +39,7 @@ class Refused(Exception):
         self.code = code
 
 
-class Session:
+class ServeSession:
     """One episode at a time. Each call holds its lock. `is_attached`: it ends with its connection,
     and is not subject to the idle limit."""
 
@@ -55,7 +55,7 @@ class Session:
         """The environment of the running episode."""
         if self.env is None or self.has_ended:
             why = "the episode has ended" if self.has_ended else "call reset first"
-            raise Refused("ended", why)
+            raise SessionRefused("ended", why)
         return self.env
 
 
@@ -68,30 +68,30 @@ class Sessions:
     ) -> None:
         self._make_env = make_env
         self.most, self.idle_s, self._timeout_s = most, idle_s, timeout_s
-        self._held: dict[str, Session] = {}
+        self._held: dict[str, ServeSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def found(self, id: object) -> Session:
+    def found(self, id: object) -> ServeSession:
         """The session of this id."""
         if (session := self._held.get(str(id))) is None:
-            raise Refused("invalid", f"Unknown session_id: {id}")
+            raise SessionRefused("invalid", f"Unknown session_id: {id}")
         return session
 
-    def add(self, number: int) -> list[Session]:
+    def add(self, number: int) -> list[ServeSession]:
         """Add `number` new sessions. Raises Refused if there is no room for all."""
         if len(self._held) + number > self.most:
-            raise Refused("full", f"{len(self._held)} of {self.most} sessions are open")
-        made = [Session() for _ in range(number)]
+            raise SessionRefused("full", f"{len(self._held)} of {self.most} sessions are open")
+        made = [ServeSession() for _ in range(number)]
         self._held |= {one.id: one for one in made}
         for one in made:
             asyncio.get_running_loop().call_later(self.idle_s, self._expire, one)
         return made
 
     async def begin(
-        self, session: Session, task: Task, seed: int | None
+        self, session: ServeSession, task: Task, seed: int | None
     ) -> tuple[list[Message], Info]:
         """Begin an episode, which replaces the session's last one."""
         await self._close(session)
@@ -99,10 +99,10 @@ class Sessions:
         try:
             session.env = self._make_env(task)
         except AgentEnvError as error:
-            raise Refused("made", str(error)) from error
+            raise SessionRefused("made", str(error)) from error
         return check_reset(await self._within(session.env.reset(seed=seed), "reset"))
 
-    async def step(self, session: Session, action: Message) -> StepResult:
+    async def step(self, session: ServeSession, action: Message) -> StepResult:
         """Take a turn."""
         taken = check_step(await self._within(session.live().step(action), "step"))
         session.num_steps += 1
@@ -110,17 +110,17 @@ class Sessions:
         return taken
 
     async def finish(
-        self, session: Session, limit: Limit, action: Message | None
+        self, session: ServeSession, limit: Limit, action: Message | None
     ) -> tuple[float, Info]:
         """Grade an episode that a limit of the policy ended."""
         return check_finish(await self._within(session.live().finish(limit, action), "grade"))
 
-    async def fork(self, session: Session, number: int) -> list[Session]:
+    async def fork(self, session: ServeSession, number: int) -> list[ServeSession]:
         """Create `number` sessions with the state of this one: an equal next action gives an equal
         observation in each, and they are independent. Raises Refused if it cannot create all."""
         env = session.live()
         if env.fork_mode == "none":
-            raise Refused("unknown", "this environment cannot be forked")
+            raise SessionRefused("unknown", "this environment cannot be forked")
         made = self.add(number)  # reserve the sessions first
         try:
             for one in made:
@@ -131,7 +131,7 @@ class Sessions:
             raise
         return made
 
-    async def end(self, *sessions: Session) -> None:
+    async def end(self, *sessions: ServeSession) -> None:
         """Close sessions. Idempotent."""
         for session in sessions:
             self._held.pop(session.id, None)
@@ -141,18 +141,18 @@ class Sessions:
         """Close all sessions."""
         await self.end(*self._held.values())
 
-    def _expire(self, session: Session) -> None:
+    def _expire(self, session: ServeSession) -> None:
         if session.id in self._held and not session.is_attached:
             ending = asyncio.ensure_future(self.end(session))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
-    async def _close(self, session: Session) -> None:
+    async def _close(self, session: ServeSession) -> None:
         env, session.env = session.env, None
         try:
             if env is not None:
                 await self._within(env.close(), "end")
-        except Refused as error:
+        except SessionRefused as error:
             logger.warning("closing a session failed: %s", error)
 
     async def _within(self, work: Awaitable[Any], what: str) -> Any:
@@ -160,6 +160,6 @@ class Sessions:
             async with asyncio.timeout(self._timeout_s):
                 return await guarded(work, f"the environment's {what}")
         except TimeoutError as error:
-            raise Refused("lost", f"no {what} within {self._timeout_s:g} s") from error
+            raise SessionRefused("lost", f"no {what} within {self._timeout_s:g} s") from error
         except AgentEnvError as error:
-            raise Refused("lost", str(error)) from error
+            raise SessionRefused("lost", str(error)) from error

@@ -14,22 +14,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from agentenv.base.errors import CrashError, EngineError, ForeignError
+from agentenv.base.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
+from agentenv.base.untrusted import decode
+from agentenv.contract.env import check_observation
+from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.engines.remote.chat_model import (
+from agentenv.text.chat_model import (
     CHAT_PATH,
     ChatChoice,
     ChatReply,
     ChatUsage,
     read_chat,
 )
-from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.engines.remote.endpoint import Json
-from agentenv.env import check_observation
-from agentenv.errors import CrashError, EngineError, ForeignError
-from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
-from agentenv.tags import Shown, check_tags, tagged_call, with_tools
-from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
-from agentenv.untrusted import decode
+from agentenv.text.endpoint import Json
+from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
+from agentenv.text.tags import Shown, check_tags, tagged_call, with_tools
 
 FILL = 0
 OURS = "agentenv"  # owner of the models of `agentenv serve`

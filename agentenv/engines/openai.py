@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from agentenv.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.engines.remote.client import FailedError, RequestRefusedError, SilentServerError
-from agentenv.engines.remote.endpoint import ModelEndpoint
-from agentenv.engines.remote.request import ServerLostError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.types import Completion, VersionSpan
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.types import Completion, VersionSpan
+from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
+from agentenv.contract.http_client import FailedError, RequestRefusedError, SilentServerError
+from agentenv.contract.request import ServerLostError
+from agentenv.text.endpoint import ModelEndpoint
 
 
 class OpenAIConfig(

@@ -15,7 +15,11 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from agentenv.engine import (
+from agentenv.base.errors import ConfigError, EngineDeadError
+from agentenv.base.model_files import num_positions, read_eos_ids, read_model_config
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.engine import (
     Engine,
     EngineCapabilities,
     EngineConfig,
@@ -23,10 +27,6 @@ from agentenv.engine import (
     check_request,
     extend_spans,
 )
-from agentenv.errors import ConfigError, EngineDeadError
-from agentenv.model_files import num_positions, read_eos_ids, read_model_config
-from agentenv.offload import in_thread
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 Script = Callable[[str, Random], str]
 

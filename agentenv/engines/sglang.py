@@ -18,10 +18,22 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engine import EngineCapabilities, check_request
+from agentenv.base.errors import EngineError, ForeignError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.base.untrusted import decode
+from agentenv.contract.engine import EngineCapabilities, check_request
+from agentenv.contract.http_client import Count, Logprob, RequestRefusedError, ServerClient
+from agentenv.contract.request import (
+    BusyError,
+    PartEnd,
+    ServerLoad,
+    ServerLostError,
+    ServerRequest,
+)
+from agentenv.contract.server_config import SGLANG_RESERVED
+from agentenv.contract.weights import Bucket, Group, Manifest
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, AnswerParser, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import Count, Logprob, RequestRefusedError, ServerClient
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
     SGLANG_TRIED,
@@ -32,19 +44,7 @@ from agentenv.engines.remote.probes import (
     probe_sglang,
     read_metrics,
 )
-from agentenv.engines.remote.request import (
-    BusyError,
-    PartEnd,
-    ServerLoad,
-    ServerLostError,
-    ServerRequest,
-)
 from agentenv.engines.remote.weight_sync import WeightSync
-from agentenv.engines.remote.weights import Bucket, Group, Manifest
-from agentenv.errors import EngineError, ForeignError
-from agentenv.server_config import SGLANG_RESERVED
-from agentenv.types import Chunk, SamplingParams, VersionSpan
-from agentenv.untrusted import decode
 
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.base.errors import ConfigError, EngineError, ForeignError
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.base.untrusted import convert
+from agentenv.contract.http_client import MalformedReplyError, TokenId
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.engines.remote.client import MalformedReplyError, TokenId
-from agentenv.errors import ConfigError, EngineError, ForeignError
-from agentenv.types import Chunk, Completion, SamplingParams
-from agentenv.untrusted import convert
 
 
 class TokensEngine(EndpointEngine):

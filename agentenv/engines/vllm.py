@@ -16,9 +16,28 @@ from typing import Any, ClassVar, Literal
 
 from msgspec.structs import replace
 
-from agentenv.engine import EngineCapabilities, check_request
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Chunk
+from agentenv.contract.engine import EngineCapabilities, check_request
+from agentenv.contract.http_client import RequestRefusedError
+from agentenv.contract.request import (
+    ForeignWeightsError,
+    PartEnd,
+    RequestAbortedError,
+    ServerLoad,
+    ServerLostError,
+    ServerRequest,
+)
+from agentenv.contract.weights import (
+    Bucket,
+    Group,
+    SharedWeights,
+    Wire,
+    check_adapter,
+    is_adapter,
+)
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.client import RequestRefusedError
 from agentenv.engines.remote.probes import (
     ABORT,
     GENERATE,
@@ -33,27 +52,8 @@ from agentenv.engines.remote.probes import (
     probe_vllm,
     read_metrics,
 )
-from agentenv.engines.remote.request import (
-    ForeignWeightsError,
-    PartEnd,
-    RequestAbortedError,
-    ServerLoad,
-    ServerLostError,
-    ServerRequest,
-)
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
-from agentenv.engines.remote.weights import (
-    Bucket,
-    Group,
-    SharedWeights,
-    Wire,
-    check_adapter,
-    is_adapter,
-)
-from agentenv.errors import ConfigError, EngineError
-from agentenv.offload import in_thread
-from agentenv.types import Chunk
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "vllm:num_requests_running": sum,

@@ -28,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.errors import DataError
-from agentenv.pipelines.sets.comparison import Curve, calls_to
+from agentenv.base.errors import DataError
+from agentenv.evaluation.sets import Curve, calls_to
 from benchmarks.experiments import chain
 from benchmarks.experiments.intervals import Pairs, curve_of, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.plot import plot

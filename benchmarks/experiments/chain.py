@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentenv.env import Grade, Grader, register
+from agentenv.base.types import Message, Task, ToolResult
+from agentenv.contract.env import Grade, Grader, register
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.reward import ToolReward
 from agentenv.envs.quickstart import PEOPLE, copy_exercise
 from agentenv.envs.quickstart_setup import COPIES, GATE, build_model
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool
-from agentenv.types import Message, Task, ToolResult
 
 RELATIONS = ("founder", "price", "home")
 FORMS = ("{relation} of {person}", "the {relation} of {person}", "{relation} {person}")

@@ -31,7 +31,7 @@ import numpy as np
 from msgspec import Struct, field, to_builtins
 from numpy.typing import NDArray
 
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.base.tree import Node, TrajectoryTree
 
 FORECAST = "forecast"  # in the root's info
 WINDOW = 20  # tokens of the mean entropy

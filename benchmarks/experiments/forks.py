@@ -46,19 +46,19 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.actor import Actor
-from agentenv.config import build_config
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import load_set, make_renderer
+from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.run.rundir import CONFIG_FILE
+from agentenv.base.config import build_config
+from agentenv.base.model_files import load_tokenizer, vocab_size
+from agentenv.base.tree import Node, Trajectory, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.contract.env import close_shared
+from agentenv.contract.plan import RolloutPlan
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.env import close_shared
-from agentenv.model_files import load_tokenizer, vocab_size
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.setup.assembly import load_set, make_renderer
-from agentenv.pipelines.setup.environments import EnvMaker
-from agentenv.plan import RolloutPlan
-from agentenv.tree import Node, Trajectory, TrajectoryTree
-from agentenv.types import Task
+from agentenv.rollout.actor import Actor
 from benchmarks.experiments.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places
 
 ROOTS = 8

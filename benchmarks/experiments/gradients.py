@@ -43,20 +43,20 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.config import build_config
-from agentenv.errors import DataError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import ActionTokens, encode
-from agentenv.learners.credit import TreeCredit
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import build_config
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import vocab_size
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.minibatch import prepare
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy
-from agentenv.model_files import vocab_size
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy
 from benchmarks.experiments.algorithms import configuration, seeds_of
 from benchmarks.experiments.forks import frozen, grown
 from benchmarks.experiments.runs import START, start_config, train

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from agentenv.pipelines.evaluation import statistics
-from agentenv.pipelines.sets.comparison import Curve, Floats, calls_to
+from agentenv.evaluation import statistics
+from agentenv.evaluation.sets import Curve, Floats, calls_to
 
 
 def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentenv.errors import DataError
-from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.rl.recorder import EVALUATIONS
-from agentenv.pipelines.rl.report import PHASES
+from agentenv.base.errors import DataError
+from agentenv.evaluation.store import read_rows
+from agentenv.training.loop.recorder import EVALUATIONS
+from agentenv.training.loop.report import PHASES
 
 Raw = dict[str, Any]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata, spearmanr
 
-from agentenv.learners.arpo import relative_rise
+from agentenv.learners.algorithms.arpo import relative_rise
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]

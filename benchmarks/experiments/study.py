@@ -38,9 +38,9 @@ import rich
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.errors import DataError
-from agentenv.pipelines.run.tables import as_rich
-from agentenv.pipelines.sets.comparison import Curve, calls_to, compare_curves, read_curve, tables
+from agentenv.assembly.run.tables import as_rich
+from agentenv.base.errors import DataError
+from agentenv.evaluation.sets import Curve, calls_to, compare_curves, read_curve, tables
 from benchmarks.experiments import chain
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.runs import SET, START, arm_config, start_config, train

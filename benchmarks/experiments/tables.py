@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agentenv.disk import write_whole
-from agentenv.errors import DataError
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import DataError
 
 Row = dict[str, Any]
 

@@ -17,17 +17,17 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta
 
-from agentenv.errors import ConfigError
-from agentenv.learners.arpo import ARPO, SharingKey
-from agentenv.learners.credit import (
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.contract.plan import Independent, Place, RolloutPlan
+from agentenv.learners.algorithms.arpo import ARPO, SharingKey
+from agentenv.learners.algorithms.credit import (
     Floats,
     TreeCredit,
     counted_leaves,
     parents,
 )
-from agentenv.learners.late_forks import Uniform
-from agentenv.plan import Independent, Place, RolloutPlan
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.learners.algorithms.late_forks import Uniform
 from benchmarks.experiments.forecast import Forecaster, Known, Places, remember
 
 Value = Literal["leaves", "children", "softmax"]

@@ -25,14 +25,8 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from agentenv.actor import Actor
-from agentenv.endpoint.capture import Endpoint, Session
-from agentenv.engine import Engine
-from agentenv.env import ForkMode, StepResult
-from agentenv.pipelines.run.watchdog import CommandLoop
-from agentenv.plan import Independent
-from agentenv.renderer import TagRenderer
-from agentenv.types import (
+from agentenv.assembly.run.watchdog import CommandLoop
+from agentenv.base.types import (
     Completion,
     Info,
     Limit,
@@ -42,6 +36,12 @@ from agentenv.types import (
     Task,
     VersionSpan,
 )
+from agentenv.contract.engine import Engine
+from agentenv.contract.env import ForkMode, StepResult
+from agentenv.contract.plan import Independent
+from agentenv.endpoint.capture import CaptureSession, Endpoint
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 
 NUM_PROGRAMS, NUM_CALLS = 500, 6
 CONTEXT, TURN, RESULT = 2000, 100, 60  # tokens: context of the middle call, turn, tool result
@@ -142,7 +142,7 @@ class CallsEnv:
 
     fork_mode: ForkMode = "none"
 
-    def __init__(self, endpoint: Endpoint, session: Session, num_calls: int) -> None:
+    def __init__(self, endpoint: Endpoint, session: CaptureSession, num_calls: int) -> None:
         self.endpoint, self.session, self.left = endpoint, session, num_calls
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

@@ -44,14 +44,14 @@ from typing import Any, Protocol
 import psutil
 from msgspec import Struct
 
-from agentenv.env import Grade, register
+from agentenv.base.errors import AgentEnvError
+from agentenv.base.types import Task, ToolResult
+from agentenv.contract.env import Grade, register
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.quickstart_setup import build_model
-from agentenv.errors import AgentEnvError
-from agentenv.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
-from agentenv.guard import GUARD
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool
-from agentenv.types import Task, ToolResult
+from agentenv.processes.guard import GUARD
+from agentenv.rollout.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from benchmarks.parts.mock_server import SCHEMA, TOKEN_S
 from tests.support.ports import held_ports
 
@@ -474,7 +474,7 @@ def kill_controller(process: Process) -> None:
 
 
 def kill_learner(process: Process) -> None:
-    for one in below(process, "agentenv.learners.rank_process"):
+    for one in below(process, "agentenv.learners.ranks.rank_process"):
         one.kill()
 
 
@@ -486,7 +486,10 @@ def signal_twice(process: Process) -> None:
 
 def fill_disk(process: Process) -> None:
     """Stop all files of the run's processes from growing, as on a full disk."""
-    for one in (psutil.Process(process.pid), *below(process, "agentenv.learners.rank_process")):
+    for one in (
+        psutil.Process(process.pid),
+        *below(process, "agentenv.learners.ranks.rank_process"),
+    ):
         with suppress(psutil.NoSuchProcess):
             one.rlimit(psutil.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 

@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from agentenv.env import isolated_shared
-from agentenv.envs.openenv import OpenEnv, rows
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Message, Task, ToolCall
+from agentenv.contract.env import isolated_shared
+from agentenv.envs.bridges.openenv import OpenEnv, rows
 from agentenv.envs.quickstart_setup import write_data
-from agentenv.errors import ConfigError
-from agentenv.types import Message, Task, ToolCall
 
 T = TypeVar("T")
 

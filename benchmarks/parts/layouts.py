@@ -1,7 +1,7 @@
 """Gain of the tree layouts over flat layouts of the same trajectories.
 
-    tree, segments, padded   the layouts of `agentenv.learners.layouts`; the learner chooses one
-    varlen                   every trajectory as a separate sequence, packed without padding
+    tree, segments, padded   the layouts of `agentenv.learners.trees.layouts`; the learner chooses
+    one varlen                   every trajectory as a separate sequence, packed without padding
     dense                    trees with one dense attention mask (--dense)
 
 All layouts compute the same loss and the same gradients. The output has the CPU seconds and the
@@ -32,9 +32,14 @@ import torch
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentenv.errors import ConfigError
-from agentenv.learners.attention import TreeLayout
-from agentenv.learners.batch import (
+from agentenv.assembly.run.tables import bare_table
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task, VersionSpan
+from agentenv.learners.algorithms.credit import tree_credit
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.trees.attention import TreeLayout
+from agentenv.learners.trees.batch import (
     LAYOUTS,
     ActionTokens,
     EncodedTree,
@@ -42,14 +47,9 @@ from agentenv.learners.batch import (
     encode,
     encode_sequence,
 )
-from agentenv.learners.credit import tree_credit
-from agentenv.learners.layouts import Layouts
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.partition import MicroBatch, pack
-from agentenv.learners.policy import Policy, tensors
-from agentenv.pipelines.run.tables import bare_table
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task, VersionSpan
+from agentenv.learners.trees.layouts import Layouts
+from agentenv.learners.trees.partition import MicroBatch, pack
+from agentenv.learners.trees.policy import Policy, tensors
 
 ALL = (*LAYOUTS, "varlen")
 FLAT = ("padded", "varlen")

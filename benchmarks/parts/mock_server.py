@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from agentenv.cold_start import END, START
+from agentenv.adapters.cold_start import END, START
 
 NUM_CALLS, TURN_TOKENS = 4, 40  # of a trajectory, of a turn
 SCHEMA: dict[str, Any] = {  # query of its tool, search

@@ -44,27 +44,27 @@ import psutil
 from msgspec import Struct, msgpack
 from msgspec.structs import asdict
 
-from agentenv.config import load_config
-from agentenv.disk import write_whole
-from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.base.config import load_config
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import AgentEnvError
+from agentenv.base.model_files import load_tokenizer
+from agentenv.base.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
+from agentenv.base.untrusted import packed
+from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig, EngineStart
+from agentenv.contract.env import Grade
+from agentenv.contract.request import PartEnd, ServerInfo, ServerLoad, ServerRequest
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerLoad, ServerRequest
-from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
-from agentenv.errors import AgentEnvError
-from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES, frame_of
-from agentenv.model_files import load_tokenizer
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View, run_until_done
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import StatelessTool
-from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
-from agentenv.untrusted import packed
-from agentenv.worker_group import Hello
+from agentenv.learners.ranks import messages as wire
+from agentenv.processes.link import PREFIX_BYTES, frame_of
+from agentenv.processes.worker_group import Hello
+from agentenv.training.loop.training import Training
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
 from tests.support.ports import held_ports
 

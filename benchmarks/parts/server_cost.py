@@ -23,14 +23,14 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
+from agentenv.assembly.serving.servers import ServerFactory
+from agentenv.base.types import SamplingParams
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ServerInfo, ServerRequest
+from agentenv.contract.server_config import LaunchConfig, Served
 from agentenv.engines import sglang
-from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import GENERATE, SGLangFacts
-from agentenv.engines.remote.request import ServerInfo, ServerRequest
 from agentenv.engines.remote.vllm_answer import request_body
-from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import LaunchConfig, Served
-from agentenv.types import SamplingParams
 
 LENGTHS = (16, 32, 128, 512)  # tokens of a turn
 NUM_TOKENS = 8192  # sampled for one figure

@@ -52,31 +52,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 from rich.console import Console
 
-from agentenv.actor import Actor
-from agentenv.deadline import admitted, waiting
-from agentenv.engine import Engine
-from agentenv.envs.sandbox.keys import python_config
-from agentenv.envs.search.upstream import BURST, TokenBucket
-from agentenv.envs.web_search import search_config
-from agentenv.errors import ConfigError, DataError
-from agentenv.frames import JournalConfig
-from agentenv.journal import COMMIT_S
-from agentenv.learners.batch import EncodedTree, encoded_nodes
-from agentenv.learners.credit import CreditedTree
-from agentenv.learners.learner import LearnerConfig, Score
-from agentenv.metrics import Metrics
-from agentenv.pipelines.config.cluster import SpreadCluster
-from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
-from agentenv.pipelines.rl.batching import StepBatch
-from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
-from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.rl.step_report import StepReport
-from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
-from agentenv.tree import Prefix, TrajectoryTree
-from agentenv.types import (
+from agentenv.assembly.keys.cluster import SpreadCluster
+from agentenv.assembly.keys.rl import EvalConfig, LogConfig, TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.deadline import admitted, waiting
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.tree import Prefix, TrajectoryTree
+from agentenv.base.types import (
     Chunk,
     Completion,
     Info,
@@ -87,6 +70,23 @@ from agentenv.types import (
     ToolCall,
     VersionSpan,
 )
+from agentenv.contract.engine import Engine
+from agentenv.envs.sandbox.keys import python_config
+from agentenv.envs.search.upstream import BURST, TokenBucket
+from agentenv.envs.web_search import search_config
+from agentenv.learners.algorithms.credit import CreditedTree
+from agentenv.learners.learner import LearnerConfig, Score
+from agentenv.learners.trees.batch import EncodedTree, encoded_nodes
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.frames import JournalConfig
+from agentenv.rollout.journal import COMMIT_S
+from agentenv.rollout.metrics import Metrics
+from agentenv.training.loop.batching import StepBatch
+from agentenv.training.loop.feeder import Feeder, InflightRollout
+from agentenv.training.loop.parts import NUM_PROBE_PROMPTS, Parts
+from agentenv.training.loop.publishing import DirectoryPublisher, ParityProbe
+from agentenv.training.loop.step_report import StepReport
+from agentenv.training.loop.training import Training
 from benchmarks.parts.timings import FILE, Shape, StepTimes, Timings, Trace, begin
 from tests.support.virtual_clock import run_virtual
 

@@ -30,22 +30,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.disk import append_whole, write_whole
-from agentenv.engine import Engine
-from agentenv.errors import DataError, ForeignError
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.disk import append_whole, write_whole
+from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.offload import in_thread
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Chunk, Completion, Info, SamplingParams
+from agentenv.base.untrusted import decode
+from agentenv.contract.engine import Engine
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.learners.learner import Metrics
-from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.batching import StepBatch
-from agentenv.pipelines.rl.loop import Loop
-from agentenv.pipelines.rl.step_report import StepReport
-from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Chunk, Completion, Info, SamplingParams
-from agentenv.untrusted import decode
+from agentenv.training.loop.batching import StepBatch
+from agentenv.training.loop.loop import Loop
+from agentenv.training.loop.step_report import StepReport
+from agentenv.training.loop.training import Training
 
 FILE = "timings.jsonl"
 NUM_ENTROPIES = 32  # of a turn
@@ -67,7 +67,8 @@ class Turn(Struct, array_like=True, frozen=True):
 
 class Shape(Struct, array_like=True, frozen=True):
     """A node of a tree. `parent` is an index, -1 for the root. `tools` has names, running seconds,
-    and seconds waiting for a place. `end` is as in agentenv.tree, and empty for an inner node."""
+    and seconds waiting for a place. `end` is as in agentenv.base.tree, and empty for an inner
+    node."""
 
     parent: int
     num_sampled: int

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.base.errors import AgentEnvError, ConfigError
 from benchmarks.parts import overhead
 from benchmarks.parts.mock_server import NUM_CALLS, TURN_TOKENS
 from benchmarks.peers.environments import (

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from agentenv.disk import locked
-from agentenv.errors import AgentEnvError
+from agentenv.base.disk import locked
+from agentenv.base.errors import AgentEnvError
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
 BAR = "\u2501"  # what pip draws its progress with

@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 
-from agentenv.env import Grade
+from agentenv.base.errors import ConfigError, GraderError, InfraError
+from agentenv.base.types import SYSTEM_KEY, Message, Task
+from agentenv.contract.env import Grade
+from agentenv.data.rows import GOLD_KEY, literal, look_up
 from agentenv.envs.grading.keys import SolutionStr
 from agentenv.envs.grading.verdict import STOPPED, GraderDownError
-from agentenv.errors import ConfigError, GraderError, InfraError
-from agentenv.rows import GOLD_KEY, literal, look_up
-from agentenv.types import SYSTEM_KEY, Message, Task
-from agentenv.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+from agentenv.processes.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 
 
 class CustomGrader:

@@ -14,15 +14,15 @@ import sys
 from fractions import Fraction
 from typing import Any
 
-from agentenv.env import shared
+from agentenv.base.errors import InfraError, MissingError, install_hint
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode
+from agentenv.contract.env import shared
 from agentenv.envs.grading.formulas import Reader, readable
 from agentenv.envs.grading.numbers import long_decimals
 from agentenv.envs.grading.values import Values
 from agentenv.envs.grading.verdict import GraderDownError
-from agentenv.errors import InfraError, MissingError, install_hint
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode
-from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
+from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 _APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
 _PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")

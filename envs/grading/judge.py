@@ -22,13 +22,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.engines.remote.chat_model import ChatModel, fenced, read_reply, shortened
-from agentenv.engines.remote.client import MalformedReplyError, RequestRefusedError
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode_text
+from agentenv.contract.http_client import MalformedReplyError, RequestRefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
-from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode_text
+from agentenv.text.chat_model import ChatModel, fenced, read_reply, shortened
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
 MAX_CACHED = 50_000

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 from msgspec import NODEFAULT, Meta, Struct, defstruct, field
 from msgspec.structs import replace
 
-from agentenv.config import ESSENTIAL, PATH, build_config
-from agentenv.env import Grader
-from agentenv.errors import ConfigError
-from agentenv.registry import Registry
-from agentenv.server_config import ChatModelConfig
+from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.base.errors import ConfigError
+from agentenv.base.registry import Registry
+from agentenv.contract.env import Grader
+from agentenv.contract.server_config import ChatModelConfig
 
 SolutionStr = Literal["response", "sequence"]
 GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own", "combined"]
@@ -114,7 +114,7 @@ GRADERS = Registry(
     "grader",
     "agentenv.graders",
     GraderPart,
-    {"reasoning_gym": "agentenv.envs.reasoning:ReasoningGymGrader"},
+    {"reasoning_gym": "agentenv.envs.bridges.reasoning:ReasoningGymGrader"},
     _keys_of,
 )
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
+from agentenv.base.offload import in_thread
 from agentenv.envs.grading import dates, forms, quantities
 from agentenv.envs.grading.candidates import Gold
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
@@ -28,7 +29,6 @@ from agentenv.envs.grading.sentences import affirmed, has_verb, is_denied, same_
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
-from agentenv.offload import in_thread
 
 QUICK_CHARS = 100
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates

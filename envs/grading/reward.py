@@ -14,7 +14,9 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from agentenv.env import Grade, Grader, graded, shared, start_grader
+from agentenv.base.errors import ConfigError, CrashError, GraderError, at_start
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (
     GraderConfig,
     GraderKeys,
@@ -24,8 +26,6 @@ from agentenv.envs.grading.keys import (
 )
 from agentenv.envs.grading.keys import GraderPart as GraderPart
 from agentenv.envs.grading.verdict import STOPPED, Matcher, check_format, final_answer
-from agentenv.errors import ConfigError, CrashError, GraderError, at_start
-from agentenv.types import Message, Task
 
 TOOL_BONUS = 0.1
 RELEASED_REWARD = "agentenv.reference.grading:ReleasedReward"  # loaded for compat, never imported

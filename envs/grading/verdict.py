@@ -10,9 +10,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agentenv.base.errors import GraderError, InfraError
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.text import BOX, MAX_ANSWER_CHARS, boxes, last_correction, words_of
-from agentenv.errors import GraderError, InfraError
 
 STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)

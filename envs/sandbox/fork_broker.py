@@ -52,7 +52,7 @@ STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
 Announce = Callable[[int, int], None]  # (session number, pid); pid 0: the fork failed
 
 
-class Call(NamedTuple):
+class BlockedCall(NamedTuple):
     """A system call that waits for the broker's answer: struct seccomp_notif."""
 
     id: int
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def next_call(listener: int) -> Call | None:
+def next_call(listener: int) -> BlockedCall | None:
     """The next system call that waits; None if its caller has ended."""
     data = bytearray(80)
     try:
@@ -69,10 +69,10 @@ def next_call(listener: int) -> Call | None:
     except OSError:
         return None
     id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
-    return Call(id_, pid, number, tuple(arguments))
+    return BlockedCall(id_, pid, number, tuple(arguments))
 
 
-def answer(listener: int, call: Call, refusal: int = 0) -> bool:
+def answer(listener: int, call: BlockedCall, refusal: int = 0) -> bool:
     """Permit a call, or refuse it with an error number; False if the caller was interrupted or has
     ended."""
     data = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
@@ -92,7 +92,7 @@ class PendingFork:
         self.deadline = time.monotonic() + DEADLINE_S
 
 
-class RefusedError(Exception):
+class SharedResourceError(Exception):
     """The child shares a forbidden resource."""
 
 
@@ -117,7 +117,7 @@ class ForkBroker:
         self._announce = announce
         self._clone, self._prctl = confine.numbers_of(platform.machine(), "clone", "prctl")
         self._granted: dict[int, PendingFork] = {}  # by the parent's process
-        self._waiting: deque[tuple[Call, PendingFork]] = deque()
+        self._waiting: deque[tuple[BlockedCall, PendingFork]] = deque()
         self._fork: PendingFork | None = None
         self._may_fork: set[int] = set()  # processes before their first cell, with one call left
         with contextlib.suppress(OSError):  # Linux 6.6: synchronous wake-up
@@ -173,7 +173,7 @@ class ForkBroker:
         else:
             self._answer(call, errno.EPERM)
 
-    def _answer_clone(self, call: Call) -> None:
+    def _answer_clone(self, call: BlockedCall) -> None:
         fork = self._granted.pop(call.pid, None)
         if fork is None or time.monotonic() > fork.deadline:
             self._end(fork)
@@ -184,7 +184,7 @@ class ForkBroker:
         else:
             self._waiting.append((call, fork))
 
-    def _answer_prctl(self, call: Call) -> None:
+    def _answer_prctl(self, call: BlockedCall) -> None:
         if call.arguments[:2] != (1, signal.SIGKILL):  # only to die with its parent
             self._answer(call, errno.EPERM)
             return
@@ -206,7 +206,7 @@ class ForkBroker:
                 self._check(fork)
                 replaced = (call.id, AT_THIS_NUMBER, fork.channel, self._channel_fd, 0)
                 fcntl.ioctl(self.listener, ADD_FD, struct.pack("=QIIII", *replaced))
-            except (OSError, RefusedError):
+            except (OSError, SharedResourceError):
                 self._end(fork)
                 return
             self._pids[fork.number] = fork.child
@@ -216,21 +216,21 @@ class ForkBroker:
             self._end(fork, born=True)
 
     def _check(self, fork: PendingFork) -> None:
-        """Raises RefusedError or OSError if the child shares a resource with its parent."""
+        """Raises SharedResourceError or OSError if the child shares a resource with its parent."""
         if table.has_capabilities(fork.child):
-            raise RefusedError("it kept capabilities")
+            raise SharedResourceError("it kept capabilities")
         files = table.open_files(fork.child)
         channel = files.pop(str(self._channel_fd), "")
         if files != STANDARD or not channel.startswith("socket:"):
-            raise RefusedError(f"open files are shared: {files}")
+            raise SharedResourceError(f"open files are shared: {files}")
         old_files = "-"  # the device of no mapping
         if self._initializer is not None:
             if os.stat(f"/proc/{fork.child}/cwd").st_dev != _device_of_files(fork.child):
-                raise RefusedError("it is in its parent's folder")
+                raise SharedResourceError("it is in its parent's folder")
             device = _device_of_files(fork.parent)
             old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
         if _shared_memory(fork.child, old_files) - self._ours:
-            raise RefusedError("memory is shared")
+            raise SharedResourceError("memory is shared")
 
     def _end(self, fork: PendingFork | None, born: bool = False) -> None:
         """End a fork, successful or not, and begin the next one."""
@@ -250,12 +250,12 @@ class ForkBroker:
             call, self._fork = self._waiting.popleft()
             self._answer(call)
 
-    def _grant(self, call: Call) -> None:
+    def _grant(self, call: BlockedCall) -> None:
         """Permit a prctl. An interrupted one is repeated by its caller."""
         if not self._answer(call):
             self._may_fork.add(call.pid)
 
-    def _answer(self, call: Call, refusal: int = 0) -> bool:
+    def _answer(self, call: BlockedCall, refusal: int = 0) -> bool:
         return answer(self.listener, call, refusal)
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.config import ESSENTIAL, PATH, build_config
-from agentenv.env import shared
+from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.contract.env import shared
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.offload import in_thread, kill, start_process
+from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import SandboxLimits
-from agentenv.errors import ConfigError, ForeignError
-from agentenv.offload import in_thread, kill, start_process
-from agentenv.untrusted import decode
 
 PROBE_TIMEOUT_S = 30.0
 _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2]]))"

@@ -23,7 +23,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.disk import own_folder
+from agentenv.base.disk import own_folder
+from agentenv.base.errors import ConfigError, ForeignError, InfraError
+from agentenv.base.offload import check_outside, in_thread
+from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox.launch import (
     HERE,
     Rung,
@@ -36,9 +39,6 @@ from agentenv.envs.sandbox.launch import (
     find_interpreter,
     settings_of,
 )
-from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.offload import check_outside, in_thread
-from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ForkRefusedError(Exception):
     """A session cannot be forked in its state, for instance because it shares files or memory."""
 
 
-class Channel:
+class SessionChannel:
     """A non-blocking stream to one session; a cancelled call leaves it unusable."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -153,7 +153,9 @@ class SessionProcess:
     """The process of one session, which is stopped except during calls: leftovers of a cell
     (timers, signals, threads, an early answer) run only within calls."""
 
-    def __init__(self, zygote: ZygoteProcess, number: int, channel: Channel, pidfd: int) -> None:
+    def __init__(
+        self, zygote: ZygoteProcess, number: int, channel: SessionChannel, pidfd: int
+    ) -> None:
         self.zygote = zygote
         self.number = number
         self._channel = channel
@@ -308,7 +310,7 @@ class ZygoteProcess:
         """A new session, ready to run cells. Raises InfraError."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
-        channel = Channel(ours)
+        channel = SessionChannel(ours)
         born = self._born[number] = asyncio.get_running_loop().create_future()
         self._post({"spawn": number, "seed": seed}, theirs)
         process = None
@@ -339,7 +341,7 @@ class ZygoteProcess:
         try:
             answer = await parent.request({"fork": ""})
             if answer.forked:
-                process = SessionProcess(self, number, Channel(ours), await born)
+                process = SessionProcess(self, number, SessionChannel(ours), await born)
                 process.stop()
         except ForkRefusedError:
             pass

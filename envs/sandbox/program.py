@@ -31,9 +31,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from agentenv.deadline import admitted
-from agentenv.disk import own_folder
-from agentenv.env import shared
+from agentenv.base.deadline import admitted
+from agentenv.base.disk import own_folder
+from agentenv.base.errors import ConfigError, ForeignError, InfraError
+from agentenv.base.offload import check_outside, in_thread
+from agentenv.base.untrusted import decode
+from agentenv.contract.env import shared
 from agentenv.envs.sandbox.launch import (
     HERE,
     UNUSED_ID,
@@ -51,9 +54,6 @@ from agentenv.envs.sandbox.program_launch import (
     fill_folder,
     program_settings,
 )
-from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.offload import check_outside, in_thread
-from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class _Branch:
     ) -> None:
         self.control, self.pid, self.output, self.watch = control, pid, output, watch
         self.reading = reading
-        self.channel: program_snapshot.Channel | None = None
+        self.channel: program_snapshot.HookChannel | None = None
         self.listener: socket.socket | None = None  # of a copy
         self.folders: list[int] = []  # of a copy
         self.drained = _start(output.read_all, reading)
@@ -99,7 +99,7 @@ def main() -> None:
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    channel = program_snapshot.Channel() if settings["snapshots"] else None
+    channel = program_snapshot.HookChannel() if settings["snapshots"] else None
     program = os.fork()
     if program == 0:
         _become(settings, writing, channel)
@@ -170,7 +170,7 @@ def _copied(
     control.set_inheritable(False)
     try:
         copy = snapshots.take(branch.pid, branch.channel, branch.reading)
-    except program_snapshot.RefusedError as error:
+    except program_snapshot.SnapshotRefusedError as error:
         with contextlib.suppress(OSError):
             control.send(json.dumps({"refused": str(error)}).encode())
         control.close()
@@ -193,7 +193,7 @@ def _be(uid: int | None, saved: int | None = None) -> None:
 
 
 def _become(
-    settings: dict[str, Any], output: int, channel: program_snapshot.Channel | None
+    settings: dict[str, Any], output: int, channel: program_snapshot.HookChannel | None
 ) -> None:
     """In the child: become the program, with its limits and without privileges."""
     try:
@@ -223,7 +223,7 @@ def _become(
         os._exit(127)
 
 
-def _listened(machine: str, channel: program_snapshot.Channel) -> bool:
+def _listened(machine: str, channel: program_snapshot.HookChannel) -> bool:
     """Apply a filter to the program and send its listener to process 1; False if unsupported."""
     code = confine.assembled(confine.program_filter(machine, snapshots=True))
     try:

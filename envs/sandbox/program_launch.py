@@ -11,9 +11,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from agentenv.base.errors import ConfigError
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 from agentenv.envs.sandbox.snapshot_hook import VARIABLE
-from agentenv.errors import ConfigError
 
 MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each

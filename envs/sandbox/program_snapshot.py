@@ -53,11 +53,11 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
-class RefusedError(Exception):
+class SnapshotRefusedError(Exception):
     """The copy is refused; the text is the cause."""
 
 
-class Channel:
+class HookChannel:
     """A channel to the hook of a program; `theirs` is the program's end."""
 
     def __init__(self) -> None:
@@ -73,7 +73,9 @@ class Copy:
     """A complete copy: its process, the number of its network namespace, the channel to its hook,
     its listener, the descriptors of its folders, and the pipe of its output."""
 
-    def __init__(self, pid: int, space: int, channel: Channel, fds: list[int], output: int) -> None:
+    def __init__(
+        self, pid: int, space: int, channel: HookChannel, fds: list[int], output: int
+    ) -> None:
         self.pid, self.space, self.channel, self.output = pid, space, channel, output
         self.listener = socket.socket(fileno=fds[0])
         self.folders = fds[1:]
@@ -83,7 +85,7 @@ class Snapshots:
     """The snapshots of one sandbox. `channel` leads to the program's hook, which first sends the
     listener of its system-call filter."""
 
-    def __init__(self, channel: Channel, port: int, disk_bytes: int) -> None:
+    def __init__(self, channel: HookChannel, port: int, disk_bytes: int) -> None:
         _, fds, *_ = socket.recv_fds(channel.ours, 16, 1)
         self.listener = fds[0] if fds else -1  # -1: the kernel or an outer filter has none
         channel.ours.settimeout(DEADLINE_S)
@@ -127,18 +129,18 @@ class Snapshots:
         """A copy has ended."""
         self._spaces.discard(space)
 
-    def take(self, pid: int, channel: Channel, output: int) -> Copy:
+    def take(self, pid: int, channel: HookChannel, output: int) -> Copy:
         """Copy the program (or copy) of process `pid`, whose output goes to `output`. Raises
-        RefusedError."""
+        SnapshotRefusedError."""
         pipe = f"pipe:[{os.fstat(output).st_ino}]"
         if self.listener < 0:
-            raise RefusedError("kernel")
+            raise SnapshotRefusedError("kernel")
         try:
             connection = _shared_thing(pid, pipe, channel.link, self._port)
         except (OSError, ValueError) as error:
-            raise RefusedError("failed") from error
+            raise SnapshotRefusedError("failed") from error
         reading, writing = os.pipe()
-        gate, space = Channel(), 0
+        gate, space = HookChannel(), 0
         made: list[int] = []
         request: dict[str, object] = {"output": pipe, "connection": connection, "port": self._port}
         request |= {"clone": self._clone, "flags": confine.FORK_SNAPSHOT}
@@ -154,19 +156,21 @@ class Snapshots:
             gate.theirs.close()
             _expect(gate, b"born", "namespaces")
             if table.has_capabilities(child):
-                raise RefusedError("capabilities")
+                raise SnapshotRefusedError("capabilities")
             made = self._filled(child)
             gate.ours.send(b"go")
             _expect(gate, b"ready", "files")
             pipe = f"pipe:[{os.fstat(reading).st_ino}]"
             _shared_thing(child, pipe, gate.link, self._port)
             gate.ours.send(b"go")
-        except (OSError, ValueError, RefusedError) as error:
+        except (OSError, ValueError, SnapshotRefusedError) as error:
             table.end_all(space)
             for fd in (reading, *made):
                 os.close(fd)
             gate.close()
-            raise error if isinstance(error, RefusedError) else RefusedError("failed") from error
+            raise (
+                error if isinstance(error, SnapshotRefusedError) else SnapshotRefusedError("failed")
+            ) from error
         finally:
             os.close(writing)
             with contextlib.suppress(OSError):
@@ -174,7 +178,7 @@ class Snapshots:
         self._spaces.add(space)
         return Copy(child, space, gate, made, reading)
 
-    def _born(self, parent: int, channel: Channel) -> int:
+    def _born(self, parent: int, channel: HookChannel) -> int:
         """Wait for the copy that `parent` creates."""
         until = time.monotonic() + DEADLINE_S
         granted = False
@@ -191,7 +195,7 @@ class Snapshots:
                     *self._spaces,
                 }:
                     return pid
-        raise RefusedError("namespaces")
+        raise SnapshotRefusedError("namespaces")
 
     def _filled(self, child: int) -> list[int]:
         """Descriptors of a listener on the loopback of the copy, and of its folders."""
@@ -213,7 +217,7 @@ class Snapshots:
                 os.kill(helper, signal.SIGKILL)
         os.waitpid(helper, 0)
         if not data:
-            raise RefusedError("files")
+            raise SnapshotRefusedError("files")
         return fds
 
 
@@ -243,24 +247,24 @@ def _prepare(child: int, port: int, disk_bytes: int) -> list[int]:
 
 def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
     """The link of the connection in which a process waits; it may also have its output and its
-    channel. Raises RefusedError if it has any other shared resource, does not wait in a connection,
-    or cannot be copied."""
+    channel. Raises SnapshotRefusedError if it has any other shared resource, does not wait in a
+    connection, or cannot be copied."""
     space = table.space_of(pid)
     status = table.status_of(pid)
     if int(status["Threads"]) != 1:
-        raise RefusedError("threads")
+        raise SnapshotRefusedError("threads")
     links = table.open_files(pid)
     if channel not in links.values() or not int(status["SigCgt"], 16) >> (SIGNAL - 1) & 1:
-        raise RefusedError("no_hook")
+        raise SnapshotRefusedError("no_hook")
     if any(
         table.space_of(one) == space and one not in (pid, os.getpid()) for one in table.processes()
     ):
-        raise RefusedError("children")
+        raise SnapshotRefusedError("children")
     with open(f"/proc/{pid}/maps") as file:
         for line in file:
             _, rights, _, _, _, *name = line.split(maxsplit=5)
             if rights[3] == "s" and (rights[1] == "w" or name[0].startswith(FOLDERS)):
-                raise RefusedError("memory")
+                raise SnapshotRefusedError("memory")
     found = []
     for fd, link in links.items():
         if link in (pipe, channel, *DEVICES):
@@ -269,14 +273,14 @@ def _shared_thing(pid: int, pipe: str, channel: str, port: int) -> str:
             found.append(link)
         elif not link.startswith("/"):
             kind = "event_loop" if link == "anon_inode:[eventpoll]" else "pipes"
-            raise RefusedError(kind)
+            raise SnapshotRefusedError(kind)
         elif _writes(pid, fd) or link.endswith(" (deleted)"):
-            raise RefusedError("open_files")
+            raise SnapshotRefusedError("open_files")
     waits = {f"socket:[{inode}]" for inode in _connections(pid, port)}
     if not waits & {*found}:
-        raise RefusedError("elsewhere")
+        raise SnapshotRefusedError("elsewhere")
     if len(found) > 1:
-        raise RefusedError("connections")
+        raise SnapshotRefusedError("connections")
     return found[0]
 
 
@@ -301,10 +305,10 @@ def _drain(channel: socket.socket) -> None:
         pass
 
 
-def _expect(channel: Channel, word: bytes, cause: str) -> None:
+def _expect(channel: HookChannel, word: bytes, cause: str) -> None:
     try:
         found = channel.ours.recv(256)
     except TimeoutError:
         found = b""
     if found != word:
-        raise RefusedError(cause)
+        raise SnapshotRefusedError(cause)

@@ -15,7 +15,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from agentenv.deadline import admitted, waiting
+from agentenv.base.deadline import admitted, waiting
+from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.launch import (
@@ -31,7 +32,6 @@ from agentenv.envs.sandbox.process import (
     SessionProcess,
     ZygoteProcess,
 )
-from agentenv.errors import SHOWN, ConfigError, EnvError, InfraError
 
 MAX_CODE_CHARS = 100_000
 DIGEST_TIMEOUT_S = 30.0

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from agentenv.config import PATH
+from agentenv.base.config import PATH
+from agentenv.base.errors import ConfigError, DataError, needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     WORDS_VERSION,
@@ -23,7 +24,6 @@ from agentenv.envs.search.corpus import (
     read_corpus,
     words,
 )
-from agentenv.errors import ConfigError, DataError, needed
 
 NUM_THREADS = 2
 MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from agentenv.env import summed_stats
+from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.offload import in_thread
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode, decode_text
+from agentenv.contract.env import summed_stats
 from agentenv.envs.search.corpus import Backend, Hit, Query
-from agentenv.errors import DataError, ForeignError
-from agentenv.offload import in_thread
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode, decode_text
 
 ARPO_PREFIX = "arpo:"  # prefix of the keys of entries imported from ARPO's search_cache.json
 _PAGE = re.compile(r"^Page \d+: ", re.MULTILINE)

@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, ForeignError
-from agentenv.offload import check_outside
-from agentenv.untrusted import convert, decode
+from agentenv.base.errors import ConfigError, DataError, ForeignError
+from agentenv.base.offload import check_outside
+from agentenv.base.untrusted import convert, decode
 
 _MARKETS = (  # by script, kana first, since Japanese also uses Chinese characters
     ("ja-JP", re.compile("[\u3040-\u30ff]")),

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from agentenv.config import PATH
+from agentenv.base.config import PATH
+from agentenv.base.errors import ConfigError, DataError, InfraError, needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
@@ -24,7 +25,6 @@ from agentenv.envs.search.corpus import (
     corpus_rows,
     read_passage,
 )
-from agentenv.errors import ConfigError, DataError, InfraError, needed
 
 MAX_BATCH = 64  # queries per batch
 MAX_TOKENS = 256  # of a query
@@ -140,7 +140,7 @@ class FaissBackend(LocalBackend["_Dense"]):
                 f"{len(corpus)} passages; expected the corpus from which the index was built, row "
                 "by row"
             )
-        encoder = Encoder(self._config)
+        encoder = VectorEncoder(self._config)
         if encoder.size != index.d:
             raise ConfigError(
                 f"search.backend.encoder: {self._config.encoder} returns vectors of size "
@@ -154,7 +154,7 @@ class _Dense(Struct, frozen=True):
     """A loaded index, the encoder of its queries, and its passages."""
 
     index: Any
-    encoder: Encoder
+    encoder: VectorEncoder
     corpus: CorpusFile
 
     def search(self, queries: list[Query]) -> list[list[Hit]]:
@@ -176,7 +176,7 @@ def _problem(error: BaseException, index: str) -> BaseException:
     return error
 
 
-class Encoder:
+class VectorEncoder:
     """A text encoder from transformers. `size` is the length of its vectors."""
 
     def __init__(self, config: FaissConfig) -> None:

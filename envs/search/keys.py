@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.config import ESSENTIAL, PATH
+from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.errors import ConfigError
+from agentenv.base.registry import Registry
+from agentenv.contract.server_config import ChatModelConfig
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import BackendConfig
-from agentenv.errors import ConfigError
-from agentenv.registry import Registry
-from agentenv.server_config import ChatModelConfig
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]

@@ -22,15 +22,15 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from agentenv.deadline import admitted, pause_before_retry
-from agentenv.env import summed_stats
+from agentenv.base.deadline import admitted, pause_before_retry
+from agentenv.base.errors import ConfigError, InfraError, ToolError
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode_text, printable
+from agentenv.contract.env import summed_stats
+from agentenv.contract.http import HttpSession, is_temporary
 from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
-from agentenv.errors import ConfigError, InfraError, ToolError
-from agentenv.http import HttpSession, is_temporary
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode_text, printable
-from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
+from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Allowed network addresses of pages: public ones, and configured networks.
 

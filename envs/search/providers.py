@@ -14,12 +14,12 @@ from urllib.parse import urlencode
 
 from msgspec import Meta, Struct
 
-from agentenv.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.base.untrusted import convert, decode
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
-from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
-from agentenv.untrusted import convert, decode
 
 T = TypeVar("T")
 

@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.env import ForkMode, shared, summed_stats
+from agentenv.base.errors import InfraError, ToolError
+from agentenv.base.offload import in_thread
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.types import Info, Message, ToolResult
+from agentenv.contract.env import ForkMode, shared, summed_stats
+from agentenv.contract.tools import argument_schema, read_arguments
 from agentenv.envs.search.cache import CachedBackend
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
@@ -26,11 +31,6 @@ from agentenv.envs.search.corpus import (
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.pages import PageReader
 from agentenv.envs.search.summarizer import Summarizer
-from agentenv.errors import InfraError, ToolError
-from agentenv.offload import in_thread
-from agentenv.result_cache import ResultCache
-from agentenv.tools import argument_schema, read_arguments
-from agentenv.types import Info, Message, ToolResult
 
 
 def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:

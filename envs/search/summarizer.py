@@ -7,13 +7,13 @@ import re
 
 from msgspec import Struct
 
-from agentenv.engines.remote.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
-from agentenv.engines.remote.client import RequestRefusedError
+from agentenv.base.errors import ConfigError, EngineError, InfraError
+from agentenv.base.result_cache import ResultCache
+from agentenv.base.untrusted import decode_text
+from agentenv.contract.http_client import RequestRefusedError
 from agentenv.envs.search.keys import SummarizerConfig
 from agentenv.envs.search.upstream import HttpRequest
-from agentenv.errors import ConfigError, EngineError, InfraError
-from agentenv.result_cache import ResultCache
-from agentenv.untrusted import decode_text
+from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")

@@ -14,10 +14,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.deadline import admitted, pause_before_retry, waiting
+from agentenv.base.deadline import admitted, pause_before_retry, waiting
+from agentenv.base.errors import ConfigError, InfraError
+from agentenv.contract.http import HttpSession, is_temporary, retry_after_s
 from agentenv.envs.search.keys import TrafficConfig
-from agentenv.errors import ConfigError, InfraError
-from agentenv.http import HttpSession, is_temporary, retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):

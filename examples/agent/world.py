@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from agentenv import Task, ToolEnv, ToolError, demonstrate, texts_of, tiny_model, tool, write_rows
+from agentenv.base.errors import ConfigError
 from agentenv.envs.qa_grader import ExactMatch
-from agentenv.errors import ConfigError
 
 NAMES = """
 Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek Kolvond Lumwick

@@ -17,9 +17,9 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv import Message, StatelessTool, Task, ToolError, ToolResult, register
+from agentenv.contract.tools import argument_schema, read_arguments
 from agentenv.envs.dialogue import DialogueEnv
 from agentenv.envs.qa_grader import ExactMatch
-from agentenv.tools import argument_schema, read_arguments
 
 
 class Number(Struct, forbid_unknown_fields=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 
 from agentenv import Task, ToolEnv, register
+from agentenv.contract.http import HttpClient
+from agentenv.contract.tools import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.http import HttpClient
-from agentenv.tools import FunctionTool
 from examples.http_api.server import PASSWORD, USER, Server
 
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from agentenv import Task, ToolEnv, register
+from agentenv.envs.bridges.mcp_tools import MCPTools
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.envs.mcp_tools import MCPTools
 
 SERVER = Path(__file__).with_name("server.py")
 

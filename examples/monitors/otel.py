@@ -28,11 +28,11 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from agentenv.data_files import Row
-from agentenv.errors import SHOWN, ConfigError, MissingError
-from agentenv.pipelines.run.monitors import Axis, MonitorPart
-from agentenv.pipelines.run.records import FAILED
-from agentenv.pipelines.run.transcript import TranscriptTurn, turns_of
+from agentenv.assembly.run.monitors import Axis, MonitorPart
+from agentenv.assembly.run.records import FAILED
+from agentenv.assembly.run.transcript import TranscriptTurn, turns_of
+from agentenv.base.errors import SHOWN, ConfigError, MissingError
+from agentenv.data.data_files import Row
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class _Rollout:
             "agentenv.times": "shared" if row.get("seconds") else "tools only",
             "agentenv.reward": None if row["end"] == FAILED else row["reward"],
             "agentenv.limit": row["limit"],
-            "agentenv.branch": row.get("branch"),
+            "agentenv.rollout.branch": row.get("branch"),
             "error.type": error and str(error).partition(":")[0],
         }
         return {key: value for key, value in found.items() if value is not None}

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from agentenv.data_files import Row
-from agentenv.disk import write_whole
-from agentenv.errors import ForeignError, MissingError
-from agentenv.pipelines.run.monitors import Axis, MonitorPart
-from agentenv.pipelines.run.trackers import COLUMNS, sample_cells
-from agentenv.untrusted import decode
+from agentenv.assembly.run.monitors import Axis, MonitorPart
+from agentenv.assembly.run.trackers import COLUMNS, sample_cells
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import ForeignError, MissingError
+from agentenv.base.untrusted import decode
+from agentenv.data.data_files import Row
 
 
 class TrackioConfig(MonitorPart, frozen=True, kw_only=True, tag="trackio"):

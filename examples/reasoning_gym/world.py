@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentenv import Task, demonstrate, texts_of, tiny_model, write_rows
+from agentenv.envs.bridges.reasoning import rows
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
-from agentenv.envs.reasoning import rows
 
 TASK, DIFFICULTY = "chain_sum", {"max_terms": 3, "min_digits": 2, "max_digits": 2}
 DEMONSTRATED_SEED = 500_000_000  # differs from the seeds of training and held-out questions

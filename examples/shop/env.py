@@ -22,9 +22,9 @@ from agentenv import (
     ToolResult,
     register,
 )
-from agentenv.env import ForkMode
+from agentenv.contract.env import ForkMode
+from agentenv.contract.tools import argument_schema, read_arguments
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.tools import argument_schema, read_arguments
 
 
 class Item(Struct, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from agentenv import (
     ToolResult,
     register,
 )
-from agentenv.env import ForkMode
+from agentenv.contract.env import ForkMode
 
 Rooms = Mapping[str, Mapping[str, str]]  # room -> direction -> next room
 NONE: dict[str, Any] = {"type": "object", "properties": {}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError
+from agentenv.base.errors import ConfigError
 from benchmarks import bench
 
 

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from agentenv.errors import PACKAGES
-from agentenv.frames import Began, Finished, Frame, Leased, Trained
+from agentenv.base.errors import PACKAGES
+from agentenv.rollout.frames import Began, Finished, Frame, Leased, Trained
 from benchmarks import bench
 from benchmarks.parts import chaos
 from benchmarks.parts.chaos import Witness
 from tests.support.forks import project
 from tests.support.forkserver import Forked
 from tests.support.killing import Plan
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def start_training(arguments: Sequence[str], output: int) -> Forked:

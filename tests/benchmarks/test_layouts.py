@@ -16,7 +16,6 @@ from benchmarks.parts.layouts import ALL, count, load_shapes, make_model, make_s
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [12, 8192])
 def test_all_layouts_have_the_same_loss_and_gradient(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +66,6 @@ def test_shapes_are_those_of_rollouts() -> None:
     assert {node[2] for node in arpo[1:]} == {0, 500}
 
 
-@pytest.mark.slow
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = tmp_path / "shapes.json"
     shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))

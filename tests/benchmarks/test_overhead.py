@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.errors import AgentEnvError
+from agentenv.base.errors import AgentEnvError
 from benchmarks.parts import overhead
 
 STUCK = """
@@ -29,7 +29,6 @@ def test_a_hanging_run_raises_an_error_after_its_limit(
         overhead.measured("stuck", [stuck], tmp_path, limit_s=0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_small_run_reports_its_costs(tmp_path: Path, num_workers: int) -> None:
     options = ["1", str(num_workers), "4", overhead.ENV]

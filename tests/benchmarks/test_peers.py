@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.disk import locked
-from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.base.disk import locked
+from agentenv.base.errors import AgentEnvError, ConfigError
 from benchmarks import bench
 from benchmarks.peers import contest, environments
 from benchmarks.peers.contest import PEERS, Peer, Sample

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from agentenv.errors import DataError
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.errors import DataError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
 from benchmarks.parts.simulation import (
     Durations,
     Grown,
@@ -39,8 +39,6 @@ from benchmarks.parts.timings import (
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
-pytestmark = pytest.mark.slow
-
 MODEL = ServiceModel(
     decode_s=0.02, running_s=0.001, prefill_s=1e-4, beside=1.5,
     update_s=2.0, token_s=1e-3, shared=1.5, publish_s=0.5, score_s=0.1, turn_s=0.0,
@@ -56,7 +54,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
     training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.pipelines.rl.recorder.Recorder.draw", lambda self: [])
+        patch.setattr("agentenv.training.loop.recorder.Recorder.draw", lambda self: [])
         run_virtual(training.run_all())
     run.close()
     return config, read_trace(run.path)

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.server_config import PoolConfig
+from agentenv.contract.weights import Group, Manifest, TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import Group, Manifest, TransferError
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.learner import LearnerConfig
-from agentenv.server_config import PoolConfig
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.trees.batch import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
 from tests.engines.traffic import LONG, Traffic, start_many
 from tests.engines.world import END, Subject, World, prompt

@@ -25,13 +25,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, SamplingParams
+from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import RemoteServer, sampled
-from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.remote.routing import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import EngineError
-from agentenv.types import Chunk, SamplingParams
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
 from tests.engines.world import World

@@ -13,8 +13,10 @@ from zlib import crc32
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentenv.engine import Engine
-from agentenv.engines.remote.request import (
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.engine import Engine
+from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
@@ -26,8 +28,6 @@ from agentenv.engines.remote.request import (
     ServerRequest,
 )
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
 
 EOS = 256
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

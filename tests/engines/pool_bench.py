@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from agentenv.base.types import Completion, SamplingParams
 from agentenv.cluster.engines import LeasedEngine, Leases
 from agentenv.cluster.messages import (
     Acquire,
@@ -21,10 +22,9 @@ from agentenv.cluster.messages import (
     read_answer,
     read_request,
 )
+from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.link import Link
-from agentenv.server_config import PoolConfig
-from agentenv.types import Completion, SamplingParams
+from agentenv.processes.link import Link
 from tests.engines.faulty_server import (
     EOS,
     VOCAB_SIZE,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentenv.types import Completion
+from agentenv.base.types import Completion
 from tests.support.chat_models import QWEN25, make_tokenizer
 
 VOCAB = 320

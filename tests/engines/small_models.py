@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agentenv.base.types import Completion
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.scheduler import Scheduler
-from agentenv.types import Completion
 
 VOCAB = 97
 SIZES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.remote.client import ServerClient
+from agentenv.contract.http_client import ServerClient
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.learner import LearnerConfig
@@ -28,7 +28,7 @@ from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("forked_ranks")]
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 BACKEND = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
 TWO_RANKS = LearnerConfig(

@@ -25,14 +25,12 @@ async def subject(world: World) -> AsyncIterator[EngineSubject]:
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_greedy_equals_transformers_before_and_after_each_update(
     subject: EngineSubject, world: World
 ) -> None:
     await contract.check_updates(subject, world)
 
 
-@pytest.mark.slow
 async def test_updates_of_a_tied_model_are_exact(tmp_path: Path) -> None:
     world = World(tmp_path, tied=True)
     engine = EmbeddedEngine(EmbeddedConfig(device="cpu"), world.paths[0])
@@ -61,7 +59,6 @@ async def test_prefixes_are_reused_and_never_across_versions(
     await contract.check_prefixes(subject, world, 0, block=32, num_running=8)
 
 
-@pytest.mark.slow
 async def test_an_update_within_a_request_gives_two_version_spans(
     subject: EngineSubject, world: World
 ) -> None:
@@ -72,7 +69,6 @@ async def test_cancelled_calls_free_the_engine(subject: EngineSubject) -> None:
     await contract.check_abort(subject, num_requests=20)
 
 
-@pytest.mark.slow
 async def test_concurrent_requests(subject: EngineSubject, world: World) -> None:
     await contract.check_concurrency(subject, world, 0, 64, 8)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB
 from tests.engines.world import EngineSubject, prompt

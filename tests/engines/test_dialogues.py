@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.request import ServerLostError, ServerRequest
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.types import SamplingParams, VersionSpan
+from agentenv.contract.request import ServerLostError, ServerRequest
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import SamplingParams, VersionSpan
 from tests.engines.dialogues import CLIENTS, play, read_dialogue
 from tests.engines.world import World
 
@@ -32,7 +32,6 @@ def rounded(value: Any) -> Any:
     return round(value, 9) if isinstance(value, float) else value
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_a_client_repeats_the_dialogue_recorded_with_the_real_server(
     name: str, models: list[Path]

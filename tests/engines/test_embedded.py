@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.types import Chunk, SamplingParams
+from agentenv.base.types import Chunk, SamplingParams
 from tests.engines.small_models import MODELS, VOCAB, check, make, prompt, serving
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 async def test_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
     """Ragged batches that outgrow slots, forks, continued turns; before and after an update."""

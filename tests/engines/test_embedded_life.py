@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine, EngineCall
 from agentenv.engines.embedded.scheduler import Scheduler
-from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import Steps, check, prompt, serving
 
 

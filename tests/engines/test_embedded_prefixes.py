@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.types import Chunk, SamplingParams
+from agentenv.base.types import Chunk, SamplingParams
 from tests.engines.small_models import Steps, check, prompt, serving
 
 
-@pytest.mark.slow
 async def test_prefix_is_computed_once(
     tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

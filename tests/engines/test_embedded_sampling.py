@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.sampler import TokenSampler
-from agentenv.errors import EngineError
-from agentenv.types import SamplingParams
 from tests.engines.small_models import VOCAB, prompt, serving
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.model import avoid_cudnn, rounded_length, rounded_rows
-from agentenv.types import SamplingParams
 from tests.engines.small_models import SIZES, VOCAB, check, make, prompt, serving
 from tests.engines.traffic import ragged_load
 
@@ -54,7 +54,6 @@ async def count_shapes(folder: Path, shapes: Shapes, finite: bool) -> tuple[int,
             return first, await run_to(NUM_STEPS) - first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("finite", [True, False])
 async def test_a_ragged_load_meets_few_shapes_of_attention(
     finite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentenv.base.errors import EngineDeadError
+from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
-from agentenv.errors import EngineDeadError
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import check_sampled
 from tests.engines.small_models import Steps
 from tests.engines.world import World, prompt
@@ -69,7 +69,6 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
     await falling
 
 
-@pytest.mark.slow
 async def test_turns_continue_unchanged_after_a_sleep(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +98,6 @@ async def test_turns_continue_unchanged_after_a_sleep(
     assert got == done[0].token_ids
 
 
-@pytest.mark.slow
 async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.stop_strings import StopStrings
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.stop_strings import StopStrings
-from agentenv.types import Completion, SamplingParams
 
 WORDS = ["</", "pyth", "on>x", "\u00e9t\u00e9"]
 
@@ -61,7 +61,7 @@ async def test_tables_of_a_large_vocabulary_are_built_outside_the_event_loop(
     tokenizer = byte_level()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     finder = StopStrings(tmp_path, tokenizer.get_vocab_size())
-    monkeypatch.setattr("agentenv.stop_strings.MAX_AT_ONCE", 10)
+    monkeypatch.setattr("agentenv.contract.stop_strings.MAX_AT_ONCE", 10)
     threads = []
     matcher = finder.matcher
 

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from agentenv.errors import EngineError
-from agentenv.types import SamplingParams, VersionSpan
+from agentenv.base.errors import EngineError
+from agentenv.base.types import SamplingParams, VersionSpan
 from tests.engines.small_models import Steps, check, make, prompt, serving
 
 
-@pytest.mark.slow
 async def test_weights_change_while_requests_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.chat_model import ChatModel, fenced, read_chat, read_reply, shortened
-from agentenv.engines.remote.client import MalformedReplyError
-from agentenv.errors import ConfigError, EngineDeadError
-from agentenv.server_config import ChatModelConfig
+from agentenv.base.errors import ConfigError, EngineDeadError
+from agentenv.contract.http_client import MalformedReplyError
+from agentenv.contract.server_config import ChatModelConfig
+from agentenv.text.chat_model import ChatModel, fenced, read_chat, read_reply, shortened
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.01)
 
 
 def model_at(url: str, **keys: Any) -> ChatModel:

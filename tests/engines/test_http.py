@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.engines.remote.base import top_k_entropies
-from agentenv.engines.remote.client import FailedError, RequestRefusedError, ServerClient
-from agentenv.engines.remote.request import (
+from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.contract.http_client import FailedError, RequestRefusedError, ServerClient
+from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
-from agentenv.errors import ConfigError, EngineError
-from agentenv.pipelines.run.terminal import is_shown
+from agentenv.engines.remote.base import top_k_entropies
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -7,22 +7,22 @@ import sys
 
 import pytest
 
-HTTP = ("aiohttp", "agentenv.engines.remote.client")
+HTTP = ("aiohttp", "agentenv.contract.http_client")
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("agentenv.engine", (*HTTP, "agentenv.engines")),
+        ("agentenv.contract.engine", (*HTTP, "agentenv.engines")),
         ("agentenv.engines.scripted", (*HTTP, "agentenv.engines.pool")),
-        pytest.param("agentenv.engines.embedded.engine", HTTP, marks=pytest.mark.slow),
+        pytest.param("agentenv.engines.embedded.engine", HTTP),
         (
             "agentenv.engines.pool.pooled_engine",
             ("agentenv.engines.vllm", "agentenv.engines.sglang"),
         ),
         ("agentenv.engines.vllm", ("vllm", "agentenv.engines.sglang")),
         ("agentenv.engines.sglang", ("sglang", "agentenv.engines.vllm")),
-        ("agentenv.pipelines.serving.servers", ("agentenv.engines.sglang",)),
+        ("agentenv.assembly.serving.servers", ("agentenv.engines.sglang",)),
     ],
 )
 def test_an_engine_imports_no_module_of_another(module: str, absent: tuple[str, ...]) -> None:

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentenv.base.deadline import WorkClock, working
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.cluster.engines import LeasedEngine
 from agentenv.cluster.messages import SlotRelease, pack, read_answer
-from agentenv.deadline import WorkClock, working
-from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, Reset, Starved, TurnDone
-from agentenv.engines.remote.request import (
+from agentenv.contract.request import (
     ForeignWeightsError,
     PartEnd,
     ServerLostError,
     ServerRequest,
 )
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, Reset, Starved, TurnDone
 from tests.engines.faulty_server import FaultyServer, Guest
 from tests.engines.pool_bench import TEXT, Bench, bench, deliver_all, leased, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -398,7 +398,6 @@ class Storm:
             await self.leave(0)
 
 
-@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from agentenv.contract.request import ServerLoad
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote.request import ServerLoad
 
 
 class Growing:
@@ -59,7 +59,6 @@ class Growing:
             self.num_preempted += 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_growing_requests_are_not_preempted(is_ragged: bool) -> None:
     """1,000 requests that begin together fit as prompts, but not at their full length; the server

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, VersionSpan
 from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -210,7 +210,6 @@ async def test_closing_ends_running_and_waiting_turns(b: Bench) -> None:
 # concurrency
 
 
-@pytest.mark.slow
 @virtual(1)
 async def test_the_pool_finds_the_capacity_of_a_server(b: Bench) -> None:
     (server,) = b.servers

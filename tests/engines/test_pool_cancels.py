@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.deadline import Deadline, WorkClock, working
+from agentenv.base.errors import EngineError
 from agentenv.cluster.engines import LeasedEngine
-from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.server import PooledServer
-from agentenv.errors import EngineError
 from tests.engines.pool_bench import Bench, bench, write_folder
 from tests.support.virtual_clock import run_virtual
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.remote.request import BusyError, PartEnd, ServerLostError, ServerRequest
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.pipelines.run.terminal import is_shown
-from agentenv.types import Chunk, Completion, VersionSpan
+from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.deadline import Deadline, WorkClock, working
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.types import Chunk, Completion, VersionSpan
+from agentenv.contract.request import BusyError, PartEnd, ServerLostError, ServerRequest
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

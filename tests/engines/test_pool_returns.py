@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import EngineError
+from agentenv.base.errors import EngineError
 from tests.engines.pool_bench import bench, write_folder
 from tests.support.virtual_clock import run_virtual
 

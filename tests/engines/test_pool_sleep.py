@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.remote.request import ServerLostError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.types import Chunk, Completion, VersionSpan
+from agentenv.base.deadline import Deadline, WorkClock, working
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.types import Chunk, Completion, VersionSpan
+from agentenv.contract.request import ServerLostError
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
 

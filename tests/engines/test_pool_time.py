@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import Actor
-from agentenv.deadline import Deadline, WorkClock, working
+from agentenv.base.deadline import Deadline, WorkClock, working
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Chunk, Limits, SamplingParams
+from agentenv.contract.plan import Independent
+from agentenv.contract.request import PartEnd, ServerLoad, ServerRequest
+from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.request import PartEnd, ServerLoad, ServerRequest
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.plan import Independent
-from agentenv.renderer import TagRenderer
-from agentenv.server_config import PoolConfig
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Chunk, Limits, SamplingParams
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.toy import CountingEnv

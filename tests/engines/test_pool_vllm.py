@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.engine import Served
+from agentenv.assembly.serving.servers import ServerFactory
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.contract.engine import Served
+from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import ServersConfig
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.server_process import FORKING
@@ -24,7 +24,7 @@ from tests.engines.traffic import LONG
 from tests.engines.vllm_server import forking_python, require_vllm
 from tests.engines.world import EngineSubject, World, prompt
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine_vllm
 
 NUM_OTHERS = 16  # turns that run with the long one
 

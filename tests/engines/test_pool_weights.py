@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.contract.request import ServerLostError
+from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.request import ServerLostError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.pipelines.run.terminal import is_shown
-from agentenv.server_config import PoolConfig
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

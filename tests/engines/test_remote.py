@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote.client import ServerClient
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ServerInfo
+from agentenv.contract.weights import SharedWeights
 from agentenv.engines.remote.probes import VLLMFacts
-from agentenv.engines.remote.request import ServerInfo
 from agentenv.engines.remote.routing import SESSION_HEADER, routing
-from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 
 

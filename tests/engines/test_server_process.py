@@ -63,7 +63,6 @@ def test_an_error_of_an_ended_server_quotes_its_log(tmp_path: Path) -> None:
     assert server.processes() == []
 
 
-@pytest.mark.slow
 def test_no_process_survives_a_killed_pytest(tmp_path: Path) -> None:
     """As on a time limit: no fixture is torn down."""
     with subprocess.Popen(

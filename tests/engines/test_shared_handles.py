@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from agentenv.engines.remote.weights import SharedWeights
-from agentenv.learners import shared
-from agentenv.pipelines.serving.server_command import VLLM_PLUGIN
+from agentenv.assembly.serving.server_command import VLLM_PLUGIN
+from agentenv.contract.weights import SharedWeights
+from agentenv.learners.ranks import shared
 
 UUID = "6b0ca9d2-0000-1111-2222-333344445555"
 SIZE = 1000

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.engines.remote.weights import TransferError
+from agentenv.assembly.serving.server_command import VLLM_GATE
+from agentenv.base.errors import EngineError
+from agentenv.contract.server_config import VLLM_IPC
+from agentenv.contract.weights import TransferError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import EngineError
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import MemorySender
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.pipelines.rl.publishing import MemoryPublisher
-from agentenv.pipelines.serving.server_command import VLLM_GATE
-from agentenv.server_config import VLLM_IPC
+from agentenv.learners.ranks.deepspeed_learner import MemorySender
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.training.loop.publishing import MemoryPublisher
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
@@ -31,7 +31,6 @@ from tests.engines.world import World, prompt
 
 pytestmark = [
     pytest.mark.engine_vllm,
-    pytest.mark.timeout(600),
     pytest.mark.usefixtures("forked_ranks"),
 ]
 

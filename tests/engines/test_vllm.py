@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.contract.http_client import ServerClient
+from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
-from agentenv.engines.remote.request import ServerLostError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import EOS, VOCAB, check_sampled, distribution
 from tests.engines.traffic import LONG, start_many
@@ -101,7 +101,6 @@ async def tied(servers: Servers) -> AsyncIterator[ServerSubject]:
         yield ServerSubject(server)
 
 
-@pytest.mark.timeout(400)
 async def test_a_connected_server_reports_its_version_and_features(servers: Servers) -> None:
     await asyncio.to_thread(servers.plain.wait_ready)
     server = VLLMServer(servers.plain.url + "/")
@@ -118,7 +117,6 @@ async def test_a_connected_server_reports_its_version_and_features(servers: Serv
     await server.close()
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.promise), "tied"])
 async def test_greedy_equals_transformers_before_and_after_each_update(
     kind: str, servers: Servers
@@ -239,7 +237,6 @@ async def test_an_update_within_a_request_gives_two_version_spans(
     await contract.check_update_within_a_request(plain, world, recomputed=True)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("plain")  # which waits for the server
 async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     servers: Servers,
@@ -343,7 +340,6 @@ async def test_a_missing_route_is_named(
     await http.close()
 
 
-@pytest.mark.timeout(400)
 async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
     await asyncio.to_thread(servers.closed.wait_ready)
     server = VLLMServer(servers.closed.url)
@@ -375,7 +371,6 @@ async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
     await contract.check_greedy(tied, world, 2)
 
 
-@pytest.mark.timeout(400)
 async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
     tied: ServerSubject, servers: Servers
 ) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.http_client import ServerClient
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import ServerClient
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import EngineError
-from agentenv.types import Completion, SamplingParams
 from tests.engines.adapters import write_adapters
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World, prompt
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine_vllm
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
 LANES = 8  # turns of a test at a time
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.base.errors import ConfigError
 from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import ConfigError
 from tests.engines.proxy import Change, Proxy, changed, proxy, without
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engine_vllm
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentenv.engines.remote.weights import read_layout
+from agentenv.base.errors import ConfigError
+from agentenv.contract.weights import read_layout
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import ConfigError
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.export import write_model as write_policy
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.policy import Policy
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.export import write_model as write_policy
+from agentenv.learners.trees.policy import Policy
 from tests.engines.broadcast_checks import bench, check_updates
 from tests.engines.proxy import changed, proxy
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, write_model
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_vllm
 BROADCAST = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
 
 

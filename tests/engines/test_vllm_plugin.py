@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentenv.pipelines.serving.server_command import VLLM_PLUGIN
+from agentenv.assembly.serving.server_command import VLLM_PLUGIN
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 
-from agentenv.engine import Engine
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.engine import Engine
 from tests.engines.world import Subject
 
 LONG = 400  # tokens of a turn

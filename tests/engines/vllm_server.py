@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.pipelines.serving.server_command import VLLM_PLUGIN
+from agentenv.assembly.serving.server_command import VLLM_PLUGIN
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.server_process import FORKING, ServerProcess
 from tests.support.forkserver import fork_server

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoTokenizer
 
-from agentenv.engine import Engine
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.engine import Engine
+from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, write_model
 
 END = 300  # an EOS always follows this token

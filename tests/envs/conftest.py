@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.env import close_shared
+from agentenv.contract.env import close_shared
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from agentenv.pipelines.diagnosis.doctor import RUNGS
+from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
 from tests.support.sandboxes import (

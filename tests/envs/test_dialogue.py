@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from agentenv import Message, Task, demonstrate, tool
-from agentenv.actor import Actor
+from agentenv.adapters.testing import check_tool_env
+from agentenv.assembly.run.records import EvalRow, trajectory_rows, written
+from agentenv.assembly.run.transcript import turns_of
+from agentenv.base.errors import ConfigError, CrashError, EnvError, InfraError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limits, SamplingParams, ToolCall
+from agentenv.contract.env import close_shared
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.chat import ChatPiece, ChatRenderer, Pieces
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.env import close_shared
 from agentenv.envs.dialogue import (
     DialogueEnv,
     ModelUser,
@@ -24,19 +30,13 @@ from agentenv.envs.dialogue import (
 )
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.envs.quickstart_setup import build_tokenizer
-from agentenv.errors import ConfigError, CrashError, EnvError, InfraError
-from agentenv.metrics import entropy_profile
-from agentenv.native import NativeRenderer
-from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
-from agentenv.pipelines.run.transcript import turns_of
-from agentenv.pipelines.supervised.dialogues import Dialogue, RowFormat, read_messages
-from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagRenderer
-from agentenv.testing import check_tool_env
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams, ToolCall
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.metrics import entropy_profile
+from agentenv.text.native import NativeRenderer
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TagRenderer
+from agentenv.training.supervised.dialogues import Dialogue, RowFormat, read_messages
+from agentenv.training.supervised.encoding import ChatEncoder
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.virtual_clock import run_virtual

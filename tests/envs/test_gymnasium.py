@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-import agentenv.gym
-from agentenv.types import Task
+import agentenv.adapters.gym
+from agentenv.base.types import Task
 
 OWN = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
 NAMES = sorted([*OWN, "OpenEnv", "Program", "Verifiers"])  # of a command, a server, a package
@@ -52,7 +52,6 @@ def test_gymnasium_runs_an_episode_with_tools() -> None:
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
 @pytest.mark.parametrize("name", OWN)
 def test_every_registered_environment_runs_in_each_vector_mode(
@@ -94,7 +93,7 @@ import sys, agentenv
 ids = agentenv.env_ids()
 heavy = "agentenv.envs", "aiohttp", "gymnasium", "torch"
 loaded = [name for name in heavy if name in sys.modules]
-import gymnasium, agentenv.gym
+import gymnasium, agentenv.adapters.gym
 task = agentenv.Task("t", "", "How much is 24 and 10?", ("34",))
 env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[task])
 env.reset(seed=1)
@@ -106,7 +105,6 @@ print(agentenv.env_ids() == ids)
 """
 
 
-@pytest.mark.slow
 def test_gymnasium_finds_the_environments_of_an_installed_agentenv_without_an_import(
     tmp_path: Path,
 ) -> None:
@@ -125,4 +123,4 @@ def test_entry_points_and_registrations_are_the_same() -> None:
     declared = project["project"]["entry-points"]["agentenv.envs"]
     assert sorted(declared) == [f"agentenv/{name}-v0" for name in NAMES]
     for env_id, entry_point in declared.items():
-        assert agentenv.env.spec(env_id).entry_point == entry_point
+        assert agentenv.contract.env.spec(env_id).entry_point == entry_point

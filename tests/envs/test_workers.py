@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from agentenv import worker_pool as workers
+from agentenv.base.errors import ConfigError, InfraError
+from agentenv.base.untrusted import decode, packed
 from agentenv.envs.grading.equality import MathEquivalence
 from agentenv.envs.grading.layers import Layered
-from agentenv.errors import ConfigError, InfraError
-from agentenv.untrusted import decode, packed
-from agentenv.worker_pool import (
+from agentenv.processes import worker_pool as workers
+from agentenv.processes.worker_pool import (
     JobDiedError,
     JobRaisedError,
     JobStoppedError,
@@ -54,7 +54,7 @@ def _workers_of(pid: int) -> list[psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         try:
             if (
-                "agentenv.worker_pool" in process.cmdline()
+                "agentenv.processes.worker_pool" in process.cmdline()
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
                 found.append(process)
@@ -128,7 +128,6 @@ async def test_a_cancelled_job_frees_its_worker(make_pool: Callable[..., WorkerP
     assert await pool.run({}, 9.0) == "done"
 
 
-@pytest.mark.slow
 async def test_a_pool_survives_the_death_of_its_processes(
     make_pool: Callable[..., WorkerPool],
 ) -> None:
@@ -188,7 +187,7 @@ async def test_the_start_of_a_worker_may_wait_for_a_free_core(
 
 HOST = f"""
 import asyncio
-from agentenv.worker_pool import WorkerPool
+from agentenv.processes.worker_pool import WorkerPool
 
 async def main():
     pool = WorkerPool({HANDLER!r}, name="jobs", max_jobs=2)
@@ -218,7 +217,6 @@ def test_workers_die_with_their_host() -> None:
     assert not alive
 
 
-@pytest.mark.slow
 async def test_slow_expressions_do_not_stop_the_verdicts_of_other_answers() -> None:
     """64 right answers that only math-verify can decide, after 64 that it never finishes."""
     pytest.importorskip("math_verify")

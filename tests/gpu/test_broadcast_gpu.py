@@ -25,7 +25,6 @@ PYTHON = os.environ.get("AGENTENV_VLLM_PYTHON", "")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds fewer than two GPUs"),
     pytest.mark.skipif(not PYTHON, reason="AGENTENV_VLLM_PYTHON names no interpreter with vLLM"),
 ]

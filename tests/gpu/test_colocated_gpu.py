@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.learners.backend import TorchBackend
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import OffloadedMemory, Trainer
-from agentenv.types import SamplingParams
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.trainer import OffloadedMemory, Trainer
+from agentenv.learners.trees.policy import Policy
 from tests.engines.small_models import make, prompt
 from tests.gpu.place import DEVICE, HAS_GPU, allocated_bytes
 from tests.learners.ranks import ALGORITHM, save_tiny_model, train, uneven_trees, weights_of

@@ -14,10 +14,10 @@ import torch
 from msgspec import Struct
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentenv.assembly.serving.watch import gpu_use
+from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.pipelines.serving.watch import gpu_use
-from agentenv.types import SamplingParams
 from tests.engines.small_models import check, make, prompt
 from tests.engines.traffic import ragged_load
 from tests.gpu.place import DEVICE, HAS_GPU

@@ -23,13 +23,15 @@ from typing import Any
 import pytest
 import torch
 
+from agentenv.assembly.serving.servers import ServerFactory
+from agentenv.base.errors import AgentEnvError
+from agentenv.contract.server_config import LaunchConfig, Served
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.errors import AgentEnvError
-from agentenv.learners.batch import EncodedTree, encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, MemorySender
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.rl.publishing import (
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, MemorySender
+from agentenv.learners.trees.batch import EncodedTree, encode_sequence
+from agentenv.training.loop.publishing import (
     Colocation,
     DirectoryPublisher,
     Handover,
@@ -37,8 +39,6 @@ from agentenv.pipelines.rl.publishing import (
     ParityProbe,
     Publisher,
 )
-from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import LaunchConfig, Served
 from benchmarks.parts.server_cost import VOCABULARY, make_model
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts
@@ -58,9 +58,7 @@ VLLM_LINES = ("memory opened", "weights in place", "to fall asleep", "to wake up
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.engine_vllm,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -16,21 +16,19 @@ from typing import Any, Literal, TypeVar
 import pytest
 from transformers import AutoModelForCausalLM
 
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.credit import tree_credit
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.assembly.parts.memory import find_shape, learner_memory
+from agentenv.assembly.serving.gpus import GIB
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import tree_credit
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.serving.gpus import GIB
-from agentenv.pipelines.setup.memory import find_shape, learner_memory
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from benchmarks.parts.layouts import WARM_UP, grow, load_shapes
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_tree_gpu import random_policy
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),
 ]
 T = TypeVar("T")

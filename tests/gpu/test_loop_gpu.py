@@ -14,7 +14,7 @@ from agentenv.launchers import train
 from tests.gpu.place import DEVICE
 from tests.support.warehouse import ROOT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 KEYS = [
     "train.num_steps=2",

@@ -14,12 +14,12 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from transformers.models.qwen3 import modeling_qwen3
 
-from agentenv.errors import ConfigError
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors, use_liger
+from agentenv.base.errors import ConfigError
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.trees.batch import EncodedTree, encode
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.ranks import (
     ALGORITHM,
@@ -34,7 +34,6 @@ from tests.learners.trees import credited, random_tree, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(600),
 ]
 HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
 # One compiler at a time, and only the trials and kernels that small models need.
@@ -77,7 +76,6 @@ def check_equal(policy: Policy, plain: Policy, max_tokens: int) -> None:
         assert (one - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_parts_change_nothing_but_rounding() -> None:
     """Layers and micro-batches of other lengths share compiled code; names stay."""

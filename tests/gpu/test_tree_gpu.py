@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentenv.learners.attention import TreeLayout
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import LAYOUTS, encode
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import LogprobHead, Policy, tensors, use_liger
-from agentenv.learners.segments import is_right_on
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.trees.attention import TreeLayout
+from agentenv.learners.trees.batch import LAYOUTS, encode
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import LogprobHead, Policy, tensors, use_liger
+from agentenv.learners.trees.segments import is_right_on
 from benchmarks.parts.layouts import (
     ALL,
     VOCABULARY,
@@ -41,7 +41,6 @@ from tests.learners.trees import MODELS, random_tree, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(900),
 ]
 NUM_STEPS = 3 if HAS_GPU else 1
 # FlexAttention compiles for minutes on a CPU, and has no backward pass there.

@@ -28,13 +28,13 @@ import pytest_asyncio
 import torch
 from msgspec import Struct
 
+from agentenv.assembly.serving.servers import ServerFactory
+from agentenv.base.model_files import load_tokenizer
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.server_config import Served, ServersConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.vllm_answer import NoPluginError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.model_files import load_tokenizer
-from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import Served, ServersConfig
-from agentenv.types import Completion, SamplingParams
 from benchmarks.parts.server_cost import GENERATE, STOPS, VOCABULARY, make_model
 from tests.gpu.place import DEVICE, HAS_GPU
 
@@ -50,10 +50,8 @@ PROMPT = 200  # tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.engine_vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
 ]
 
 

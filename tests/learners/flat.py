@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.learners import losses
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.batch import ActionTokens, encode
-from agentenv.learners.credit import group_advantages, leave_one_out
-from agentenv.learners.minibatch import MiniBatch, prepare
-from agentenv.tree import TrajectoryTree
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms import losses
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.credit import group_advantages, leave_one_out
+from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.minibatch import MiniBatch, prepare
 from tests.learners.trees import credits_of, random_tree
 from tests.support.released_losses import gspo_loss
 

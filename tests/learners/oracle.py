@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limit, Task, VersionSpan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limit, Task, VersionSpan
 
 VERSION = 3  # of the learner; tokens are of this one and of the one before
 DEFAULTS = {

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.batch import EncodedTree, encode
-from agentenv.learners.dpo import encode_pair
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.dpo import encode_pair
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import EncodedTree, encode
+from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, credited, random_tree, tiny_model
 
 OF_THE_RANKS = {

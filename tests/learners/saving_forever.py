@@ -21,21 +21,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from agentenv.learners import checkpoint, export
-from agentenv.learners.backend import (
+from agentenv.assembly.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
+from agentenv.learners.learner import SavedLearner
+from agentenv.learners.ranks import checkpoint, export
+from agentenv.learners.ranks.backend import (
     DeepSpeedBackend,
     RankBackend,
     TorchBackend,
     empty_batch,
     prepare_deepspeed,
 )
-from agentenv.learners.checkpoint import changing_weights, fragments, local_weights, moments
-from agentenv.learners.export import WeightFiles
-from agentenv.learners.learner import SavedLearner
-from agentenv.learners.policy import Policy
-from agentenv.learners.rank_process import PR_SET_PDEATHSIG
-from agentenv.pipelines.rl.state import RunState
-from agentenv.pipelines.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
+from agentenv.learners.ranks.checkpoint import changing_weights, fragments, local_weights, moments
+from agentenv.learners.ranks.export import WeightFiles
+from agentenv.learners.ranks.rank_process import PR_SET_PDEATHSIG
+from agentenv.learners.trees.policy import Policy
+from agentenv.training.loop.state import RunState
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentenv.errors import ConfigError
-from agentenv.learners.aepo import AEPOPlan
-from agentenv.learners.arpo import ARPOPlan
+from agentenv.assembly.keys.rl import AnyAlgorithm
+from agentenv.base.errors import ConfigError
+from agentenv.base.registry import decode_part
+from agentenv.base.types import Limit
+from agentenv.contract.plan import Independent
+from agentenv.learners.algorithms.aepo import AEPOPlan
+from agentenv.learners.algorithms.arpo import ARPOPlan
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.messages import Init
-from agentenv.pipelines.config.rl import AnyAlgorithm
-from agentenv.plan import Independent
-from agentenv.registry import decode_part
-from agentenv.types import Limit
+from agentenv.learners.ranks.messages import Init
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

@@ -8,12 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm, Band
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from agentenv.learners.batch import ActionTokens, encode
-from agentenv.learners.minibatch import LeafMap, prepare
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm, Band
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    DrGRPO,
+    ReinforcePP,
+)
+from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.minibatch import LeafMap, prepare
 from tests.learners.flat import figures, flat_form, grown, tree_form
 from tests.learners.trees import credits_of
 
@@ -162,7 +170,7 @@ def test_the_loss_of_one_or_no_valid_token_is_finite(name: str, kept: int) -> No
 
 
 def test_missing_entropies_raise_an_error_when_read() -> None:
-    from agentenv.errors import DataError
+    from agentenv.base.errors import DataError
 
     trees = grown(4, count=1)
     encoded = [encode(tree, GRPO(group_size=2).credit(tree), 0) for tree in trees]

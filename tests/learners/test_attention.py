@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentenv.errors import ConfigError
-from agentenv.learners import attention as attention_blocked
-from agentenv.learners.attention import (
+from agentenv.base.errors import ConfigError
+from agentenv.learners.trees import attention as attention_blocked
+from agentenv.learners.trees.attention import (
     NO_MASK,
     BlockPlan,
     TreeLayout,
@@ -106,7 +106,6 @@ def test_blocked_attention_equals_a_dense_mask(
             assert (one - other).norm() <= tolerance * other.norm()
 
 
-@pytest.mark.slow
 def test_blocked_attention_passes_gradcheck() -> None:
     end = np.array([9, 9, 5, 4, 5, 9, 8, 8, 9, 11, 11])
     shapes = [(1, 4, 11, 4), (1, 2, 11, 4), (1, 2, 11, 4)]
@@ -144,13 +143,12 @@ def test_the_block_mask_needs_no_tensor_of_all_pairs() -> None:
     assert int(mask.full_kv_num_blocks.sum()) == 780 * 781 // 2
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_flex_attention_uses_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, not compiled: the only part of FlexAttention that runs on a CPU in a test."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)
+    monkeypatch.setattr("agentenv.learners.trees.attention._compiled", lambda: flex_attention)
     end = random_end(5, 200)
     query, key = torch.randn(1, 4, len(end), 16), torch.randn(1, 2, len(end), 16)
     found = flex_tree_attention(query, key, key, block_mask(torch.from_numpy(end)), 0.25)
@@ -222,7 +220,7 @@ def test_a_window_shows_the_last_tokens_of_the_path(
     window."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)
+    monkeypatch.setattr("agentenv.learners.trees.attention._compiled", lambda: flex_attention)
     end = random_end(7, 300)
     place = np.arange(len(end))
     seen = (place <= place[:, None]) & (place[:, None] < end)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.errors import DataError
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.partition import pack
-from agentenv.types import VersionSpan
+from agentenv.base.errors import DataError
+from agentenv.base.types import VersionSpan
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.partition import pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -34,7 +34,6 @@ def some_trees(seed: int, count: int = 3):
     return trees, encoded
 
 
-@pytest.mark.slow
 @given(st.integers(0, 10**6))
 @settings(max_examples=settings.default.max_examples // 5)
 def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:
@@ -100,7 +99,8 @@ def test_encoding_survives_serialization_and_invalid_data_is_refused() -> None:
 
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
-        "import sys, json, agentenv.learners.rank_group, agentenv.learners.deepspeed_learner;"
+        "import sys, json, agentenv.learners.ranks.rank_group;"
+        "import agentenv.learners.ranks.deepspeed_learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentenv.engines.remote.weights import Group, TransferError
-from agentenv.errors import EngineError
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.base.errors import EngineError
+from agentenv.contract.weights import Group, TransferError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.trees.batch import encode_sequence
 from tests.learners.ranks import ALGORITHM
 
 TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
@@ -53,7 +53,6 @@ async def stalled_group(
     return Group(name, address, 2, sender.timeout_s), process
 
 
-@pytest.mark.slow
 async def test_a_stalled_broadcast_is_aborted_at_once(model_dir: Path, tmp_path: Path) -> None:
     """The receiver is notified too; the learner continues with its weights."""
     async with started(model_dir, tmp_path, timeout_s=300) as sender:
@@ -72,7 +71,6 @@ async def test_a_stalled_broadcast_is_aborted_at_once(model_dir: Path, tmp_path:
         assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
 
 
-@pytest.mark.slow
 async def test_a_stalled_broadcast_times_out(model_dir: Path, tmp_path: Path) -> None:
     async with started(model_dir, tmp_path, timeout_s=6) as sender:
         await sender.publish()
@@ -84,7 +82,6 @@ async def test_a_stalled_broadcast_times_out(model_dir: Path, tmp_path: Path) ->
         await process.communicate(b"")
 
 
-@pytest.mark.slow
 async def test_joining_ends_when_aborted_or_timed_out(model_dir: Path, tmp_path: Path) -> None:
     async with started(model_dir, tmp_path, timeout_s=300) as sender:
         await sender.publish()
@@ -102,7 +99,6 @@ async def test_joining_ends_when_aborted_or_timed_out(model_dir: Path, tmp_path:
             await sender.send()
 
 
-@pytest.mark.slow
 async def test_the_directory_holds_the_published_weights_or_is_refused(
     model_dir: Path, tmp_path: Path
 ) -> None:

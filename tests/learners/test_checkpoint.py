@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.disk import finished_folder
-from agentenv.errors import ConfigError, DataError, LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners.checkpoint import Checkpoint, restore, save
+from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.base.disk import finished_folder
+from agentenv.base.errors import ConfigError, DataError, LearnerError
 from agentenv.learners.learner import SAVED_FILE, SavedLearner
-from agentenv.learners.rank import Rank
-from agentenv.learners.trainer import Trainer
-from agentenv.pipelines.run.checkpoints import Checkpoints
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import Checkpoint, restore, save
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.trainer import Trainer
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -51,7 +51,6 @@ def load(trainer: Trainer, directory: Path) -> None:
     trainer.moved = saved.meta.moved
 
 
-@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -87,7 +86,6 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
         rank.count_version()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)  # a machine that is busy with other things kills as well
 @pytest.mark.parametrize(
     ("kills", "stage"),
@@ -172,7 +170,7 @@ def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentenv.pipelines.run.checkpoints import Checkpoints
+from agentenv.assembly.run.checkpoints import Checkpoints
 
 rename = Path.rename
 def killing(path, target):

@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Lfm2Config
 
-from agentenv.errors import ConfigError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.checkpoint import Checkpoint, restore
-from agentenv.learners.context import ContextGroup, ContextShare, padded
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.dpo import prefer, with_reference
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task, VersionSpan
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.model_check import check_model
-from agentenv.learners.partition import assign, pack, partition
-from agentenv.learners.trainer import Trainer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task, VersionSpan
+from agentenv.learners.ranks.checkpoint import Checkpoint, restore
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.dpo import prefer, with_reference
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
+from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.trees.partition import assign, pack, partition
 from tests.learners.flat import grown
 from tests.learners.ranks import ALGORITHM as RANKS_ALGORITHM
 from tests.learners.ranks import (
@@ -207,7 +207,7 @@ def test_whole_and_cut_pairs_of_dpo_train_as_on_one_rank() -> None:
         assert_same(found, run(1, 1, ARPO(), step))
 
 
-@pytest.mark.parametrize("kind", ["window", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["window", pytest.param("lora")])
 def test_attention_windows_and_adapters_train_as_on_one_rank(kind: str) -> None:
     """Layers with a window of 8 tokens; and low-rank adapters."""
     if kind == "window":
@@ -290,7 +290,6 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
         check_model(tmp_path, 2)
 
 
-@pytest.mark.slow
 async def test_teams_of_processes_equal_one_process(model_dir: Path, tmp_path: Path) -> None:
     """Two teams at stage 3; updates, imitation, preferences, scores, and a checkpoint that a single
     rank resumes."""

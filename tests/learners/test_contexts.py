@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import LAYOUTS, encode
-from agentenv.learners.credit import group_advantages
-from agentenv.learners.losses import LossBatch
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task, VersionSpan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task, VersionSpan
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.credit import group_advantages
+from agentenv.learners.algorithms.losses import LossBatch
+from agentenv.learners.trees.batch import LAYOUTS, encode
 from tests.learners.trees import tiny_model, tree_loss
 
 ALGORITHM = GRPO(group_size=3, dual_clip=float("inf"))

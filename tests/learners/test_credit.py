@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.learners.algorithm import TRUNCATED
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.credit import group_advantages, tree_credit
-from agentenv.types import Limit
+from agentenv.base.types import Limit
+from agentenv.learners.algorithms.algorithm import TRUNCATED
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import group_advantages, tree_credit
 from tests.learners.trees import random_tree, truncate
 
 trees = st.builds(

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.errors import ConfigError
-from agentenv.learners import minibatch
-from agentenv.learners.algorithm import Band
-from agentenv.learners.baselines import DAPO, GRPO, ReinforcePP
-from agentenv.learners.batch import encode
-from agentenv.learners.credit import advantages_of, leave_one_out, soft_length_penalty
-from agentenv.learners.minibatch import LeafMap, coefficients, denominator
-from agentenv.types import Limit
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limit
+from agentenv.learners.algorithms.algorithm import Band
+from agentenv.learners.algorithms.baselines import DAPO, GRPO, ReinforcePP
+from agentenv.learners.algorithms.credit import advantages_of, leave_one_out, soft_length_penalty
+from agentenv.learners.trees import minibatch
+from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.minibatch import LeafMap, coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate
 

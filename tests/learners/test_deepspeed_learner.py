@@ -16,18 +16,18 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.errors import ConfigError, LearnerError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.partition import forget_entropies
-from agentenv.pipelines.run.terminal import is_shown
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.partition import forget_entropies
 from tests.learners.ranks import (
     OF_THE_RANKS,
     assert_ended,
@@ -38,7 +38,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
 CONFIG = LearnerConfig(

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners import rank_group
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.rank_group import RankLink
-from agentenv.learners.rank_process import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link
-from agentenv.worker_group import Hello
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks import rank_group
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.rank_group import RankLink
+from agentenv.learners.ranks.rank_process import Position, failure, find_position
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.processes.link import PREFIX_BYTES, Link
+from agentenv.processes.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
     assert_ended,
@@ -36,7 +36,6 @@ from tests.support.forks import Command
 from tests.support.ports import held_ports
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 async def test_a_killed_rank_ends_all_ranks_and_is_named(
     stage: int, model_dir: Path, tmp_path: Path
@@ -57,7 +56,6 @@ async def test_a_killed_rank_ends_all_ranks_and_is_named(
     await learner.close()
 
 
-@pytest.mark.slow
 async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     model_dir: Path,
     tmp_path: Path,
@@ -124,7 +122,6 @@ def master_port() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_ranks_of_a_launcher_connect_to_the_controller(
     launcher: str,
@@ -142,16 +139,15 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "agentenv.learners.rank_process"),
+            *("-m", *options[launcher], "agentenv.learners.ranks.rank_process"),
             log=tmp_path / "launcher.log",
-            modules=("agentenv.learners.rank_process", "deepspeed.launcher.launch"),
+            modules=("agentenv.learners.ranks.rank_process", "deepspeed.launcher.launch"),
         ) as process:
             await update()
             output = await asyncio.to_thread(process.read_log)
             assert process.returncode == 0, output
 
 
-@pytest.mark.slow
 async def test_tasks_of_slurm_connect_to_the_controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +161,9 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     own.setenv("SLURM_NTASKS", "2")
                     own.setenv("SLURM_LOCALID", rank)
                     task = Command(
-                        "-m", "agentenv.learners.rank_process", log=tmp_path / f"task-{rank}.log"
+                        "-m",
+                        "agentenv.learners.ranks.rank_process",
+                        log=tmp_path / f"task-{rank}.log",
                     )
                     tasks.append(stack.enter_context(task))
             await update()

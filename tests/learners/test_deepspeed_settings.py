@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.config import load_config
-from agentenv.errors import ConfigError
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import DPORunConfig, SFTConfig, SFTRunConfig
+from agentenv.base.config import load_config
+from agentenv.base.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import DPORunConfig, SFTConfig, SFTRunConfig
 
 
 def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.errors import DataError
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode_sequence
-from agentenv.learners.dpo import (
+from agentenv.base.errors import DataError
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig, add_adapters
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.dpo import (
     PairTokens,
     encode_pair,
     prefer,
@@ -20,11 +21,10 @@ from agentenv.learners.dpo import (
     preference_sums,
     with_reference,
 )
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import EncodedTree, encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, tiny_model
 
 BETA = 0.3

@@ -11,15 +11,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode
-from agentenv.learners.credit import CreditedTree
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.learner import Agreement
-from agentenv.learners.partition import forget_entropies, partition, split_by_tree, write_back
-from agentenv.metrics import entropy_profile, rollout_metrics
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode
+from agentenv.learners.trees.partition import forget_entropies, partition, split_by_tree, write_back
+from agentenv.rollout.metrics import entropy_profile, rollout_metrics
 from tests.learners.test_trainer_options import trainer
 from tests.learners.trees import credited, random_tree
 

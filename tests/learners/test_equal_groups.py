@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
-from agentenv.learners.credit import are_equal
-from agentenv.learners.deepspeed_learner import encode_groups, in_order
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO, GSPO, ReinforcePP
+from agentenv.learners.algorithms.credit import are_equal
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.partition import minibatches, partition
+from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.trees.partition import minibatches, partition
 from agentenv.reference.algorithms import released
-from agentenv.tree import TrajectoryTree
 from tests.learners.oracle import VERSION, grow
 from tests.learners.ranks import (
     OF_THE_RANKS,
@@ -68,10 +68,7 @@ def some_equal(seed: int) -> list[list[TrajectoryTree]]:
 
 @pytest.mark.parametrize(
     ("number", "kind", "settings"),
-    [
-        pytest.param(i, *case, marks=() if i in QUICK else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-    ],
+    [pytest.param(i, *case) for i, case in enumerate(CASES)],
     ids=name_of,
 )
 def test_every_step_has_the_gradient_of_all_groups_delivered(

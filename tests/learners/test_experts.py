@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from agentenv.errors import ConfigError
-from agentenv.learners import messages as wire
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.export import WeightFiles, buckets, entries
-from agentenv.learners.export import export as export_offline
+from agentenv.base.errors import ConfigError
+from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.export import WeightFiles, buckets, entries
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -77,7 +77,6 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
     assert all(param.grad is not None and param.grad.norm() > 0 for param in routed)
 
 
-@pytest.mark.slow
 def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
     rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
@@ -124,7 +123,6 @@ def test_the_experts_of_a_layer_are_gathered_once() -> None:
     assert sum(map(len, owners)) == len(set().union(*owners)) > 10
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Path) -> None:
     """Adapters are for linear layers, unlike experts. The published weights are complete."""

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentenv.errors import DataError
+from agentenv.base.errors import DataError
 from agentenv.launchers import export as command
-from agentenv.learners import export
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.checkpoint import save
-from agentenv.learners.export import WeightFiles
-from agentenv.learners.export import export as export_offline
 from agentenv.learners.learner import SavedLearner
-from agentenv.learners.policy import Policy
+from agentenv.learners.ranks import export
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.checkpoint import save
+from agentenv.learners.ranks.export import WeightFiles
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
 
@@ -60,7 +60,6 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
-@pytest.mark.slow
 def test_a_shard_does_not_exceed_its_limit(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_offline(checkpoint, out, dtype="float32", max_shard_bytes=20_000)
@@ -123,7 +122,6 @@ def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == [export.WEIGHTS]
 
 
-@pytest.mark.slow
 def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from agentenv.assembly.run.checkpoints import Checkpoints, link_model
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import check_model_directory
 from agentenv.envs.quickstart_setup import build_model
-from agentenv.errors import DataError
 from agentenv.launchers.export import main as export_command
-from agentenv.learners.export import check_written, copy_files, export
-from agentenv.model_files import check_model_directory
-from agentenv.pipelines.run.checkpoints import Checkpoints, link_model
+from agentenv.learners.ranks.export import check_written, copy_files, export
 from tests.support.hub_cache import hub_cache
 
 

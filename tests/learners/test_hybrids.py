@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.learners.attention import TreeLayout
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors
+from agentenv.learners.trees.attention import TreeLayout
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.test_tree_equality import ALGORITHMS, WHOLE, gradients, relative, some_trees
 from tests.learners.trees import HYBRIDS, flat_loss, tiny_model, tree_loss
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.errors import ConfigError
-from agentenv.learners import layouts, segments
-from agentenv.learners import messages as wire
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.batch import LAYOUTS, EncodedTree, encode_sequence
-from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.learner import LayoutSample, LearnerConfig, SavedLearner
-from agentenv.learners.model_check import check_model
-from agentenv.learners.partition import MicroBatch, pack
-from agentenv.learners.policy import Policy
-from agentenv.learners.rank import Rank
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.trees import layouts, segments
+from agentenv.learners.trees.batch import LAYOUTS, EncodedTree, encode_sequence
+from agentenv.learners.trees.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
+from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.trees.partition import MicroBatch, pack
+from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

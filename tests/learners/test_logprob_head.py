@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentenv.learners import policy as logprob_head
-from agentenv.learners.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
+from agentenv.learners.trees import policy as logprob_head
+from agentenv.learners.trees.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
 from tests.learners.trees import tiny_model
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 19
@@ -117,7 +117,7 @@ MEASURE = """
 import torch
 from pathlib import Path
 from torch import nn
-from agentenv.learners.policy import LogprobHead
+from agentenv.learners.trees.policy import LogprobHead
 torch.set_num_threads(1)
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -136,7 +136,6 @@ measure(torch.bfloat16)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_vocabulary_needs_little_memory() -> None:
     """512 tokens are five chunks already (measured: 0.30 GB in float32). Their whole logits, with

@@ -18,11 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentenv.errors import ConfigError
-from agentenv.learners import messages as wire
-from agentenv.learners.checkpoint import Checkpoint
-from agentenv.learners.export import WeightEntry, entries
-from agentenv.learners.export import export as export_offline
+from agentenv.base.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig, frozen_model
 from agentenv.learners.lora import (
     LoRAConfig,
@@ -30,7 +26,11 @@ from agentenv.learners.lora import (
     check_adapters,
     is_adapter,
 )
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import Checkpoint
+from agentenv.learners.ranks.export import WeightEntry, entries
+from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.rank import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -79,7 +79,6 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
     assert not (tmp_path / "v1" / "adapter").exists(), "engines need the merged model only"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Path) -> None:
     rank = start(model_dir)
@@ -103,7 +102,6 @@ def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Pa
     assert largest_difference(ours, theirs) == 0
 
 
-@pytest.mark.slow
 def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.2))
     whole = start(model_dir, config)
@@ -124,7 +122,6 @@ def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path
         assert torch.equal(params(resumed)[name], weight)
 
 
-@pytest.mark.slow
 def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.5))
     rank = start(model_dir, config)

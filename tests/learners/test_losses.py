@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.learners import losses
-from agentenv.learners.baselines import GRPO
+from agentenv.learners.algorithms import losses
+from agentenv.learners.algorithms.baselines import GRPO
 from tests import check_fixtures
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

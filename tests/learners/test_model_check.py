@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from agentenv.errors import ConfigError
-from agentenv.learners.model_check import TOLERANCE, check_model, distance, small
+from agentenv.base.errors import ConfigError
+from agentenv.learners.trees.model_check import TOLERANCE, check_model, distance, small
 
 MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
 LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}

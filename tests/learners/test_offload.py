@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.errors import LearnerError
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.base.errors import LearnerError
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import HostMemory, OffloadedMemory, held_tensors
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.trainer import HostMemory, OffloadedMemory, held_tensors
+from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import (
     ALGORITHM,
     plain_torch,
@@ -31,8 +31,6 @@ from tests.learners.trees import credited
 TREES = uneven_trees(4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -7,15 +7,15 @@ from random import Random
 import pytest
 import torch
 
-from agentenv.errors import ConfigError
-from agentenv.learners.backend import (
+from agentenv.base.errors import ConfigError
+from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig, lr_factor
+from agentenv.learners.ranks.backend import (
     InFloat32,
     MuonAdamW,
     build_optimizer,
     scale_learning_rates,
     set_hyperparameters,
 )
-from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(

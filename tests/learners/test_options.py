@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from agentenv.errors import ConfigError
+from agentenv.base.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.model_check import check_model
-from agentenv.learners.policy import compile_parts, use_liger
-from agentenv.learners.rank_group import RankGroup
-from agentenv.supervisor import LocalPlacement, ProcessSpec
+from agentenv.learners.ranks.rank_group import RankGroup
+from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.trees.policy import compile_parts, use_liger
+from agentenv.processes.supervisor import LocalPlacement, ProcessSpec
 from tests.learners.trees import tiny_model
 
 
-@pytest.mark.slow
 def test_compilation_without_a_compiler_is_refused_before_weights_load(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,18 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm, Band
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from agentenv.learners.batch import EncodedTree
-from agentenv.learners.deepspeed_learner import encode_groups, in_order
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm, Band
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    DrGRPO,
+    ReinforcePP,
+)
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
-from agentenv.pipelines.rl.batching import credits_of_update
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.policy import Policy
+from agentenv.training.loop.batching import credits_of_update
 from tests.learners.oracle import VERSION, Oracle, grow
 from tests.learners.trees import VOCABULARY, tiny_model
 
@@ -66,7 +74,7 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "settings", "family", "max_tokens"),
     [
-        pytest.param(*case, *family, marks=() if number in FEW and is_cut else pytest.mark.slow)
+        pytest.param(*case, *family)
         for number, case in enumerate(CASES)
         for is_cut, family in enumerate(FAMILIES)
         if number in FEW or is_cut == number % 2

@@ -12,13 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.learners.algorithm import Algorithm, Band
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import VersionSpan
+from agentenv.learners.algorithms.algorithm import Algorithm, Band
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO, GSPO, DrGRPO
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.minibatch import LeafMap, prepare
-from agentenv.learners.partition import (
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode, from_arrays
+from agentenv.learners.trees.minibatch import LeafMap, prepare
+from agentenv.learners.trees.partition import (
     Paths,
     assign,
     assign_paths,
@@ -29,9 +32,6 @@ from agentenv.learners.partition import (
     part,
     partition,
 )
-from agentenv.learners.trainer import Trainer
-from agentenv.tree import TrajectoryTree
-from agentenv.types import VersionSpan
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.ranks import (
     OF_THE_RANKS,
@@ -104,7 +104,6 @@ def test_costs_by_hand() -> None:
     assert small.cost(small.leaves) == pytest.approx(paths.cost([0, 1]) + work(0, 1, 2, 3, 4))
 
 
-@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from([20, 60, 10**6]))
 def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_tokens: int) -> None:
     grown_trees = [random_tree(Random(seed * 10 + i), index=i) for i in range(3)]
@@ -217,7 +216,7 @@ QUICK = ("arpo", "aepo", "kl in gspo")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WHOLE_UPDATES],
+    [pytest.param(n) for n in WHOLE_UPDATES],
 )
 def test_updates_of_two_and_four_ranks_equal_those_of_one(name: str) -> None:
     """Weights and metrics after two updates, the second on trees partly of the first's version,

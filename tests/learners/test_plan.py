@@ -7,11 +7,17 @@ from random import Random
 
 import pytest
 
-from agentenv.learners.aepo import AEPO, AEPOPlan, consecutive_forks, num_roots_of, penalty_factor
-from agentenv.learners.arpo import ARPO, ARPOPlan, relative_rise
-from agentenv.plan import Independent
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.contract.plan import Independent
+from agentenv.learners.algorithms.aepo import (
+    AEPO,
+    AEPOPlan,
+    consecutive_forks,
+    num_roots_of,
+    penalty_factor,
+)
+from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan, relative_rise
 
 V = 100
 UNIT = math.log(V)

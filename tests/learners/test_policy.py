@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from agentenv.errors import ConfigError
-from agentenv.learners.batch import encode_sequence
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import LogprobHead, Policy, tensors
+from agentenv.base.errors import ConfigError
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import tiny_model
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.rank_group import RankGroup
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.rank_group import RankGroup
 from tests.support.virtual_clock import run_virtual
 
 COMMAND = wire.Announce

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.learners import messages as wire
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.lora import LoRAConfig, is_adapter
-from agentenv.learners.rank import Rank
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.ranks.rank import Rank
 from tests.learners.ranks import (
     encoded,
     largest_difference,
@@ -39,7 +39,6 @@ def test_the_policy_is_restored_to_the_bit_even_after_a_failure(model_dir: Path)
     assert largest_difference(weights_of(trainer), before) == 0
 
 
-@pytest.mark.slow
 def test_the_saved_reference_has_only_adapters(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2), learning_rate=1e-2)
     one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.errors import ConfigError
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
-from agentenv.learners.credit import leave_one_out, tree_credit
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limit, Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limit, Task
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO, GSPO, ReinforcePP
+from agentenv.learners.algorithms.credit import leave_one_out, tree_credit
 from tests.learners.trees import random_tree, truncate
 
 trees = st.builds(

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentenv.learners.checkpoint import DTYPES, Load, TensorPlace, write_tensors
+from agentenv.learners.ranks.checkpoint import DTYPES, Load, TensorPlace, write_tensors
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.uint8),

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentenv.learners.backend import moved_weights
-from agentenv.learners.checkpoint import stored_dtype
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.policy import Policy
+from agentenv.learners.ranks.backend import moved_weights
+from agentenv.learners.ranks.checkpoint import stored_dtype
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,
@@ -28,7 +28,6 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited, tiny_model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -7,15 +7,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm, Band
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.backend import TorchBackend
-from agentenv.learners.baselines import GRPO, GSPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode, encode_sequence
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm, Band
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO, GSPO
 from agentenv.learners.learner import Agreement, LearnerConfig
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
+from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.policy import Policy
 from tests.learners.flat import grown
 from tests.learners.trees import tiny_model
 
@@ -61,7 +61,6 @@ def test_the_reference_is_renewed_after_the_configured_number_of_updates() -> No
     assert [abs(gap) < 1e-12 for gap in gaps] == [True, False, True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -18,14 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from agentenv.learners import attention as attention_blocked
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import LAYOUTS, ActionTokens, EncodedTree, encode
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors
-from agentenv.tree import TrajectoryTree
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.trees import attention as attention_blocked
+from agentenv.learners.trees.batch import LAYOUTS, ActionTokens, EncodedTree, encode
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -7,9 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.credit import EPSILON, counted_leaves
-from agentenv.tree import TrajectoryTree
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import EPSILON, counted_leaves
 from tests.learners.trees import random_tree
 
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.errors import ConfigError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO
-from agentenv.learners.credit import TreeCredit
-from agentenv.learners.gigpo import GiGPO
-from agentenv.learners.tree_grpo import TreeGRPO
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.credit import TreeCredit
+from agentenv.learners.algorithms.gigpo import GiGPO
+from agentenv.learners.algorithms.tree_grpo import TreeGRPO
 from benchmarks.experiments.turnwise import Turnwise
 from tests.learners.trees import random_tree
 

@@ -14,15 +14,12 @@ from functools import cache
 from random import Random
 
 import numpy as np
-import pytest
 
-from agentenv.learners.late_forks import Uniform
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.learners.algorithms.late_forks import Uniform
 from benchmarks.experiments.turnwise import Spread, Turnwise
-
-pytestmark = pytest.mark.slow
 
 TURNS, ACTIONS, RIGHT = 5, 3, 0.55
 NUM_TREES = 1500

@@ -17,30 +17,30 @@ import pytest_asyncio
 import torch
 from msgspec.structs import replace
 
-from agentenv.errors import LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GSPO
-from agentenv.learners.batch import LAYOUTS, encode_sequence
-from agentenv.learners.checkpoint import REFERENCE, Checkpoint
-from agentenv.learners.credit import CreditedTree
-from agentenv.learners.deepspeed_learner import (
+from agentenv.base.errors import LearnerError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GSPO
+from agentenv.learners.algorithms.credit import CreditedTree
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.optimizer import OptimizerConfig
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.ranks.deepspeed_learner import (
     DeepSpeedLearner,
     encode_groups,
     in_order,
     start_ranks,
 )
-from agentenv.learners.dpo import with_reference
-from agentenv.learners.layouts import TIMED, WARM_UP
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.partition import minibatches, partition
-from agentenv.learners.rank import Rank
-from agentenv.learners.rank_group import RankGroup
-from agentenv.tree import TrajectoryTree
+from agentenv.learners.ranks.dpo import with_reference
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.rank_group import RankGroup
+from agentenv.learners.trees.batch import LAYOUTS, encode_sequence
+from agentenv.learners.trees.layouts import TIMED, WARM_UP
+from agentenv.learners.trees.partition import minibatches, partition
 from tests.learners.ranks import (
     ALGORITHM,
     OF_THE_RANKS,

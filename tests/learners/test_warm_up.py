@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.learners import messages as wire
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from tests.learners.ranks import ALGORITHM, save_tiny_model, two_ranks, uneven_trees, weights_in
 from tests.learners.trees import credited
 
@@ -18,7 +18,6 @@ TREES = uneven_trees(4)
 LORA = LoRAConfig(r=4, dropout=0.1)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "keys",

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.backend import TorchBackend, scale_learning_rates
-from agentenv.learners.context import ContextGroup
+from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.minibatch import Gather
-from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
+from agentenv.learners.ranks.backend import TorchBackend, scale_learning_rates
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.context import ContextGroup
+from agentenv.learners.trees.minibatch import Gather
+from agentenv.learners.trees.policy import Policy
 
 T = TypeVar("T")
 

@@ -30,14 +30,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.batch import ActionTokens, EncodedTree, Layout
-from agentenv.learners.credit import CreditedTree, TreeCredit, group_advantages
-from agentenv.learners.losses import LossBatch, entropy_statistics
-from agentenv.learners.partition import pack
-from agentenv.learners.policy import Policy, tensors
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limit, Task, VersionSpan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limit, Task, VersionSpan
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit, group_advantages
+from agentenv.learners.algorithms.losses import LossBatch, entropy_statistics
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, Layout
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
 
 VOCABULARY = 61
 MODELS = {

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.config import build_config, load_config, to_plain
-from agentenv.errors import ConfigError
-from agentenv.learners import losses
-from agentenv.learners.aepo import AEPO
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import GRPO
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import build_config, load_config, to_plain
+from agentenv.base.errors import ConfigError
+from agentenv.learners.algorithms import losses
+from agentenv.learners.algorithms.aepo import AEPO
+from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.losses import LossBatch
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.losses import LossBatch
-from agentenv.learners.messages import Init
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.learners.ranks.messages import Init
 from agentenv.reference.algorithms import (
     ReleasedAEPO,
     ReleasedARPO,

@@ -9,8 +9,10 @@ from random import Random
 
 import pytest
 
-from agentenv.learners.aepo import AEPO, AEPOPlan, num_roots_of
-from agentenv.learners.arpo import ARPO, ARPOPlan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, num_roots_of
+from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan
 from agentenv.reference.algorithms import (
     ReleasedAEPO,
     ReleasedAEPOPlan,
@@ -19,8 +21,6 @@ from agentenv.reference.algorithms import (
     initial_rollouts,
     segment_entropy,
 )
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
 from tests.support.reference_loop import (
     Recorded,
     ReferenceLoop,

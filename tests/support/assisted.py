@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from agentenv.actor import Actor
-from agentenv.config import build_config
+from agentenv.base.config import build_config
+from agentenv.base.errors import ToolError
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Completion, Limits, SamplingParams, Task
+from agentenv.contract.env import Env
+from agentenv.contract.plan import Independent
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import Env
 from agentenv.envs.grading.reward import make_grader
-from agentenv.errors import ToolError
-from agentenv.plan import Independent
 from agentenv.reference.helpers import Assist, AssistConfig, assist_actor
-from agentenv.renderer import TagRenderer
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Completion, Limits, SamplingParams, Task
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer
 
 TASK = Task("t", "toy", "How much is it?", ("2",))

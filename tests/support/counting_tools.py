@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentenv.env import ForkMode, Grade
-from agentenv.tool_env import ToolEnv
-from agentenv.types import Message, Task, ToolCall, ToolResult
+from agentenv.base.types import Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import ForkMode, Grade
+from agentenv.contract.tool_env import ToolEnv
 
 TASK = Task("t", "test", "how many?", ("2",))
 ANSWER = Message("assistant", "2")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentenv.envs.search.faiss_index import Encoder, FaissConfig
+from agentenv.envs.search.faiss_index import FaissConfig, VectorEncoder
 
 TEXTS = ["lima is in peru", "oslo is in norway", "rome is in italy"]
 WORDS = sorted({word for text in TEXTS for word in text.split()})
@@ -45,7 +45,7 @@ def make(directory: Path, encoder: str, num_rows: int = 3, **keys: Any) -> Faiss
         encoder=encoder,
         **{"prefix": "", **keys},
     )
-    vectors = Encoder(config).encode(TEXTS)
+    vectors = VectorEncoder(config).encode(TEXTS)
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, config.index)

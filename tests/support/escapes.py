@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from agentenv.base.errors import AgentEnvError
+from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox.launch import Rung
 from agentenv.envs.sandbox.sandbox import RunResult, Sandbox
-from agentenv.errors import AgentEnvError
-from agentenv.untrusted import decode
 
 MARK = "PWNED"
 SECRET = "the secret of the host"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from agentenv.archive import Credit, KeptTree
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limit, Task, VersionSpan
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Limit, Task, VersionSpan
+from agentenv.rollout.archive import Credit, KeptTree
 
 SECRET = "sk-proj-0123456789abcdefghij"
 TASK = Task("train-7", "me/Warehouse-v0", "How many nuts?", ("310",), kind="nuts")

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from agentenv import offload
-from agentenv.errors import PACKAGES
+from agentenv.base import offload
+from agentenv.base.errors import PACKAGES
 from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
 MODULES = (
@@ -20,13 +20,13 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
-    "agentenv.learners.rank_process",
+    "agentenv.learners.ranks.rank_process",
     "agentenv.launchers.train",
     "agentenv.launchers.evaluate",
-    "agentenv.pipelines.rl.training",
-    "agentenv.pipelines.workers.env_worker",
-    "agentenv.pipelines.workers.rollout_worker",
-    "agentenv.pipelines.evaluation.report",
+    "agentenv.training.loop.training",
+    "agentenv.training.workers.env_worker",
+    "agentenv.training.workers.rollout_worker",
+    "agentenv.evaluation.report",
     "tests.support.pictures:disable",
 )
 
@@ -38,8 +38,8 @@ def project() -> ForkServer:
 
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process | Worker:
-    """In place of that of agentenv/supervisor.py: a guarded module that the project's fork server
-    has imported is a fork."""
+    """In place of that of agentenv/processes/supervisor.py: a guarded module that the project's
+    fork server has imported is a fork."""
     *guard, interpreter, flag, module = command[3:]
     if len(guard) != 1 or flag != "-m" or module not in MODULES or interpreter != sys.executable:
         return await offload.start_process(*command, **options)
@@ -67,7 +67,7 @@ class Worker(Rank):
 async def start_worker(
     *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
 ) -> Worker:
-    """In place of `start_process` in agentenv/supervisor.py."""
+    """In place of `start_process` in agentenv/processes/supervisor.py."""
     guard, grace_s, module = command[3], command[4], command[-1]
     end, life = os.pipe()
     with os.fdopen(end) as stdin:

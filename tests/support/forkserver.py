@@ -4,7 +4,7 @@ A rank, a command and an engine server import for 4 to 20 CPU seconds before the
 start over a hundred. Here each is a fork; its behavior and its end are the same.
 
     fork server, one process --- minder of each: waits for it and tells how it ended --- the process
-                         --- guard of pipelines/serving, where it is a server ---
+                         --- guard of assembly/serving, where it is a server ---
 
 Processes that a launcher starts, not the test, get a program that replaces Python:
 

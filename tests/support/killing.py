@@ -40,16 +40,18 @@ import psutil
 import torch
 from msgspec import Struct
 
-from agentenv import journal, offload, supervisor
+from agentenv.base import offload
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.engines.vllm import VLLMServer
 from agentenv.envs.sandbox.process import SessionProcess, ZygoteProcess
-from agentenv.frames import framed
 from agentenv.launchers import train
-from agentenv.learners import rank, rank_process
-from agentenv.learners import rank_group as wire
-from agentenv.pipelines.rl.publishing import DirectoryPublisher
-from agentenv.pipelines.rl.recorder import Recorder
+from agentenv.learners.ranks import rank, rank_process
+from agentenv.learners.ranks import rank_group as wire
+from agentenv.processes import supervisor
+from agentenv.rollout import journal
+from agentenv.rollout.frames import framed
+from agentenv.training.loop.publishing import DirectoryPublisher
+from agentenv.training.loop.recorder import Recorder
 from tests.support.rank_here import rank_here
 
 Role = str  # controller, rank
@@ -354,7 +356,7 @@ def main() -> int:
 
     async def start_process(*command: str, stdout: Any, env: dict[str, str], **options: Any) -> Any:
         """In place of that of supervisor.py: the rank is the spare one, without a guard."""
-        if command[-1] != "agentenv.learners.rank_process":
+        if command[-1] != "agentenv.learners.ranks.rank_process":
             return await offload.start_process(*command, stdout=stdout, env=env, **options)
         spare.start(env, Path(stdout.name))
         return spare

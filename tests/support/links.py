@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentenv.link import LAST_S, Link
+from agentenv.processes.link import LAST_S, Link
 
 
 class _End(Link):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 PICTURES = (
-    "agentenv.pipelines.run.pictures._plot",
-    "agentenv.pipelines.rl.recorder.write_plots",
+    "agentenv.assembly.run.pictures._plot",
+    "agentenv.training.loop.recorder.write_plots",
 )
 
 

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import aiohttp
 
-from agentenv.endpoint.capture import ProgramCall, Session, Thoughts, shared_endpoint
-from agentenv.env import ForkMode, StepResult
-from agentenv.errors import EnvError
-from agentenv.types import Info, Limit, Message, Task
+from agentenv.base.errors import EnvError
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.contract.env import ForkMode, StepResult
+from agentenv.endpoint.capture import CaptureSession, ProgramCall, Thoughts, shared_endpoint
 from tests.support.toy import TOOL
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ class ProgramEnv:
     """An episode of a program, which returns its reward; a fork replays it."""
 
     fork_mode: ForkMode = "replay"
-    last: Session
+    last: CaptureSession
     thoughts: Thoughts = "apart"
 
     def __init__(self, task: Task, program: Program) -> None:
@@ -90,7 +90,7 @@ class ProgramEnv:
             with contextlib.suppress(asyncio.CancelledError, EnvError):
                 await self.running
 
-    def _begin(self, session: Session) -> None:
+    def _begin(self, session: CaptureSession) -> None:
         self.session = ProgramEnv.last = session
         self.running = asyncio.create_task(self._run())
 

@@ -22,13 +22,13 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.errors import LearnerError
-from agentenv.learners import messages as wire
+from agentenv.base.errors import LearnerError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.rank import Rank
-from agentenv.learners.rank_group import RankGroup, RemoteRanks
-from agentenv.learners.rank_process import failure
-from agentenv.link import PREFIX_BYTES
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
+from agentenv.learners.ranks.rank_process import failure
+from agentenv.processes.link import PREFIX_BYTES
 
 
 class RankHere(RankGroup):
@@ -92,7 +92,7 @@ def rank_here() -> Iterator[None]:
     """Learners that start within this context have their rank here if possible."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ranks)
+        patch.setattr("agentenv.learners.ranks.deepspeed_learner.RankGroup", ranks)
         yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)

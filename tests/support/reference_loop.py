@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
 
 
 class Recorded(Random):

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
+from agentenv.assembly.keys.benchmarks import BENCHMARKS
+from agentenv.assembly.parts.memory import KNOWN
 from agentenv.envs.quickstart_setup import build_model
-from agentenv.pipelines.config.benchmarks import BENCHMARKS
-from agentenv.pipelines.setup.memory import KNOWN
-from tests.pipelines.benchmark_files import encrypted
+from tests.commands.benchmark_files import encrypted
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentenv.learners.algorithm import Aggregation
+from agentenv.learners.algorithms.algorithm import Aggregation
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 

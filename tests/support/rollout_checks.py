@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from agentenv.learners.aepo import penalty_factor, sigmoid
-from agentenv.learners.arpo import clip_probability
+from agentenv.learners.algorithms.aepo import penalty_factor, sigmoid
+from agentenv.learners.algorithms.arpo import clip_probability
 from agentenv.reference import algorithms as plan
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.reference_loop import ReferenceLoop, response_mask, truncated_entropy

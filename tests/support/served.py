@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
-from agentenv.config import build_config
+from agentenv.assembly.keys.evaluation import PolicyConfig
+from agentenv.base.config import build_config
+from agentenv.evaluation.subject import Subject
 from agentenv.launchers.serve import serve_policy
-from agentenv.pipelines.config.evaluation import PolicyConfig
-from agentenv.pipelines.evaluation.subject import Subject
 
 KEY_ENV, KEY = "AGENTENV_TEST_KEY", "a-key"
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("agentenv", "envs", "learners", "reference", "pipelines", "launchers")
+PACKAGES = (
+    "agentenv",
+    "envs",
+    "learners",
+    "reference",
+    "assembly",
+    "evaluation",
+    "training",
+    "lab",
+    "launchers",
+)
 
 
 def sources(*packages: str) -> list[Path]:

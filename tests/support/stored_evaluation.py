@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from agentenv.assembly.keys.evaluation import resolve_sets
+from agentenv.assembly.run.records import EvalRow
 from agentenv.envs.grading.text import clean
 from agentenv.envs.grading.words import is_wordy
-from agentenv.pipelines.config.evaluation import resolve_sets
-from agentenv.pipelines.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
-from agentenv.pipelines.run.records import EvalRow
+from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
 QUICK = {"kind": "layered", "math": False}  # a grader without math-verify

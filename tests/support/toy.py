@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from agentenv.env import ForkMode
-from agentenv.errors import EnvError
-from agentenv.types import Info, Limit, Message, Task
+from agentenv.base.errors import EnvError
+from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.contract.env import ForkMode
 
 TOOL = {
     "name": "search",

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.errors import LearnerError
-from agentenv.learners import messages as wire
-from agentenv.learners.checkpoint import shard_name, write_tensors
+from agentenv.base.errors import LearnerError
 from agentenv.learners.learner import SAVED_FILE, LearnerConfig, SavedLearner, Score
-from agentenv.learners.rank_group import RankGroup, RemoteRanks
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.checkpoint import shard_name, write_tensors
+from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 
 COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's state
 STEP_S = 0.02  # of any command
@@ -139,6 +139,6 @@ class ToyRank(RankGroup):
 def toy_ranks() -> Iterator[type[ToyRank]]:
     """Learners that start within this context have such a rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ToyRank)
+        patch.setattr("agentenv.learners.ranks.deepspeed_learner.RankGroup", ToyRank)
         yield ToyRank
     assert not ToyRank.alive

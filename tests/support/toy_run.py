@@ -16,19 +16,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentenv.actor import Actor
-from agentenv.config import load_config
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.base.config import load_config
+from agentenv.base.errors import EngineError, EnvError, GraderError, InfraError
+from agentenv.base.types import Completion, Info, Limit, Message, SamplingParams, Task
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EngineError, EnvError, GraderError, InfraError
-from agentenv.learners.batch import EncodedTree
-from agentenv.learners.credit import CreditedTree
+from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.learner import Metrics, Score
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.parts import Parts
-from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.renderer import TagRenderer
-from agentenv.types import Completion, Info, Limit, Message, SamplingParams, Task
+from agentenv.learners.trees.batch import EncodedTree
+from agentenv.rollout.actor import Actor
+from agentenv.text.renderer import TagRenderer
+from agentenv.training.loop.parts import Parts
+from agentenv.training.loop.publishing import DirectoryPublisher, ParityProbe
 from tests.support.toy import TOOL, CharTokenizer
 
 WEIGHTS = "weights.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
-from agentenv.frames import ArchiveConfig
-from agentenv.pipelines.run.records import EvalRow
-from agentenv.tree import Node, Scored, TrajectoryTree
-from agentenv.types import Limit, Task, VersionSpan
+from agentenv.assembly.run.records import EvalRow
+from agentenv.base.tree import Node, Scored, TrajectoryTree
+from agentenv.base.types import Limit, Task, VersionSpan
+from agentenv.rollout.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
+from agentenv.rollout.frames import ArchiveConfig
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo ✓"

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from agentenv.offload import Machine, replaced
+from agentenv.base.offload import Machine, replaced
 
 T = TypeVar("T")
 

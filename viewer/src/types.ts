@@ -1,4 +1,4 @@
-// The answers of pipelines/viewing, as far as the page reads them.
+// The answers of lab/viewing, as far as the page reads them.
 
 export type Row = Record<string, unknown>;
 export type Cell = string | number | boolean | null | number[];

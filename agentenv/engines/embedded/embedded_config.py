@@ -6,9 +6,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from agentenv.engine import Engine, EngineCapabilities, EngineConfig, EngineStart, LocalModel
-from agentenv.errors import ConfigError, EngineError
-from agentenv.offload import in_thread
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.offload import in_thread
+from agentenv.contract.engine import (
+    Engine,
+    EngineCapabilities,
+    EngineConfig,
+    EngineStart,
+    LocalModel,
+)
 
 
 class EmbeddedConfig(

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from agentenv.deadline import Wait
-from agentenv.engine import Engine, check_request
+from agentenv.base.deadline import Wait
+from agentenv.base.errors import EngineDeadError, EngineError
+from agentenv.base.offload import in_thread, start_thread
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.engine import Engine, check_request
+from agentenv.contract.stop_strings import StopStrings
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
-from agentenv.errors import EngineDeadError, EngineError
-from agentenv.offload import in_thread, start_thread
-from agentenv.stop_strings import StopStrings
-from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:
     from agentenv.engines.embedded.embedded_config import EmbeddedConfig

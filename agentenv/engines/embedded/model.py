@@ -339,7 +339,7 @@ class Prefill:
             self.mask = seen.tril_(past)
 
 
-class StepBatch:
+class ModelBatch:
     """One step. token_ids, positions: int64 [T]; sampled: packed indices that get logits."""
 
     def __init__(
@@ -389,7 +389,7 @@ class DecoderModel:
         if length > len(self._cos):
             self._extend_rope(max(length, 2 * len(self._cos)))
 
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: ModelBatch) -> Tensor:
         """Write the keys and values of the batch; float32 logits [S, vocab_size].
 
         S rows: every decoding row, then the last token of each prefill.
@@ -416,7 +416,7 @@ class DecoderModel:
         normed: Tensor,
         cos: Tensor,
         sin: Tensor,
-        batch: StepBatch,
+        batch: ModelBatch,
     ) -> Tensor:
         """Attention output [T, num_heads * head_dim] of one layer, before its last product."""
         arch = self._arch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from agentenv.types import SamplingParams
+from agentenv.base.types import SamplingParams
 
 
 class TokenSampler:

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.stop_strings import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
     DecodeGroup,
     DecoderModel,
     IntArray,
+    ModelBatch,
     Prefill,
     SlotCache,
-    StepBatch,
 )
 from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
-from agentenv.errors import EngineError
-from agentenv.stop_strings import StopMatcher, StopStrings
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
 MIN_WAIT_GAIN = 16  # a prompt waits a step for another one with a common prefix of this length
@@ -166,7 +166,7 @@ class BatchStep:
         self.requests += fresh
         self.num_steps = min(spare)
         tokens = torch.tensor(token_ids, device=device)
-        self.batch = StepBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
+        self.batch = ModelBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
         self.sampler = TokenSampler(
             [request.sampling for request in self.requests],
             device,

@@ -15,9 +15,9 @@ from msgspec import Struct
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
-from agentenv.engines.remote.weights import Layout, check_layout, read_json, weight_files
-from agentenv.errors import EngineError
-from agentenv.model_files import read_eos_ids
+from agentenv.base.errors import EngineError
+from agentenv.base.model_files import read_eos_ids
+from agentenv.contract.weights import Layout, check_layout, read_json, weight_files
 
 
 class Architecture(Struct, frozen=True, kw_only=True):

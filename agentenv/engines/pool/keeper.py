@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from agentenv.deadline import backoff_s
-from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
-from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import (
+from agentenv.base.deadline import backoff_s
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.types import SamplingParams
+from agentenv.contract.request import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
     ServerLostError,
     ServerRequest,
 )
-from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import (
+from agentenv.contract.weights import (
     Group,
     Manifest,
     Sender,
     SharedSender,
 )
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import SamplingParams
+from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 
 if TYPE_CHECKING:
     from agentenv.engines.pool.pool import EnginePool

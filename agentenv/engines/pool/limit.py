@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentenv.engines.remote.request import ServerLoad
+from agentenv.contract.request import ServerLoad
 
 STEP = 8  # requests that each poll without congestion adds, after the first congestion
 FACTOR = 0.7  # lower bound of the decrease at a congestion

@@ -23,20 +23,20 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from agentenv.deadline import uncancelled
-from agentenv.engine import Feature
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.engine import Feature
+from agentenv.contract.request import BusyError, ServerLostError, ServerRequest
+from agentenv.contract.server_config import PoolConfig
+from agentenv.contract.weights import Sender, SharedSender
 from agentenv.engines.pool.keeper import Keeper, Target
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, problems
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.pool.weight_transfer import Broadcast, share_weights
 from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import Sender, SharedSender
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.server_config import PoolConfig
-from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -418,7 +418,7 @@ class EnginePool(TurnEngine[PooledServer]):
     @property
     def outage_s(self) -> float:
         """Total seconds in which no server was available or all slept; see
-        agentenv/deadline.py."""
+        agentenv/base/deadline.py."""
         if self._outage_began is None:
             return self._past_outages_s
         return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began

@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from agentenv.config import ESSENTIAL, PATH
-from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
+from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
+from agentenv.base.offload import in_thread
+from agentenv.contract.engine import EngineConfig, EngineStart, ServerStarter, check_context
+from agentenv.contract.http_client import base_url, why_unreachable
+from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.client import base_url, why_unreachable
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.errors import ConfigError
-from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
-from agentenv.offload import in_thread
-from agentenv.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 
 WATCH_INTERVAL_S = 5.0
 

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.deadline import Wait, Work, WorkClock, backoff_s
+from agentenv.base.deadline import Wait, Work, WorkClock, backoff_s
+from agentenv.base.errors import SHOWN
+from agentenv.contract.request import ForeignWeightsError, ServerLoad
+from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote.request import ForeignWeightsError, ServerLoad
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.errors import SHOWN
-from agentenv.server_config import PoolConfig
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,22 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import WaitKind, deferring, doing, end, uncancelled, waiting
-from agentenv.engine import Engine, extend_spans
+from agentenv.base.deadline import WaitKind, deferring, doing, end, uncancelled, waiting
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.engine import Engine, extend_spans
+from agentenv.contract.request import (
+    BrokenConnectionError,
+    BusyError,
+    ForeignWeightsError,
+    NoDescriptorError,
+    PartEnd,
+    RequestAbortedError,
+    ServerLostError,
+    ServerRequest,
+)
+from agentenv.contract.server_config import PoolConfig
+from agentenv.contract.stop_strings import StopMatcher, StopStrings
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -38,20 +52,6 @@ from agentenv.engines.pool.server import (
     Starved,
     TurnDone,
 )
-from agentenv.engines.remote.request import (
-    BrokenConnectionError,
-    BusyError,
-    ForeignWeightsError,
-    NoDescriptorError,
-    PartEnd,
-    RequestAbortedError,
-    ServerLostError,
-    ServerRequest,
-)
-from agentenv.errors import EngineError
-from agentenv.server_config import PoolConfig
-from agentenv.stop_strings import StopMatcher, StopStrings
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor

@@ -12,10 +12,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from agentenv.deadline import uncancelled
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import SHOWN, EngineError
+from agentenv.contract.weights import Group, Sender, SharedSender, TransferError
 from agentenv.engines.pool.keeper import Keeper
-from agentenv.engines.remote.weights import Group, Sender, SharedSender, TransferError
-from agentenv.errors import SHOWN, EngineError
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,10 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import RequestRefusedError, ServerClient
-from agentenv.engines.remote.request import (
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.types import Chunk, Completion, VersionSpan
+from agentenv.contract.http_client import RequestRefusedError, ServerClient
+from agentenv.contract.request import (
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
@@ -30,12 +32,10 @@ from agentenv.engines.remote.request import (
     ServerLostError,
     ServerRequest,
 )
-from agentenv.engines.remote.routing import Ranks, routing
-from agentenv.engines.remote.weights import (
+from agentenv.contract.weights import (
     Layout,
 )
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion, VersionSpan
+from agentenv.engines.remote.routing import Ranks, routing
 
 logger = logging.getLogger(__name__)
 

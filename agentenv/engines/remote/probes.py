@@ -10,21 +10,21 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.remote.base import Facts
-from agentenv.engines.remote.client import (
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.contract.http_client import (
     Count,
     Logprob,
     MalformedReplyError,
     RequestRefusedError,
     ServerClient,
 )
-from agentenv.engines.remote.request import PartEnd, ServerInfo, ServerRequest
+from agentenv.contract.request import PartEnd, ServerInfo, ServerRequest
+from agentenv.contract.server_config import VLLM_IPC
+from agentenv.contract.weights import Layout, Wire, find_layout
+from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.weight_sync import TransferRoutes
-from agentenv.engines.remote.weights import Layout, Wire, find_layout
-from agentenv.errors import ConfigError, EngineError
-from agentenv.offload import in_thread
-from agentenv.server_config import VLLM_IPC
-from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 TRIAL = ServerRequest("", [0], SamplingParams(max_tokens=1, top_k=1))
 VLLM_TRIED = "0.32"  # tested version of vLLM

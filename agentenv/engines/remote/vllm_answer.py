@@ -12,17 +12,17 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from msgspec import Struct
 
+from agentenv.base.errors import EngineError, ForeignError
+from agentenv.base.types import Chunk
+from agentenv.base.untrusted import decode
+from agentenv.contract.http_client import Count, FailedError, Logprob, RequestRefusedError
+from agentenv.contract.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.client import Count, FailedError, Logprob, RequestRefusedError
 from agentenv.engines.remote.probes import (
     ENTROPY,
     STOP_STRINGS,
     VLLM_TRIED,
 )
-from agentenv.engines.remote.request import BusyError, ServerLostError, ServerRequest
-from agentenv.errors import EngineError, ForeignError
-from agentenv.types import Chunk
-from agentenv.untrusted import decode
 
 NO_LOGPROB = -9999.0  # vLLM's value for minus infinity, NaN, and unknown
 P = TypeVar("P", bound="_Position")

@@ -30,10 +30,11 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.engines.remote.base import F, RemoteServer
-from agentenv.engines.remote.client import FailedError, RequestRefusedError
-from agentenv.engines.remote.request import ServerLostError
-from agentenv.engines.remote.weights import (
+from agentenv.base.errors import EngineError
+from agentenv.base.offload import in_thread
+from agentenv.contract.http_client import FailedError, RequestRefusedError
+from agentenv.contract.request import ServerLostError
+from agentenv.contract.weights import (
     Bucket,
     Group,
     Manifest,
@@ -43,8 +44,7 @@ from agentenv.engines.remote.weights import (
     check_manifest,
     read_layout,
 )
-from agentenv.errors import EngineError
-from agentenv.offload import in_thread
+from agentenv.engines.remote.base import F, RemoteServer
 
 SLACK_S = 15.0  # an HTTP call outlives its collective call by this
 

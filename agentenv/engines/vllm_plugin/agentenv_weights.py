@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Its base types are vLLM's, which is in another environment.
-"""vLLM's end of weights in shared memory of the learner (agentenv/learners/shared.py).
+"""vLLM's end of weights in shared memory of the learner (agentenv/learners/ranks/shared.py).
 
 The backend "agentenv_ipc" of --weight-transfer-config, which `agentenv_vllm.register` registers.
 The learner's ranks and vLLM's workers are processes of one user on one machine: a worker maps the
@@ -44,7 +44,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`SharedWeights` of agentenv/engines/remote/weights.py."""
+    """`SharedWeights` of agentenv/contract/weights.py."""
 
     names: list[str]
     dtype_names: list[str]

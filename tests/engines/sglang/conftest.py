@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.client import ServerClient
+from agentenv.contract.http_client import ServerClient
 from agentenv.engines.sglang import SGLangServer
 from tests.engines.sglang.replies import STEP_S, Clients
 from tests.engines.sglang_server import SGLangProcess, require_sglang

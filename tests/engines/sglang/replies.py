@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
-from agentenv.engines.remote.request import ServerRequest
 from agentenv.engines.sglang import SGLangServer
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.world import prompt
 
 Clients = Callable[..., SGLangServer]  # of the server of this name

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
+from agentenv.base.errors import ConfigError
 from agentenv.engines.sglang import SGLangServer
-from agentenv.errors import ConfigError
 from tests.engines.proxy import Change, changed, proxy, without
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.sglang.replies import PROMPT, Reply
 from tests.engines.sglang_server import SGLangProcess
 
-pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_sglang
 
 
 async def test_a_connected_server_reports_its_version_and_features(server: SGLangServer) -> None:

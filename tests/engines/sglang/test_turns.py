@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from agentenv.engines.remote.request import ServerRequest
+from agentenv.base.errors import EngineError
+from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.contract.request import ServerRequest
 from agentenv.engines.sglang import SGLangServer
-from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines import contract
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distribution
 from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.world import ServerSubject, World, prompt
 
-pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_sglang
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])

@@ -11,17 +11,17 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from agentenv.engines.remote.request import ForeignWeightsError, ServerLostError
+from agentenv.base.errors import EngineError
+from agentenv.base.types import VersionSpan
+from agentenv.contract.request import ForeignWeightsError, ServerLostError
 from agentenv.engines.sglang import SGLangServer
-from agentenv.errors import EngineError
-from agentenv.types import VersionSpan
 from tests.engines import contract
 from tests.engines.reference import check_sampled, greedy
 from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, generate
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.world import ServerSubject, World
 
-pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine_sglang
 
 
 async def test_weights_labeled_by_another_client_are_detected_as_foreign(

@@ -11,14 +11,14 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv import Grade, Message, Task, tool
-from agentenv.engine import Engine, EngineStart
+from agentenv.assembly.run.monitors import Axis, MonitorPart
+from agentenv.contract.engine import Engine, EngineStart
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderPart
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query
 from agentenv.envs.web_search import WebSearchEnv
-from agentenv.learners.algorithm import Grouped
-from agentenv.learners.credit import Floats
-from agentenv.pipelines.run.monitors import Axis, MonitorPart
+from agentenv.learners.algorithms.algorithm import Grouped
+from agentenv.learners.algorithms.credit import Floats
 
 
 class OfficeEnv(WebSearchEnv):

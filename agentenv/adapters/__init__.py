@@ -1,0 +1,1 @@
+"""Environments under the interfaces of others, and checks of environments."""

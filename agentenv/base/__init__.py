@@ -1,0 +1,1 @@
+"""The nouns everything else uses: types, trees, errors, configuration, clocks, files."""

@@ -1,0 +1,271 @@
+"""The common types: messages, tasks, limits, sampling parameters, completions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, NewType
+
+from msgspec import Meta, Struct, field
+
+from agentenv.base.config import ESSENTIAL
+
+SYSTEM_KEY = "system_prompt"  # in Task.metadata: the system prompt of a row
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Budgets of one trajectory, and deadlines of its waits."""
+
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, description="tokens of the rendered prompt", extra=ESSENTIAL)
+    ] = 2048
+    max_response_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="tokens after the prompt: policy and tool results together",
+            extra=ESSENTIAL,
+        ),
+    ] = 4096
+    max_turn_tokens: Annotated[
+        int, Meta(ge=1, description="tokens sampled in one turn", extra=ESSENTIAL)
+    ] = 4096
+    max_tool_result_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="tokens of one tool result; longer ones keep head and tail",
+            extra=ESSENTIAL,
+        ),
+    ] = 1024
+    max_turns: Annotated[int, Meta(ge=1, description="turns of the policy", extra=ESSENTIAL)] = 16
+    max_tool_calls: Annotated[int, Meta(ge=0, description="tool calls", extra=ESSENTIAL)] = 8
+    on_limit: Annotated[
+        Literal["end", "result"],
+        Meta(
+            description="when the tool-call limit, total or of one tool, is reached: the rollout "
+            "ends, or the policy reads a result that reports it"
+        ),
+    ] = "end"
+    max_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="working time of servers and tools for one trajectory; waits for a slot, a "
+            "rate limit, a pause or an outage do not count",
+            extra=ESSENTIAL,
+        ),
+    ] = 600.0
+    max_tree_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="working time of one tree (any of its trajectories); then live "
+            "trajectories are truncated and none is retried; default four times max_seconds"
+        ),
+    ] = None
+    env_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline of one reset, fork, finish or close of an env")
+    ] = 60.0
+    outage_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="wait for a tool, a grader or an environment whose infrastructure is down, "
+            "before its trajectory restarts; does not count against other limits",
+        ),
+    ] = 300.0
+    max_failures: Annotated[
+        int,
+        Meta(ge=0, description="failed trajectories of one tree that fresh ones replace"),
+    ] = 4
+    max_turn_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="retries of a turn after an engine failure, or of a step after an "
+            "environment failure, before the trajectory fails",
+        ),
+    ] = 3
+
+    max_failed_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="end the run when more than this share of the last 200 trajectories "
+            "failed, of any kind; failures by an outage within outage_s do not count; at the end "
+            "of an evaluation: exit code 1 when more than this share of a set failed; below 1, the "
+            "run also ends before a step in which every call of a tool that worked fails alike",
+        ),
+    ] = 0.25
+    strict: Annotated[
+        bool,
+        Meta(
+            description="end the run at the first bug: any exception but an AgentEnvError from a "
+            "tool, an environment or a grader"
+        ),
+    ] = False
+
+    @property
+    def seconds_of_tree(self) -> float:
+        """`max_tree_seconds` or its default."""
+        return 4 * self.max_seconds if self.max_tree_seconds is None else self.max_tree_seconds
+
+
+TIMES = ("max_seconds", "max_tree_seconds", "env_timeout_s", "outage_s")  # keys of Limits
+
+Role = Literal["system", "user", "assistant", "tool"]
+Info = dict[str, Any]
+
+
+UNKNOWN_TOOL = "unknown"  # replaces the names of tools that do not exist
+MALFORMED_CALL = "<malformed>"  # name of an invalid call; arguments["problem"] has the reason
+
+
+class ToolCall(Struct, frozen=True):
+    """One tool call of the policy, e.g. ToolCall("search", {"query": "capital of Peru"})."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Turn(Struct, frozen=True, omit_defaults=True):
+    """A sampled turn, for an environment that passes it to an agent program: its reasoning, its
+    text without reasoning and calls, its finish reason, and its token counts.
+    """
+
+    thoughts: str
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_prompt_tokens: int
+    num_tokens: int
+    stop: str | None = None
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """A message between envs and the policy; tokens exist only in the actor and its renderer.
+
+    An assistant message has the policy's text in `content` (tags included) and the parsed calls in
+    `tool_calls`. A tool result has role "tool" and the tool's `name`. `turn` is set in actions for
+    an environment that returned a `NextTurn`.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    turn: Turn | None = None
+
+
+Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edited"]
+
+
+# In a prompt: the tokens of one of the branch's turns, which are numbered from 0.
+PastTurn = NewType("PastTurn", int)
+
+
+class NextTurn(Struct, frozen=True, omit_defaults=True):
+    """The start of the next turn, from an environment that relays the calls of a program
+    (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
+
+    By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
+    is its whole context, messages and turns as they were sampled. If these tokens extend those of
+    an earlier unanswered turn, it continues there; otherwise they open a context of the `kind`, for
+    the `cause`. `discards` lists turns that the program discards: they are stored, but not trained.
+    `tools`: those of the call, if they changed. `stop` and `max_tokens` (0: no own limit) are the
+    program's requirements for the turn.
+    """
+
+    prompt: tuple[Message | PastTurn, ...] = ()
+    kind: Kind | None = None
+    cause: str = ""
+    discards: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 0
+
+
+class Task(Struct, frozen=True):
+    """One dataset row. `kind` groups questions in reports; `metadata` is free for envs."""
+
+    id: str
+    env_id: str
+    question: str
+    answers: tuple[str, ...]
+    kind: str = "all"
+    metadata: dict[str, Any] = {}
+
+
+class Limit(StrEnum):
+    """Limits that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
+
+    TURN_TOKENS = "turn_tokens"
+    RESPONSE_TOKENS = "response_tokens"
+    TURNS = "turns"
+    TOOL_CALLS = "tool_calls"
+    SECONDS = "seconds"
+    ENV = "env"  # the env itself truncated the episode
+
+
+class SamplingParams(Struct, frozen=True):
+    """Sampling parameters of one turn. `stop` strings stay in the output; `seed` makes a turn
+    reproducible.
+
+    temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, as training
+    requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
+    logits of tokens seen in prompt and output and multiplies the negative ones (CTRL, Keskar et
+    al. 2019); temperature; min_p drops tokens less likely than min_p times the likeliest one;
+    top_k; top_p.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class VersionSpan(Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Chunk(Struct, frozen=True):
+    """New tokens of a running request; lists of equal length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+
+
+class Completion(Struct):
+    """One sampled turn; the first three lists have one entry per sampled token.
+
+    logprobs and entropies are in nats, of the sampling distribution (after temperature).
+    `entropy_kind` states whether entropies are exact over the vocabulary, or a lower bound from the
+    top-k log-probabilities plus the remainder. `stop` is the stop string that ended the turn; with
+    finish_reason "stop" and `stop` None, an end-of-sequence token ended it, which is the last of
+    `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values came from a prefix
+    cache of the same policy version.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    version_spans: list[VersionSpan]
+    stop: str | None = None
+    entropy_kind: Literal["exact", "top_k"] = "exact"
+    num_cached_tokens: int = 0
+
+
+class ToolResult(Struct, frozen=True):
+    """The result of a tool: the text for the policy, and info for the metrics."""
+
+    text: str
+    info: Info = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""The interfaces of environments, tools, engines and plans, and the HTTP client."""

@@ -1,0 +1,302 @@
+"""Settings of engine servers, without their clients so that importing them is cheap."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct, field
+
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.deadline import backoff_s
+from agentenv.base.errors import ConfigError
+
+# Settings of engine servers that a run starts by itself.
+
+VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
+SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
+ROLES = (
+    "summarizer",
+    "judge",
+    "debugger",
+    "refiner",
+    "user",
+)  # in addition to the policy, which is [engine]
+
+
+def read_key(variable: str, key: str) -> str:
+    """The API key in this environment variable, which `key` of the configuration names; none where
+    it names none. Raises ConfigError where the variable is not set."""
+    found = os.environ.get(variable, "") if variable else ""
+    if variable and not found:
+        raise ConfigError(f"{key}: {variable} is not set")
+    return found
+
+
+MAX_SHARE = 0.9  # of a GPU's memory, for servers, besides the CUDA contexts of others
+
+
+class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Start settings of one server."""
+
+    gpus: Annotated[
+        list[int],
+        Meta(description="GPUs by number among the visible ones; empty: free ones in order"),
+    ] = field(default_factory=list)
+    port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="port of the first server, the others follow; 0: any free port",
+        ),
+    ] = 0
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="GPUs that share each layer", extra=ESSENTIAL)
+    ] = 1
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, description="copies of the model behind one server")
+    ] = 1
+    gpu_memory_share: Annotated[
+        float,
+        Meta(
+            gt=0, le=1, description="share of a GPU's memory for weights and cache", extra=ESSENTIAL
+        ),
+    ] = 0.9
+    max_num_seqs: Annotated[
+        int, Meta(ge=0, description="maximum number of running requests; 0: the engine's default")
+    ] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if available")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["model", "float32", "bfloat16", "float16"],
+        Meta(description="dtype of weights and cache; model: that of its config.json"),
+    ] = "model"
+    quantization: Annotated[
+        str, Meta(description="method, by the engine's name for it; empty: none")
+    ] = ""
+    python: Annotated[
+        str,
+        Meta(
+            description="interpreter of the engine's environment; empty: this one if the engine is "
+            "installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
+        ),
+    ] = ""
+    args: Annotated[
+        list[str],
+        Meta(description="extra arguments for the engine's command line, passed verbatim"),
+    ] = field(default_factory=list)
+    env: Annotated[
+        dict[str, str], Meta(description="extra environment variables of the server")
+    ] = field(default_factory=dict)
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline for a server to become ready")
+    ] = 900.0
+
+    @property
+    def count(self) -> int:
+        """Servers to start."""
+        return 1
+
+    @property
+    def per_gpu(self) -> int:
+        """Servers that share a GPU."""
+        return 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all servers together."""
+        if self.per_gpu > 1:
+            return -(-self.count // self.per_gpu)
+        return self.count * self.tensor_parallel_size * self.data_parallel_size
+
+    def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
+        """The GPUs of one server, among the `num_gpus` of all servers."""
+        if self.per_gpu > 1:
+            return gpus[index // self.per_gpu :][:1]
+        each = self.tensor_parallel_size * self.data_parallel_size
+        return gpus[index * each :][:each]
+
+
+class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The servers of the policy."""
+
+    num_servers: Annotated[int, Meta(ge=1, description="servers to start", extra=ESSENTIAL)] = 1
+    servers_per_gpu: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="vLLM servers that share a GPU, each with its gpu_memory_share; with a "
+            "small model the server's single thread is the bottleneck, not the GPU",
+        ),
+    ] = 1
+
+    def __post_init__(self) -> None:
+        if self.servers_per_gpu == 1:
+            return
+        if self.tensor_parallel_size * self.data_parallel_size > 1:
+            raise ConfigError(
+                "engine.servers.servers_per_gpu: a server that shares a GPU cannot use several; "
+                "remove tensor_parallel_size and data_parallel_size, or servers_per_gpu"
+            )
+        if self.servers_per_gpu * self.gpu_memory_share > 1:
+            raise ConfigError(
+                f"engine.servers: {self.servers_per_gpu} servers on a GPU (servers_per_gpu) with "
+                f"gpu_memory_share = {self.gpu_memory_share:g} exceed its memory; "
+                f"lower the share to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
+            )
+
+    @property
+    def count(self) -> int:
+        return self.num_servers
+
+    @property
+    def per_gpu(self) -> int:
+        return self.servers_per_gpu
+
+
+class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model in addition to the policy, for environments and graders: OpenAI routes at
+    `{role:NAME}/v1`, model name NAME. The run starts it, or it already runs at `url`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="http://HOST:PORT of a running server; empty: start one. NAME is "
+            "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
+            "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
+            "'{role:judge}/v1'"
+        ),
+    ] = ""
+    model: Annotated[
+        str, Meta(description="Hugging Face directory; required to start a server")
+    ] = ""
+    engine: Annotated[Literal["vllm", "sglang"], Meta(description="engine that serves it")] = "vllm"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.model):
+            raise ConfigError("roles.NAME: set exactly one of url and model")
+
+
+class Served(Struct, frozen=True):
+    """The model that one server serves, as `name`. `trained`: its weights are replaced during the
+    run, through `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
+    the learner uses the same GPUs, "at_once" or while the server sleeps; the server measures their
+    memory once the file `gate` exists. The starter sets the last four, its placement;
+    `cache_bytes` is the size of the KV cache, 0 if the server measures the free memory, which is
+    not possible next to other processes."""
+
+    engine: str
+    model: Path
+    name: str
+    max_model_len: int = 0
+    trained: bool = False
+    weights: Literal["directory", "broadcast", "ipc"] = "directory"
+    colocated: bool | str = False
+    lora_rank: int = 0
+    gate: Path | None = None
+    port: int = 0
+    gpus: Sequence[str] = ()
+    on_cpu: bool = False
+    cache_bytes: int = 0
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the learner uses the server's GPUs while it sleeps."""
+        return self.colocated is True
+
+
+# Settings of the engine pool: budgets, deadlines, concurrency.
+
+
+class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a pool for its servers and their requests."""
+
+    # Constants, since no one needed to set them.
+    poll_interval_s: ClassVar[float] = 1.0  # between polls of a server's health and load
+    load_timeout_s: ClassVar[float] = 600.0  # of one server's weight update
+    poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
+    initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
+    broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
+
+    max_retries: Annotated[
+        int, Meta(ge=0, description="retries of a turn after its server was lost")
+    ] = 5
+    max_outage_s: Annotated[
+        float, Meta(gt=0, description="the run ends after an outage of all servers of this length")
+    ] = 600.0
+    first_token_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="a server that returns no token of a request for this long is lost; after "
+            "silence_s if it returns none for any request, and the trajectory has no time left; "
+            "pauses for new weights do not count",
+        ),
+    ] = 300.0
+    silence_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="the same after the first token: maximum time between two events, unless "
+            "requests queue in the server while it serves others",
+        ),
+    ] = 30.0
+    broadcast_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="port on the learner's machine to which SGLang servers connect for a "
+            "broadcast; 0: any free port (NCCL itself chooses its ports, as with vLLM)",
+        ),
+    ] = 0
+    broadcast_interface: Annotated[
+        str,
+        Meta(
+            description="network interface of the learner's machine for broadcasts, e.g. eth1; "
+            "empty: NCCL's choice and the address that the controller has for the machine"
+        ),
+    ] = ""
+    max_concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="maximum number of requests in flight on one server, regardless of its "
+            "load",
+        ),
+    ] = 2048
+
+    def backoff_s(self, retry: int, key: str) -> float:
+        """Seconds before retry number `retry` (from 1): at most 30."""
+        return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
+
+
+class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model on an OpenAI-compatible server, and its request settings."""
+
+    url: Annotated[
+        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
+    ]
+    model: Annotated[str, Meta(description="name of the model at that server")]
+    api_key_env: Annotated[
+        str, Meta(description="environment variable with the key; empty: no key; never logged")
+    ] = ""
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="maximum length of a reply, reasoning included")
+    ] = 4096
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request, seconds")] = 120.0
+    num_retries: Annotated[
+        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
+    ] = 5
+    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    extra_body: Annotated[
+        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
+    ] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Processes: supervision, groups of workers, links, the guard."""

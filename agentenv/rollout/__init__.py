@@ -1,0 +1,1 @@
+"""Growing trees: actor, rollout, queue, journal, archive, metrics."""

@@ -1,0 +1,240 @@
+"""The actor: rolls out tasks with one engine, renderer and environment type.
+
+It serves any number of concurrent rollouts, each of which grows one tree (`rollout.py`) with
+`RolloutHooks`. Evaluation (`ask`, `evaluate`) is the same rollout with the plan `Independent` and a
+list instead of a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.rollout.actor_parts import ActorParts
+from agentenv.rollout.frames import Recorded
+from agentenv.rollout.hooks import RolloutHooks
+from agentenv.rollout.journal import TreeRecord
+from agentenv.rollout.recovery import OtherPromptError
+from agentenv.rollout.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class Awaited(NamedTuple):
+    """A branch's current wait for `what`, since `since` (loop time, seconds); `branch` is "" for a
+    wait of the tree itself."""
+
+    task_id: str
+    tree: int
+    branch: str
+    what: str
+    since: float
+
+
+def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
+    """The wait of each live branch, or of the tree when all have ended; none for a branch that is
+    just starting.
+    """
+    task, index = rollout.tree.task.id, rollout.tree.index
+    clocks = [(branch.name, branch.clock) for branch in rollout.branches] or [("", rollout.clock)]
+    for name, clock in clocks:
+        if clock.doing:
+            yield Awaited(task, index, name, clock.doing, clock.since)
+
+
+@dataclass(eq=False)
+class Actor(ActorParts):
+    """Rolls out tasks. One actor serves any number of concurrent rollouts.
+
+    `make_hooks` gives each rollout its hooks. All randomness is keyed by (seed, index, task,
+    branch, turn).
+    """
+
+    make_hooks: Callable[[ActorParts, TrajectoryTree, RolloutPlan], RolloutHooks] = RolloutHooks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rollouts: set[Rollout] = set()  # running ones
+
+    async def rollout(
+        self,
+        task: Task,
+        plan: RolloutPlan,
+        *,
+        index: int = 0,
+        session: str = "",
+        first_root: int = 0,
+        max_failures: int | None = None,
+        again: bool = False,
+        record: TreeRecord | None = None,
+        recorded: Recorded | None = None,
+        cancelled: str = "",
+    ) -> TrajectoryTree:
+        """Grow one tree. `index` is its place in start order.
+
+        Its events are written to `record`, and the tree is returned once they are on disk.
+        `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
+        if the prompt of its task changed, or if the actor has hooks. A reason in `cancelled` ends
+        the tree at once: its live branches fail as cancelled, no environment is made, and no turn
+        is sampled.
+
+        For a group that is split over several trees: `session` identifies trees with equal prompts
+        (default: `index`), and `first_root` is the name of the first from-scratch branch.
+        `max_failures` overrides the limits' value. `again` means that the caller retries the tree
+        if it fails.
+
+        Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
+        ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
+        failure is a failed leaf.
+        """
+        limits = self.limits
+        if max_failures is not None:
+            limits = replace(limits, max_failures=max_failures)
+
+        def made(tree: TrajectoryTree) -> Rollout:
+            hooks = self.make_hooks(self, tree, plan)
+            return Rollout(
+                self, tree, plan, limits, session or str(index), hooks, record=record, again=again
+            )
+
+        if recorded is not None and self.make_hooks is RolloutHooks:
+            if record is not None:
+                record.resumes(recorded)
+            try:
+                rollout = made(recorded.tree)
+                await self._grow(rollout, _num_roots(recorded), recorded, cancelled)
+                return recorded.tree
+            except* OtherPromptError:
+                logger.warning(
+                    "task %s: its prompt differs from the recorded one; its tree restarts", task.id
+                )
+        tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
+        tree.add(None)
+        if record is not None:
+            record.began(tree)
+        await self._grow(made(tree), first_root, None, cancelled)
+        return tree
+
+    async def _grow(
+        self, rollout: Rollout, first_root: int, recorded: Recorded | None, cancelled: str
+    ) -> None:
+        self.rollouts.add(rollout)
+        try:
+            await rollout.run(first_root, recorded, cancelled)
+        finally:
+            self.rollouts.discard(rollout)
+
+    def awaited(self) -> list[Awaited]:
+        """The current waits of all branches of all rollouts."""
+        return [one for rollout in self.rollouts for one in awaited_by(rollout)]
+
+    def longest(self) -> dict[str, float]:
+        """By kind of wait, the start of the longest current one (loop time, seconds)."""
+        found: dict[str, float] = {}
+        for rollout in self.rollouts:
+            for clock in rollout.clocks():
+                if clock.doing and clock.since < found.get(clock.doing, inf):
+                    found[clock.doing] = clock.since
+        return found
+
+    def growing(self, index: int) -> Rollout | None:
+        """The running rollout of the tree with this index."""
+        return next((one for one in self.rollouts if one.tree.index == index), None)
+
+
+def _num_roots(recorded: Recorded) -> int:
+    """The name of the next root."""
+    names = [node.branch for node in recorded.tree.nodes] + [one.name for one in recorded.branches]
+    return max((int(name) for name in names if name.isdecimal()), default=-1) + 1
+
+
+class Question(NamedTuple):
+    """A request for one trajectory: sample number `sample` of a task, by an actor."""
+
+    actor: Actor
+    task: Task
+    sample: int
+
+
+class Answer(NamedTuple):
+    """The result of a question: a tree with one leaf, the number of retries after failures, and the
+    seconds of the last attempt.
+    """
+
+    question: Question
+    tree: TrajectoryTree
+    num_retries: int
+    seconds: float
+
+
+async def run_questions(
+    questions: Iterable[Question],
+    on_answer: Callable[[Answer], Awaitable[None] | None],
+    on_retry: Callable[[Answer], None] = lambda answer: None,
+    *,
+    concurrency: int,
+) -> None:
+    """Run all questions, `concurrency` at a time and in order; `on_answer` gets each answer
+    immediately and is awaited if it returns an awaitable.
+
+    Samples depend on the actor's seed, the task and the sample number, never on order, concurrency
+    or the number of samples. A failed trajectory is retried with the same seeds, up to
+    `max_failures` of the limits; `on_retry` gets each failed attempt before its retry. Raises what
+    Actor.rollout and the two functions raise.
+    """
+    waiting = iter(questions)
+
+    async def work() -> None:
+        for question in waiting:
+            handled = on_answer(await _answer(question, on_retry))
+            if handled is not None:
+                await handled
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+
+
+async def evaluate(
+    actor: Actor, tasks: Sequence[Task], *, num_samples: int = 1, concurrency: int = 256
+) -> list[TrajectoryTree]:
+    """Roll out every task `num_samples` times, at most `concurrency` trajectories at a time unless
+    one task has more; one tree per task, in the order of the tasks. Seeds are those of `ask`.
+    """
+    places = asyncio.Semaphore(max(1, concurrency // num_samples))
+
+    async def grow(number: int, task: Task) -> TrajectoryTree:
+        async with places:
+            tree = await actor.rollout(task, Independent(num_samples), session=task.id)
+        tree.index = number
+        return tree
+
+    async with asyncio.TaskGroup() as group:
+        growing = [group.create_task(grow(*one)) for one in enumerate(tasks)]
+    return [one.result() for one in growing]
+
+
+async def _answer(question: Question, on_retry: Callable[[Answer], None]) -> Answer:
+    actor, task, sample = question
+    loop = asyncio.get_running_loop()
+    num_retries = 0
+    while True:
+        begin = loop.time()
+        again = num_retries < actor.limits.max_failures
+        tree = await actor.rollout(
+            task, Independent(1), session=task.id, first_root=sample, max_failures=0, again=again
+        )
+        answer = Answer(question, tree, num_retries, loop.time() - begin)
+        if not (again and tree.failures()):
+            return answer
+        on_retry(answer)
+        num_retries += 1

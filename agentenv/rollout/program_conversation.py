@@ -1,0 +1,150 @@
+"""The conversation with an agent program: its calls are turns, which may begin in any context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Self
+
+from msgspec.structs import replace
+
+from agentenv.base.errors import ConfigError, CrashError, DataError, EnvError
+from agentenv.base.tree import Ids, Node, Prefix, packed_ids
+from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
+from agentenv.base.untrusted import convert
+from agentenv.rollout.conversation import Context
+from agentenv.rollout.message_conversation import MessageConversation
+from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.renderer import ContextRenderer, context_ids
+
+
+class ProgramConversation(MessageConversation):
+    """See `Conversation`; the environment describes each next turn in its info (`NextTurn`)."""
+
+    def __init__(self, renderer: ContextRenderer, most: int) -> None:
+        super().__init__(renderer, most)
+        self._writer = renderer
+        self._next = NextTurn()
+        self._turns: list[Node] = []
+        self._tips: dict[int, tuple[Node, Prefix]] = {}  # unanswered turns, and tokens up to them
+        self._cut: set[int] = set()  # turns without an end token
+        self._is_cut = False  # the turn that was read last
+
+    @property
+    def max_tokens(self) -> int:
+        return self._next.max_tokens
+
+    @property
+    def opens_contexts(self) -> bool:
+        return True
+
+    def begin(self, messages: list[Message], info: Info) -> None:
+        super().begin(messages, info)
+        self._expect(info)
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other._turns, other._tips, other._cut = [*self._turns], {**self._tips}, {*self._cut}
+        return other
+
+    def open(self) -> list[int]:
+        with _of_program():
+            return list(context_ids(self._writer, self.prompt, self.tools, self._most))
+
+    def limited(self, sampling: SamplingParams, room: int) -> SamplingParams:
+        sampling = super().limited(sampling, room)
+        most = min(sampling.max_tokens, self._next.max_tokens or sampling.max_tokens, room)
+        return replace(sampling, max_tokens=most, stop=(*sampling.stop, *self._next.stop))
+
+    def read(self, completion: Completion, prefix: Prefix) -> Message:
+        """With the facts of the sampling, which the environment passes to the program."""
+        action = super().read(completion, prefix)
+        stop = completion.stop if completion.stop in self._next.stop else None
+        reason: Literal["stop", "length"] = "stop"
+        if completion.finish_reason == "length":
+            reason = "length"
+        self._is_cut = reason == "length" or stop is not None
+        text = action.content.removesuffix(stop or "")
+        readable = any("problem" not in call.arguments for call in action.tool_calls)
+        marks = call_marks(self._writer.style, self.tools) if readable else ()
+        thoughts, text = split_thoughts(text, self._writer.style, marks)
+        size, number = len(prefix), len(completion.token_ids)
+        return replace(
+            action, turn=Turn(thoughts.strip(), text.strip(), reason, size, number, stop)
+        )
+
+    async def observe(
+        self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
+    ) -> Sequence[int] | Context:
+        self._expect(node.info)
+        self._turns.append(node)
+        if self._is_cut:
+            self._cut.add(node.index)
+        self.continues = True
+        if self._next.prompt:
+            self.replayable = False
+            return self._context(node, prefix)
+        return await super().observe(action, node, prefix, messages)
+
+    async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
+        with _of_program():
+            if node.index not in self._cut:
+                return await super()._answer(node, messages)
+            end = [self._writer.end_id]  # it comes first
+            await self._writer.prepare(messages, self.tools, self._most)
+            return end + list(self._writer.observation(messages, self.tools, self._most, end))
+
+    def recall(self, node: Node, stop: str | None, prefix: Prefix) -> Message:
+        self._turns.append(node)
+        return super().recall(node, stop, prefix)
+
+    async def _answer_again(
+        self, node: Node, messages: list[Message], info: Info
+    ) -> Sequence[int] | None:
+        self._expect(info)
+        return None if self._next.prompt else await self._answer(node, messages)
+
+    def _expect(self, info: Info) -> None:
+        """Take the description of the next turn, if any, out of the info of a step or reset."""
+        given = info.pop("turn", None)
+        if given is not None:
+            self._next = convert(given, NextTurn)
+            if self._next.tools is not None:
+                self.tools = self._next.tools
+
+    def _context(self, node: Node, prefix: Prefix) -> Context:
+        """The next turn's place: after the turn whose tokens its prompt extends, else in a new
+        context."""
+        then = self._next
+        self._tips[node.index] = node, prefix
+        sampled = [self._ids_of(one) if isinstance(one, int) else one for one in then.prompt]
+        with _of_program():
+            ids = context_ids(self._writer, sampled, self.tools, self._most)
+        discards = [self._turns[turn].index for turn in then.discards]
+        info: Info = {"context": then.kind or "resumed"}
+        info |= {"cause": then.cause} if then.cause else {}
+        info |= {"discards": discards} if discards else {}
+        for index in sorted(self._tips, reverse=True):
+            after, before = self._tips[index]
+            if len(before) < len(ids) and before.joined() == ids[: len(before)]:
+                del self._tips[index]
+                return Context(ids[len(before) :], info, after, before)
+        own = any(isinstance(one, int) or one.role == "assistant" for one in then.prompt)
+        self.continues = own and then.kind != "retry"
+        return Context(ids, info)
+
+    def _ids_of(self, turn: int) -> Ids:
+        """The tokens of one of the turns, end token included."""
+        node = self._turns[turn]
+        end = [self._writer.end_id] if node.index in self._cut else []
+        return node.action_ids + packed_ids(end)
+
+
+@contextmanager
+def _of_program() -> Iterator[None]:
+    """Within the block, convert errors of rendering into EnvError, since a program's invalid
+    request may fail only its own trajectory."""
+    try:
+        yield
+    except (ConfigError, CrashError, DataError) as error:
+        raise EnvError(f"cannot render a call of the program: {error}") from error

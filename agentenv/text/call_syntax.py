@@ -1,0 +1,523 @@
+"""Tool-call formats of models, and parsers that extract calls from the text of a turn.
+
+    hermes    <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>   Qwen2.5, 3
+    llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code after
+              <|python_tag|>                                                              Llama 3.1
+    qwen_xml  <tool_call><function=search><parameter=query>Lima</parameter></function></tool_call>
+                                                                        Qwen3.5 to 3.8, Nemotron 3
+    glm       <tool_call>search<arg_key>query</arg_key><arg_value>Lima</arg_value></tool_call>
+    atem      <atem:invoke name="search"><atem:parameter name="query">Lima</atem:parameter>
+              </atem:invoke>                                                          Muse Glimmer
+    lfm       <|tool_call_start|>[search(query='Lima')]<|tool_call_end|>                      LFM2
+    harmony   to=functions.search<|channel|>commentary json<|message|>{"query": "Lima"}    gpt-oss
+    gemma     <|tool_call>call:search{query:<|"|>Lima<|"|>}<tool_call|>                    Gemma 4
+
+agentenv/text/tags.py has the format of the tag protocol.
+
+A parser takes the text and the schemas of the tools, which determine the types of values in
+formats without types. It never raises: an invalid call becomes a call of MALFORMED_CALL, whose
+result tells the policy the error. Calls within thoughts are ignored.
+
+Markers inside the strings of a call's value are part of the value: they end neither the call nor a
+thought. The tag formats do not quote their values; a value with an opening tag is malformed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from agentenv.base.errors import ForeignError
+from agentenv.base.types import MALFORMED_CALL, ToolCall
+from agentenv.base.untrusted import decode, decode_first, typed
+
+_THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+MAX_QUOTED = 100  # invalid call markers in a thought, after which the rest are not parsed
+
+ValueEnd = Callable[[str, int], int]  # (text, start of a value) -> its end, or -1 if invalid
+
+
+class MalformedCall(Exception):
+    """An invalid call."""
+
+
+class Markers(NamedTuple):
+    """Markers around a call, a function that finds the end of its value, and markers around a
+    thought; None if the style puts thoughts in separate messages.
+    """
+
+    opening: str
+    closing: str
+    value_end: ValueEnd
+    thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE)
+
+
+def after_thoughts(text: str) -> str:
+    """The text after the last thought of a turn without calls; empty while a thought is open."""
+    after = text.rpartition(THOUGHT_CLOSE)[2]
+    return "" if THOUGHT_OPEN in after else after
+
+
+def blocks(text: str, markers: Markers) -> Iterator[Any]:
+    """The texts between the markers, outside of thoughts; a MalformedCall for an unclosed one. A
+    turn may begin inside a thought, which the prompt opened."""
+    opens, _ = markers.thought or (None, None)
+    found = re.compile("|".join(map(re.escape, filter(None, (opens, markers.opening)))))
+    place = max(0, thought_end(text, 0, markers))
+    while (mark := found.search(text, place)) is not None:
+        place = mark.end()
+        if mark[0] == opens:
+            place = thought_end(text, place, markers)
+            if place < 0:
+                return
+            continue
+        end = text.find(markers.closing, max(place, markers.value_end(text, place)))
+        if end < 0:
+            yield MalformedCall(f"{markers.opening} is not closed by {markers.closing}")
+            return
+        yield text[place:end]
+        place = end + len(markers.closing)
+
+
+def thought_end(text: str, place: int, markers: Markers) -> int:
+    """The offset after the first marker that closes a thought, outside of values; -1 if none."""
+    _, closes = markers.thought or (None, None)
+    if closes is None or closes not in text:
+        return -1
+    found = re.compile(f"{re.escape(closes)}|{re.escape(markers.opening)}")
+    num_quoted = 0
+    while (mark := found.search(text, place)) is not None:
+        place = mark.end()
+        if mark[0] == closes:
+            return place
+        end = markers.value_end(text, place) if num_quoted < MAX_QUOTED else -1
+        num_quoted += end < 0
+        place = max(place, end)
+    return -1
+
+
+CALL_MARKS = {  # the beginning of a turn's first call; the tag protocol uses the tool's tag
+    "llama": "<|python_tag|>", "atem": "<atem:invoke", "lfm": "<|tool_call_start|>",
+    "harmony": "<|channel|>commentary", "gemma": "<|tool_call>",
+}  # fmt: skip
+
+
+def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The texts that can begin a call; `style` is that of a renderer."""
+    if style == "tags":
+        return tuple(f"<{tool['name']}>" for tool in tools)
+    return (CALL_MARKS.get(style, CALL_OPEN),)
+
+
+def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
+    """The leading thoughts of a turn, and its text before the first call, which begins with one of
+    `marks`. Incomplete turns are accepted."""
+    if style == "harmony":
+        parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
+        bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
+        thought = "\n".join(body for head, body in bodies if "analysis" in head)
+        return thought, "".join(body for head, body in bodies if "final" in head)
+    opens, closes = ("<|channel>thought", "<channel|>") if style == "gemma" else _THOUGHT
+    thoughts = ""
+    body = text.lstrip()
+    if body.startswith(opens):
+        thoughts, _, text = body.removeprefix(opens).partition(closes)
+        thoughts = thoughts.strip()
+    elif closes in text:  # the prompt opened the thought
+        thoughts, _, text = text.partition(closes)
+    if style == "llama" and text.lstrip().startswith("{"):
+        return thoughts, ""
+    places = [place for mark in marks if (place := text.find(mark)) >= 0]
+    return thoughts, text[: min(places)] if places else text
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def json_end(text: str, start: int) -> int:
+    """The offset after the JSON object or list at `start`, leading blanks skipped; -1 if none."""
+    start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
+    if text[start : start + 1] not in ("{", "["):
+        return -1
+    try:
+        return decode_first(text, start)[1]
+    except ForeignError:
+        return -1
+
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+EXPECTED = 'expected {"name": "...", "arguments": {...}}'
+
+Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
+
+
+# JSON forms
+
+
+def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags outside the thoughts of a turn."""
+    return _each(blocks(text, Markers(CALL_OPEN, CALL_CLOSE, json_end)), _json_call)
+
+
+def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The single call that follows the thoughts of a turn, or none."""
+    body = text.strip()
+    markers = Markers(PYTHON_TAG, "", json_end)
+    while not _is_llama_call(body) and (end := thought_end(body, 0, markers)) >= 0:
+        body = body[end:].strip()
+    if not _is_llama_call(body):
+        return ()
+    body = body.removeprefix(PYTHON_TAG).strip()
+    if body.startswith("{"):
+        return _each([body], _json_call)
+    for tool in tools:
+        if tool["name"] == "python":
+            argument = next(iter(tool["parameters"]["properties"]))
+            return (ToolCall("python", {argument: body}),)
+    return (malformed(f"no tool runs code; {EXPECTED}"),)
+
+
+def _is_llama_call(body: str) -> bool:
+    return body.startswith(PYTHON_TAG) or (body.startswith("{") and '"name"' in body[:200])
+
+
+_HARMONY_MARK = re.compile(r"<\|(?:start|message)\|>")
+_HARMONY_END = re.compile(r"<\|(?:start|end|call|return)\|>")
+
+
+def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The messages of a turn that are addressed to a function; other channels have no calls."""
+    calls: list[ToolCall] = []
+    place = 0
+    while place < len(text):
+        mark = _HARMONY_MARK.search(text, place)
+        header = text[place : mark.start() if mark else None]
+        place = mark.end() if mark else len(text)
+        if mark is None or mark[0] == "<|start|>":
+            if re.match(r"\s*(?:assistant\s+)?to=", header):
+                calls.append(malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
+            continue
+        address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header)
+        if address is not None:
+            end = _HARMONY_END.search(text, max(place, json_end(text, place)))
+            body = text[place : end.start() if end else None]
+            calls += _each([(address[1], body)], _harmony_call)
+            place += len(body)
+        following = text.find("<|start|>", place)
+        place = len(text) if following < 0 else following + len("<|start|>")
+    return tuple(calls)
+
+
+def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <|tool_call> markers outside the thoughts of a turn."""
+    thought = "<|channel>", "<channel|>"
+    return _each(
+        blocks(text, Markers("<|tool_call>", "<tool_call|>", _gemma_end, thought)), _gemma_call
+    )
+
+
+def _json_call(body: str) -> ToolCall:
+    raw = _read(body, "not valid JSON", EXPECTED)
+    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
+        raise MalformedCall(f"no name; {EXPECTED}")
+    return ToolCall(raw["name"], _object(raw.get("arguments", raw.get("parameters", {}))))
+
+
+def _read(text: str, problem: str, expected: str) -> Any:
+    try:
+        return decode(text)
+    except ForeignError as error:
+        raise MalformedCall(f"{problem} ({error}); {expected}") from error
+
+
+def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
+    """Arguments; some models write them as a JSON string."""
+    if isinstance(value, str):
+        value = _read(value, "the arguments cannot be parsed", expected)
+    if not isinstance(value, dict):
+        raise MalformedCall(f"the arguments are not a JSON object; {expected}")
+    return value
+
+
+def _harmony_call(written: tuple[str, str]) -> ToolCall:
+    address, body = written
+    prefix, _, name = address.partition(".")
+    expected = "expected to=functions.NAME and a JSON object after <|message|>"
+    if prefix != "functions" or not name:
+        raise MalformedCall(f"the message is addressed to {address[:60]!r}; {expected}")
+    arguments = _read(body, "the arguments are not valid JSON", expected)
+    return ToolCall(name, _object(arguments, expected))
+
+
+_GEMMA_QUOTE = '<|"|>'
+_BARE_KEY = re.compile(r"(?<=[{,])(\s*)([^\W\d][\w.-]*)(?=\s*:)")
+
+
+_GEMMA_HEAD = re.compile(r"\s*call:[^\s{]+\s*(?=\{)")
+_GEMMA_PART = re.compile(r'<\|"\|>.*?<\|"\|>|"(?:\\.|[^"\\])*"|[{}]|<tool_call\|>', re.DOTALL)
+
+
+def _gemma_end(text: str, start: int) -> int:
+    """The offset after the braces of the arguments; braces inside strings do not count."""
+    head = _GEMMA_HEAD.match(text, start)
+    depth = 0
+    for part in _GEMMA_PART.finditer(text, head.end()) if head else ():
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if depth == 0:
+            return part.end()
+        if part[0] == "<tool_call|>":
+            break
+    return -1
+
+
+def _gemma_call(body: str) -> ToolCall:
+    """JSON with bare keys, and <|"|> around strings, which have no escapes."""
+    found = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
+    expected = f"expected call:NAME{{key:value}}, texts between {_GEMMA_QUOTE}"
+    if found is None:
+        raise MalformedCall(f"no name and arguments; {expected}")
+    parts = found[2].split(_GEMMA_QUOTE)
+    # texts have odd indices; the parts between them are the structure
+    parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return ToolCall(found[1], _object("".join(parts), expected))
+
+
+# tag formats, whose values have no types
+
+
+class _Tags(NamedTuple):
+    """`call` matches name and arguments in a block, `opening` the key of an argument, whose value
+    ends at `closing` and must not contain a match of `reserved`."""
+
+    call: re.Pattern[str]
+    opening: re.Pattern[str]
+    closing: str
+    reserved: re.Pattern[str]
+    expected: str
+
+
+_QWEN_XML = _Tags(
+    re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL),
+    re.compile(r"<parameter=([^>\n]+)>\n?"),
+    "</parameter>",
+    re.compile(r"<tool_call>|<function=|<parameter="),
+    "expected <function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>",
+)
+_GLM = _Tags(
+    re.compile(r"([^\s<]+)(.*)", re.DOTALL),
+    re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
+    "</arg_value>",
+    re.compile(r"<tool_call>|<arg_key>|<arg_value>"),
+    "expected NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument",
+)
+_ATEM = _Tags(
+    re.compile(r'name="([^"\n]+)">(.*)', re.DOTALL),
+    re.compile(r'<atem:parameter name="([^"\n]+)">'),
+    "</atem:parameter>",
+    re.compile(r"<atem:|<\|start\|>"),
+    'expected name="NAME"> and <atem:parameter name="KEY">VALUE</atem:parameter> for each argument',
+)
+
+
+def qwen_xml_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags, each a <function=..> with its <parameter=..>."""
+    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _QWEN_XML, tools)
+
+
+def glm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags, each a name with pairs of <arg_key> and <arg_value>."""
+    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _GLM, tools)
+
+
+def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The <atem:invoke> of the messages of a turn; a message to=self is a thought."""
+    messages = []
+    for part in text.split("<|start|>"):
+        header, _, body = part.partition("<|message|>")
+        if "<atem:invoke" in header or not body:
+            header, body = "", part
+        if "to=self" not in header:
+            messages.append(body)
+    spoken = "<|start|>".join(messages)
+    return _tagged_calls(spoken, "<atem:invoke", "</atem:invoke>", _ATEM, tools, None)
+
+
+def _tagged_calls(
+    text: str,
+    opening: str,
+    closing: str,
+    tags: _Tags,
+    tools: Sequence[dict[str, Any]],
+    thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE),
+) -> tuple[ToolCall, ...]:
+    def value_end(text: str, start: int) -> int:
+        following = text.find(opening, start)
+        end = text.find(closing, start, len(text) if following < 0 else following)
+        try:
+            _tagged_call(text[start : max(start, end)].strip(), tags, ())
+        except MalformedCall:
+            return -1
+        return end
+
+    found = blocks(text, Markers(opening, closing, value_end, thought))
+    return _each(found, lambda body: _tagged_call(body, tags, tools))
+
+
+def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> ToolCall:
+    found = tags.call.fullmatch(body)
+    if found is None:
+        raise MalformedCall(f"no name; {tags.expected}")
+    name, rest = found[1].strip(), found[2]
+    schemas = _properties(name, tools)
+    pairs, end = [], 0
+    while opened := tags.opening.search(rest, end):
+        left = rest[end : opened.start()].strip()
+        close = rest.find(tags.closing, opened.end())
+        if left or close < 0:
+            break
+        key, value = opened[1].strip(), rest[opened.end() : close]
+        value = value.removesuffix("\n") if tags is _QWEN_XML else value
+        if within := tags.reserved.search(value):
+            raise MalformedCall(f"the argument {key[:60]!r} holds {within[0]!r}; {tags.expected}")
+        pairs.append((key, typed(value, schemas.get(key, {}))))
+        end = close + len(tags.closing)
+    left = rest[end:].strip()
+    if left:
+        raise MalformedCall(f"{left[:60]!r} is not an argument; {tags.expected}")
+    return ToolCall(name, _unique(pairs))
+
+
+def _properties(name: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    for tool in tools:
+        if tool["name"] == name:
+            properties = tool["parameters"].get("properties", {})
+            return properties if isinstance(properties, dict) else {}
+    return {}
+
+
+# calls in Python's notation
+
+
+LFM_CLOSE = "<|tool_call_end|>"
+_PYTHON_PART = re.compile(
+    r"""(\"{3}|'{3})(?:\\.|(?!\1).)*\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|"""
+    + re.escape(LFM_CLOSE),
+    re.DOTALL,
+)
+
+
+def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the lists between <|tool_call_start|> and <|tool_call_end|>."""
+    calls: list[ToolCall] = []
+    for block in blocks(text, Markers("<|tool_call_start|>", LFM_CLOSE, _python_end)):
+        try:
+            calls += _python_calls(block)
+        except MalformedCall as error:
+            calls.append(malformed(str(error)))
+    return tuple(calls)
+
+
+def _python_end(text: str, start: int) -> int:
+    """The end of the calls at `start`: the first closing marker outside of a string."""
+    for part in _PYTHON_PART.finditer(text, start):
+        if part[0] == LFM_CLOSE:
+            try:
+                _python_calls(text[start : part.start()])
+            except MalformedCall:
+                return -1
+            return part.start()
+    return -1
+
+
+def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
+    if isinstance(block, MalformedCall):
+        raise block
+    expected = "expected a list of calls such as [NAME(key='value')]"
+    try:
+        with warnings.catch_warnings():  # about unknown escapes
+            warnings.simplefilter("ignore")
+            parsed = ast.parse(block.strip(), mode="eval").body
+        written = parsed.elts if isinstance(parsed, ast.List) else [parsed]
+        calls = []
+        for one in written:
+            if not isinstance(one, ast.Call) or one.args:
+                raise MalformedCall(expected)
+            pairs = [(keyword.arg, _literal(keyword.value)) for keyword in one.keywords]
+            calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = str(error).partition(" (<unknown>")[0]
+        raise MalformedCall(f"the calls cannot be parsed ({reason}); {expected}") from error
+    return calls
+
+
+_HUGE = 1e300  # not every JSON reader accepts larger numbers, or infinity
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal of Python or JSON. Raises ValueError for everything else."""
+    match node:
+        case ast.Constant(str(text)):
+            text.encode()  # half of a surrogate pair cannot be encoded
+            return text
+        case ast.Constant(None | int() | float() as value) if abs(value or 0) < _HUGE:
+            return value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)) if value < _HUGE:
+            return -value
+        case ast.Name(name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elements) | ast.Tuple(elements):
+            return [_literal(element) for element in elements]
+        case ast.Dict(keys, values):
+            named = [_literal(key) if key is not None else None for key in keys]
+            if all(isinstance(key, str) for key in named):
+                return dict(zip(named, map(_literal, values), strict=True))
+    raise ValueError("an argument is not a literal")
+
+
+# shared by the formats
+
+
+def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]:
+    """The calls, each parsed independently."""
+    calls = []
+    for one in written:
+        try:
+            if isinstance(one, MalformedCall):
+                raise one
+            calls.append(read(one.strip() if isinstance(one, str) else one))
+        except MalformedCall as error:
+            calls.append(malformed(str(error)))
+    return tuple(calls)
+
+
+def _unique(pairs: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        if key is None or key in arguments:
+            raise MalformedCall(f"the argument {str(key)[:60]!r} is given twice")
+        arguments[key] = value
+    return arguments
+
+
+def malformed(problem: str) -> ToolCall:
+    """An invalid call; its result tells the policy the problem."""
+    return ToolCall(MALFORMED_CALL, {"problem": problem})
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes_calls,
+    "llama": llama_calls,
+    "qwen_xml": qwen_xml_calls,
+    "glm": glm_calls,
+    "atem": atem_calls,
+    "lfm": lfm_calls,
+    "harmony": harmony_calls,
+    "gemma": gemma_calls,
+}

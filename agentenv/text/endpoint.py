@@ -1,0 +1,167 @@
+"""An OpenAI-compatible endpoint: requests with retries.
+
+408, 429, 5xx, a lost connection, no reply in time, a malformed reply   retried
+any other status                                                        RefusedError at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+from yarl import URL
+
+from agentenv.base.deadline import admitted, pause_before_retry
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.contract.http_client import RequestRefusedError, ServerClient
+from agentenv.contract.request import BusyError
+from agentenv.contract.server_config import read_key
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 60.0  # even if a server requests more
+CONTINUES = ("vllm", "sglang")  # owners of models (/models) that support the extensions used here
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class ModelEndpointConfig(Protocol):
+    """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` applies to one
+    request."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def api_key_env(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def num_retries(self) -> int: ...
+    @property
+    def max_concurrency(self) -> int: ...
+
+
+class ModelEndpoint:
+    """An endpoint; `send` makes requests. `start` finds the model if none is named, and its
+    reported properties: `owner` is its server, `served_from` its directory or hub name,
+    `max_model_len` in tokens; empty or 0 if not reported. `table` is the configuration table in
+    error messages."""
+
+    def __init__(self, config: ModelEndpointConfig, table: str) -> None:
+        url = config.url
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, got "
+                f"{url!r}"
+            )
+        base = URL(url.rstrip("/"))
+        api = base if base.path.strip("/") else base / "v1"
+        key = read_key(config.api_key_env, f"{table}.api_key_env")
+        timeout_s = config.timeout_s
+        self.model = config.model
+        self.owner = self.served_from = ""
+        self.max_model_len = 0
+        self.api, self.root = (  # `root` has the non-standard routes
+            ServerClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
+            for one in (str(api), str(api).removesuffix("/v1"))
+        )
+        self.num_retries = config.num_retries
+        self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
+        self._table = table
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._slot = f"a slot at {self.api.name}"
+        self._closed = False
+
+    async def start(self) -> None:
+        """Raises ConfigError if the endpoint is unreachable or does not have the model."""
+        try:
+            found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
+            models = {one.id: one for one in found.data}
+        except RequestRefusedError as error:
+            if error.status in (401, 403) or not self.model:
+                raise ConfigError(f"{self._table}: {error}") from error
+            models = {}  # some endpoints do not list models
+        except EngineError as error:
+            raise ConfigError(
+                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
+                "an OpenAI-compatible endpoint"
+            ) from error
+        if not self.model:
+            if len(models) != 1:
+                raise ConfigError(
+                    f"{self._table}.model: {self.api.name} serves {sorted(models)}; choose one"
+                    + (" with --model" if self._table == "engine" else "")
+                )
+            (self.model,) = models
+        if models and self.model not in models:
+            raise ConfigError(
+                f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
+                f"{sorted(models)[:20]}"
+            )
+        own = models.get(self.model, _Model(self.model))
+        self.owner, self.served_from = own.owned_by or "", own.root or ""
+        self.max_model_len = own.max_model_len or 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the server supports the extensions used here."""
+        return self.owner in CONTINUES
+
+    async def send(self, path: str, body: Json, read: Callable[[Any], T], key: str) -> T:
+        """POST until `read` accepts the reply; it raises MalformedReplyError otherwise. Standard
+        paths begin with /chat or /completions, others are at the root. The jitter of the back-off
+        is drawn from `key`.
+
+        Raises RefusedError, or the error of the last attempt.
+        """
+        problem: EngineError | None = None
+        for attempt in range(self.num_retries + 1):
+            if attempt:
+                self.counts["retries"] += 1
+                wanted_s = problem.retry_after_s if isinstance(problem, BusyError) else 0.0
+                await pause_before_retry(
+                    *(self.api.name, attempt - 1, key),
+                    first_s=FIRST_DELAY_S,
+                    max_s=MAX_DELAY_S,
+                    at_least_s=wanted_s,
+                )
+            self._check_open()
+            try:
+                async with admitted(self._slots, self._slot):
+                    self.counts["requests"] += 1
+                    return read(await self._client(path).call_json("POST", path, body))
+            except RequestRefusedError:
+                raise
+            except EngineError as error:  # lost, 5xx, 429, malformed
+                problem = error
+        assert problem is not None
+        problem.is_final = True
+        raise problem
+
+    async def close(self) -> None:
+        """Close the connections; later requests raise EngineDeadError. Idempotent."""
+        self._closed = True
+        await self.api.close()
+        await self.root.close()
+
+    def _client(self, path: str) -> ServerClient:
+        return self.api if path.startswith(("/chat", "/completions")) else self.root
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError(f"the connection to {self.api.name} is closed")
+
+
+class _Model(Struct):
+    id: str
+    owned_by: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]

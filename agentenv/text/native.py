@@ -1,0 +1,414 @@
+"""Native tool calls: rendering by the model's chat template, append-only.
+
+The template is rendered once with placeholder texts, to extract the text that it writes between
+turns; afterwards only these frames are used. Sampled tokens are never rendered again, so the policy
+keeps its earlier thoughts even if the template drops them. A template that changes earlier text
+when messages are added is rejected.
+
+A parser of `agentenv/text/call_syntax.py` reads the calls of a turn. It is detected, or checked, by
+a round trip: it must return the call that the template wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta, Struct
+
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, ToolCall
+from agentenv.contract.env import check_observation
+from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
+
+Style = Literal[
+    "auto", "hermes", "llama", "qwen_xml", "glm", "atem", "lfm", "harmony", "gemma"
+]  # fmt: skip
+Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
+
+WAY_OUT = "use renderer.name = 'tags'"
+
+_CALLED_NAME = re.compile(r"[\w.:/-]+")
+_PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
+_TEXT = "qSaidq"
+_EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
+_QUESTION = {"role": "user", "content": "qQuestionq"}
+_SAMPLE_TOOL = {
+    "name": "sample_tool",
+    "description": "A sample.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "items": {"type": "array", "items": {"type": "string"}},
+            "options": {"type": "object"},
+        },
+        "required": ["text"],
+    },
+}
+_SAMPLE_CALLS = (
+    ToolCall(
+        "sample_tool",
+        {
+            "text": 'say("it\'s", \'\\n\')\n\nif 1 < 2:\n    print("é")',
+            "count": 3,
+            "exact": True,
+            "items": ["one, two", "three"],
+            "options": {"depth": 2, "names": ["a"], "deep": False},
+        },
+    ),
+    ToolCall("sample_tool", {"text": "two"}),
+)
+
+
+class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
+                   tag_field="name"):  # fmt: skip
+    """Tool calls in the format of the model's chat template."""
+
+    style: Annotated[
+        Style,
+        Meta(description="format of the calls; auto: the one that the chat template writes"),
+    ] = "auto"
+
+
+class _CallForm(NamedTuple):
+    """The parser of calls, and the template's requirements: whether arguments are a JSON object or
+    a JSON string, and whether a turn has at most one call."""
+
+    style: str
+    parse: Parser
+    as_text: bool
+    one_a_turn: bool
+
+
+class NativeRenderer(TextCodec):
+    """Renders by the chat template. Raises ConfigError for a template that cannot be used.
+
+    `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would
+    drop them.
+    """
+
+    own_tags = ("tool_call", "tool_response", "tool_output", "tools")
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: NativeConfig | None = None,
+        prompt: PromptConfig | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, eos_ids)
+        self.config = config or NativeConfig()
+        self.prompt_config = prompt or PromptConfig()
+        if not self.prompt_config.apply_chat_template:
+            raise ConfigError(
+                "renderer.name = 'native' uses the chat template; with prompt.apply_chat_template "
+                "= false use renderer.name = 'tags'"
+            )
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
+        self._check_tools_shown()
+        self._form = self._find_form()
+        self._frames: dict[Senders, tuple[list[str], bool]] = {}
+        self._check_appends()
+        self._frames_of((("tool", "sample_tool"),))
+
+    @property
+    def style(self) -> str:
+        """The format of calls that the template writes, never "auto"."""
+        return self._form.style
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        """The token ids of the prompt of the first turn, with the tools' schemas where the template
+        puts them."""
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._render(chat, tools, generation=True)
+        except template_errors() as error:
+            raise DataError(
+                f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
+            ) from error
+        return self.single_bos(self.encode(text))
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool whose name this format cannot express."""
+        for tool in tools:
+            name = str(tool["name"])
+            fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
+            if not fits.fullmatch(name):
+                raise ConfigError(
+                    f"the tool-call form {self.style!r} cannot express the tool name {name!r}; "
+                    "rename it with letters, digits and underscores"
+                )
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        """No stop strings: a turn ends with an end-of-sequence token."""
+        return ()
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message; a truncated turn has no calls."""
+        text = self.written(completion, prefix_ids)
+        calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
+        return Message("assistant", text, calls)
+
+    def observation(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> array[int]:
+        """The token ids from the end of the turn to the beginning of the next one; a longer text
+        keeps its head and tail within max_tokens."""
+        check_observation(messages)
+        frames, _ = self._frames_around(messages, tools)
+        is_open = turn_ids and not self.is_ended(turn_ids)
+        ids = array("i", [self.end_id] if is_open else [])
+        ids.extend(self.encode(frames[0]))
+        for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
+            ids += self.encode_foreign(text, tools, max_tokens)
+            ids.extend(self.encode(frame))
+        return ids
+
+    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
+        """The texts of an observation, as the template quotes them."""
+        check_observation(messages)
+        texts = [message.content for message in messages]
+        if not self._frames_around(messages, tools)[1]:
+            return texts
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+
+    def _frames_around(
+        self, messages: Sequence[Message], tools: ToolSchemas
+    ) -> tuple[list[str], bool]:
+        known = {None, *(tool["name"] for tool in tools)}
+        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
+        return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Token ids of a turn that was not sampled. Raises ConfigError."""
+        return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
+
+    def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
+        """The template's text of a turn with `text` (thoughts included) and these calls, up to its
+        end token. Raises ConfigError if the template rejects them."""
+        written = self._sampled(calls, self._form.as_text, text_mark=_TEXT if text else "")
+        before, text_mark, after = written.partition(_TEXT)
+        if not text_mark:
+            before, after = "", written
+            if self.style == "llama":  # its calls cannot have other text
+                text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
+        if THOUGHT_CLOSE in text:  # the text has a thought
+            before = after_thoughts(before)
+            after = _EMPTY_THOUGHT.sub("", after)
+        return _EMPTY_THOUGHT.sub("", before + text + after)
+
+    # inner workings
+
+    def _render(self, chat: list[dict[str, Any]], tools: ToolSchemas, *, generation: bool) -> str:
+        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
+        text = self.tokenizer.apply_chat_template(
+            chat,
+            tools=functions or None,
+            add_generation_prompt=generation,
+            tokenize=False,
+            **self.prompt_config.chat_template_kwargs,
+        )
+        return str(text)
+
+    def _try(
+        self,
+        chat: list[dict[str, Any]],
+        *,
+        generation: bool = False,
+        tools: ToolSchemas = (_SAMPLE_TOOL,),
+    ) -> str:
+        try:
+            return self._render(chat, tools, generation=generation)
+        except template_errors() as error:
+            roles = [turn["role"] for turn in chat]
+            raise self._refusal(f"refuses {roles}: {error}") from error
+
+    def _check_tools_shown(self) -> None:
+        """Raises ConfigError if the template does not render tools."""
+        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
+            raise self._refusal("ignores the list of tools")
+
+    def _find_form(self) -> _CallForm:
+        """The format whose parser returns a call that the template wrote."""
+        style = self.config.style
+        parsers: dict[str, Parser] = PARSERS if style == "auto" else {style: PARSERS[style]}
+        problem = ConfigError()
+        for as_text in (False, True):
+            try:
+                written = self._sampled(_SAMPLE_CALLS[:1], as_text)
+            except ConfigError as error:
+                problem = problem if problem.args else error
+                continue
+            for name, parse in parsers.items():
+                if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
+                    return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
+            if "sample_tool" not in written:
+                problem = self._refusal("omits the calls of earlier turns")
+            elif not as_text or not problem.args:
+                problem = self._not_read(style, written, parsers)
+        raise problem
+
+    def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
+        """Whether the template rejects or omits a second call of a turn."""
+        try:
+            written = self._sampled(_SAMPLE_CALLS, as_text)
+        except ConfigError:
+            return True
+        calls = parse(written, [_SAMPLE_TOOL])
+        if calls not in (_SAMPLE_CALLS, _SAMPLE_CALLS[:1]):
+            raise self._refusal(
+                f"writes two calls as {written[-300:]!r}, which are read as {list(calls)}"
+            )
+        return calls != _SAMPLE_CALLS
+
+    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
+        """The text that the policy would sample for a turn with these calls."""
+        results = [
+            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
+            for n, call in enumerate(calls)
+        ]
+        return self._split_turn({**_calling(calls, as_text), "content": text_mark}, results)[0]
+
+    def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
+        """A turn as the policy would sample it, and the template's text from its end token to the
+        beginning of the next turn."""
+        text = self._try([_QUESTION, turn, *answers], generation=True)
+        roles = [answer["role"] for answer in answers]
+        before = self._try([_QUESTION])
+        self._must_start(text, before, f"an answer and {roles}")
+        prompt = self._try([_QUESTION], generation=True)
+        start = _num_common(text, prompt)
+        if start < len(prompt):  # not within a tag that both begin with
+            start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
+        text = text[start:]
+        ends = {end for token in self.eos_ids if (end := self.decode([token]))}
+        places = [(text.find(end), -len(end)) for end in ends if end in text]
+        place, size = min(places, default=(len(text), 0))
+        first = text.find(_STAND_IN.format(0))
+        if 0 <= first < place or not places:
+            between = text[:first] if first >= 0 else text
+            raise self._refusal(
+                f"writes {between[-60:]!r} between a turn and its answer, without any of the end "
+                f"tokens {sorted(ends)}; check eos_token_id in generation_config.json"
+            )
+        return text[:place], text[place - size :]
+
+    def _check_appends(self) -> None:
+        """Appending messages must not change earlier text."""
+        chat: list[dict[str, Any]] = [_QUESTION]
+        self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
+        shorter = self._try(chat)
+        for number in (1, 2):
+            call = ToolCall("sample_tool", {"text": f"qCall{number}q"})
+            chat.append(_calling([call], self._form.as_text))
+            result = {"role": "tool", "name": "sample_tool", "tool_call_id": _call_id(0)}
+            chat.append({**result, "content": f"qResult{number}q"})
+            longer = self._try(chat)
+            self._must_start(longer, shorter, f"turn {number} and its tool result")
+            shorter = longer
+
+    def _must_start(self, longer: str, shorter: str, what: str) -> None:
+        if longer.startswith(shorter):
+            return
+        place = _num_common(longer, shorter)
+        raise self._refusal(
+            f"cannot append: with {what} added it writes {longer[place : place + 40]!r} where "
+            f"{shorter[place : place + 40]!r} stood"
+        )
+
+    def _frames_of(self, senders: Senders) -> tuple[list[str], bool]:
+        """The texts around the messages of an observation, and whether the messages are quoted as
+        JSON."""
+        if senders not in self._frames:
+            self._frames[senders] = self._find_frames(senders)
+        return self._frames[senders]
+
+    def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
+        """The template's texts between these messages, and whether it quotes the messages as
+        JSON."""
+        answers: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
+        for number, (role, name) in enumerate(senders):
+            answer: dict[str, Any] = {"role": role, "content": _result(number)}
+            if name is not None:
+                answer["name"] = name
+            if role == "tool":
+                answer["tool_call_id"] = _call_id(len(calls))
+                calls.append(ToolCall(name or "sample_tool", {"text": "qTurnq"}))
+            answers.append(answer)
+        turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
+        if calls:
+            turn = _calling(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
+        rest = self._split_turn(turn, answers)[1]
+        quoted = bool(answers) and _result(0) not in rest
+        frames = []
+        for number in range(len(answers)):
+            stand_in = _result(number)
+            before, found, rest = rest.partition(
+                stand_in.replace('"', r"\"") if quoted else stand_in
+            )
+            if not found:
+                raise self._refusal("omits or changes the text of tool results")
+            frames.append(before)
+        return [*frames, rest], quoted
+
+    def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
+        """The error for a call of the template that its parser reads differently."""
+        if style == "auto":
+            came = f"which none of the styles {sorted(parsers)} reads as that call"
+            return self._refusal(f"writes a call as {written[-600:]!r}, {came}")
+        calls, expected = list(parsers[style](written, [_SAMPLE_TOOL])), list(_SAMPLE_CALLS[:1])
+        came = f"which the style {style!r} reads as {calls}; expected {expected}"
+        way_out = "name another renderer.style, or 'auto', or " + WAY_OUT
+        return self._refusal(f"writes a call as {written[-600:]!r}, {came}", way_out)
+
+    def _refusal(self, problem: str, way_out: str = WAY_OUT) -> ConfigError:
+        model = getattr(self.tokenizer, "name_or_path", "")
+        template = f"the chat template of {model}" if model else "the chat template"
+        return ConfigError(f"renderer.name = 'native': {template} {problem}; {way_out}")
+
+
+def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+    """A chat message of the policy with these calls."""
+    written = [
+        {
+            "id": _call_id(number),
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+            },
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written}
+
+
+def _num_common(one: str, other: str) -> int:
+    """The length of the common prefix of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # nine letters and digits, as some templates require
+
+
+def _result(number: int) -> str:
+    return _STAND_IN.format(number) + '"'

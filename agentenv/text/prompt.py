@@ -1,0 +1,111 @@
+"""The system prompt of an episode: its configuration, the included presets, files, and the system
+prompts of rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.contract.instruction import Instruction
+from agentenv.data.data_files import SUFFIXES
+from agentenv.data.rows import shared_system_prompt
+
+WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
+
+
+class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prompt of an episode."""
+
+    template: Annotated[
+        str,
+        Meta(
+            description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
+            "'chinese', 'direct', or a text file; a file that contains {question} is the whole "
+            "user message; a file of rows, such as data/train.parquet: the system prompt that all "
+            "its rows share; empty: the environment's",
+            extra=ESSENTIAL,
+        ),
+    ] = ""
+    override_row: Annotated[
+        bool,
+        Meta(description="the template overrides the system prompt of a dataset row"),
+    ] = False
+    apply_chat_template: Annotated[
+        bool,
+        Meta(
+            description="false: for base models, the messages as plain text separated by blank "
+            "lines"
+        ),
+    ] = True
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="passed to the chat template, such as {enable_thinking = false}"),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.chat_template_kwargs and not self.apply_chat_template:
+            raise ConfigError(
+                "prompt.chat_template_kwargs: unused with prompt.apply_chat_template = false; "
+                "remove one of the two"
+            )
+
+
+def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:
+    """The text of a preset or of a file. Raises ConfigError if there is neither, and for rows with
+    different system prompts."""
+    if not config.template:
+        if config.override_row:
+            raise ConfigError("prompt.override_row: needs a prompt.template that overrides")
+        return Instruction()
+    if config.template in presets():
+        return Instruction(preset(config.template), config.override_row)
+    path = resolve(config.template)
+    if is_rows(config.template):
+        if not path.exists():
+            raise ConfigError(
+                f"prompt.template: no such file: {path}; expected the rows that the policy was "
+                f"trained on, or a preset: {', '.join(presets())}"
+            )
+        try:
+            return Instruction(shared_system_prompt(path), config.override_row)
+        except DataError as error:
+            raise ConfigError(f"prompt.template: {error}") from error
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        near = difflib.get_close_matches(config.template, presets(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
+        raise ConfigError(
+            f"prompt.template: {config.template!r} is neither a preset nor a readable text "
+            f"file ({error}); {hint}"
+        ) from error
+    if not text:
+        raise ConfigError(f"prompt.template: the file {path} is empty")
+    return Instruction(text, config.override_row)
+
+
+def is_rows(template: str) -> bool:
+    """Whether a template is a file of rows, which have a system prompt."""
+    return template not in presets() and Path(template).suffix.lower() in SUFFIXES
+
+
+@cache
+def presets() -> tuple[str, ...]:
+    """Names of the included system prompts."""
+    folder = resources.files("agentenv") / "prompts"
+    return tuple(sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))
+
+
+@cache
+def preset(name: str) -> str:
+    """The text of one of `presets()`."""
+    file = resources.files("agentenv") / "prompts" / f"{name}.txt"
+    return file.read_text(encoding="utf-8").strip()

@@ -1,0 +1,460 @@
+"""Renderers convert messages to tokens: their interface, and the renderer of the tag protocol.
+
+The policy writes   <think>..</think><search>query</search>
+the env answers      <result>\\n..\\n</result>
+and so on until      <think>..</think><answer>..</answer> and an end-of-sequence token.
+
+A user message that answers a turn is rendered by the chat template; the next turn begins with the
+header of an answer.
+
+A renderer only appends: the prompt is rendered once by the model's chat template, sampled tokens
+are never tokenized again, and texts of tools and users are tokenized separately, so that they
+cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer of native tool calls.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from msgspec import Meta, Struct
+
+from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import template_end
+from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.contract.env import check_observation
+from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
+
+RESULT_OPEN = " <result>\n"
+RESULT_CLOSE = "\n</result>"
+THOUGHT_OPEN = "<think>"
+CUT_MARKER = " ... "
+MAX_CHARS_A_TOKEN = 16  # upper bound of the average, in head and tail of a text
+NUM_KNOWN_TAILS = 1024  # cached tails of prefixes: most turns begin after the same few tokens
+NUM_TAIL_IDS = 8  # of a prefix; enough for <think> and blanks in any vocabulary
+
+FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than sending it
+MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
+
+NO_USER = "the chat template cannot write a user's message after an"
+
+ToolSchemas = Sequence[dict[str, Any]]
+Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
+
+
+class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
+                 tag_field="name"):  # fmt: skip
+    """The tag protocol of ARPO: <think> <search> <python> <result> <answer>."""
+
+    tools_in_prompt: Annotated[
+        Shown,
+        Meta(
+            description="whether the prompt describes the tools whose tags it does not show yet, "
+            "and their call format: 'several', if one of them has several parameters, or if the "
+            "model is a chat endpoint, which was not trained on the tags; 'all', always; "
+            "'none', never"
+        ),
+    ] = "several"
+
+
+class Renderer(Protocol):
+    """Turns messages into token ids and sampled tokens into a message."""
+
+    tokenizer: Any
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]: ...
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]: ...
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message. If the prompt in `prefix_ids` ends with an open <think>, the
+        content starts with it, so that a format check sees it."""
+        ...
+
+    def observation(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> Sequence[int]:
+        """The token ids between two turns: tool results and user messages. `turn_ids` are those of
+        the turn that they answer; if its end-of-sequence token is missing but required, it comes
+        first. Raises CrashError for messages of other roles."""
+        ...
+
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        """Do the slow part of `observation` with the same arguments off the event loop."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError, with the remedy, for a tool that the policy could not call."""
+        return None
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
+        ...
+
+
+@runtime_checkable
+class ContextRenderer(Renderer, Protocol):
+    """A renderer that can write whole contexts, including turns that were not sampled. `style` is
+    the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
+
+    @property
+    def style(self) -> str: ...
+    @property
+    def end_id(self) -> int: ...
+    def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
+        """Token ids of a turn of the policy. Raises ConfigError."""
+        ...
+
+
+class TextCodec:
+    """Text to ids and back, the base of the renderers. In untrusted text it breaks special tokens
+    and the tags of tools, of the protocol, and of `own_tags`."""
+
+    own_tags: tuple[str, ...] = ()
+    prompt_config = PromptConfig()
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
+        self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        markers = sorted(_markers(tokenizer), key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
+        self._openings = "".join({one[0] for one in markers})  # their first characters
+        fast = fast_tokenizer(tokenizer)  # without the overhead of transformers
+        is_bare = fast is not None and fast.truncation is None and fast.padding is None
+        self._fast = fast if is_bare else None
+        self.encoder: Encoder | None = None  # encodes long texts off the event loop
+        self.num_cut = 0  # truncated texts; equal ones count once while cached
+        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
+        self._num_known_chars = 0
+        self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of trusted text, special tokens included."""
+        if self._fast is not None:
+            # `encode` also computes the offset of each token, which doubles its time
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
+        """Token ids of untrusted text, int32: neutralised, without special tokens, and at most
+        max_tokens, with head and tail kept. The array is shared: do not modify it."""
+        key = _key(text, tools, max_tokens)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+        ids = self.encode(self.neutralise(key[0], tools))
+        if not self.special_ids.isdisjoint(ids):
+            ids = [token for token in ids if token not in self.special_ids]
+        return self._fitted(key, array("i", ids))
+
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        """Encode the texts of an observation in the process of `encoder`, if there is one."""
+        if self.encoder is None:
+            return
+        for text in self.texts(messages, tools):
+            key = _key(text, tools, max_tokens)
+            if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
+                continue
+            with suppress(EncoderLostError):  # then the loop encodes it
+                self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
+
+    def is_ended(self, turn_ids: Sequence[int]) -> bool:
+        """Whether a turn has its end-of-sequence token."""
+        return bool(len(turn_ids)) and turn_ids[-1] in self.eos_ids
+
+    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
+        """The texts that `observation` passes to `encode_foreign`."""
+        return [message.content for message in messages]
+
+    def _fitted(self, key: Known, ids: array[int]) -> array[int]:
+        """The truncated ids of a text, which are cached."""
+        text, max_tokens = key[0], key[2]
+        if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
+            self.num_cut += 1
+        if len(ids) > max_tokens:
+            marker = array("i", self.encode(CUT_MARKER))
+            room = max(0, max_tokens - len(marker))
+            ids = ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
+        self._known[key] = ids
+        self._num_known_chars += len(text)
+        while self._num_known_chars > MAX_KNOWN_CHARS and len(self._known) > 1:
+            self._num_known_chars -= len(self._known.popitem(last=False)[0][0])
+        return ids
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Insert a space into the strings of tags and of special tokens."""
+        if "<" in text:
+            tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
+            text = _opening(tags).sub("< ", text)
+        if self._marker is not None and any(map(text.__contains__, self._openings)):
+            text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self._read(token_ids)
+
+    @cached_property
+    def _read(self) -> Callable[[Sequence[int]], str]:
+        return decoder(self.tokenizer)
+
+    def written(self, completion: Completion, prefix_ids: Sequence[int]) -> str:
+        """The text of a turn: without its end-of-sequence token, with the <think> that the prompt
+        may have opened.
+        """
+        ids = completion.token_ids
+        if ids and completion.stop is None and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
+        opened = bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
+        return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
+
+    @property
+    def style(self) -> str:
+        """The format of calls."""
+        return "tags"
+
+    @cached_property
+    def written_end(self) -> int | None:
+        """The token with which the chat template (or else the tokenizer) ends a policy turn."""
+        found: int | None = None
+        if self.prompt_config.apply_chat_template:
+            kwargs = self.prompt_config.chat_template_kwargs
+            found = template_end(self.tokenizer, self.eos_ids, kwargs)
+        own: int | None = self.tokenizer.eos_token_id
+        return own if found is None else found
+
+    @cached_property
+    def end_id(self) -> int:
+        """`written_end` if generation stops there, else a token at which it stops."""
+        found = self.written_end
+        return found if found is not None and found in self.eos_ids else min(self.eos_ids)
+
+    def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
+        return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
+
+    def single_bos(self, ids: list[int]) -> list[int]:
+        """The ids without a duplicate leading begin-of-sequence token, which a template may add."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
+class TagRenderer(TextCodec):
+    """The tag protocol of ARPO and Tool-Star.
+
+    `tools` are the JSON schemas of an env's `info["tools"]`: a tool named `search` has the tags
+    <search> and </search>, and the text between them is its first parameter or a JSON object
+    (`agentenv/text/tags.py`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: PromptConfig | None = None,
+        eos_ids: Collection[int] = (),
+        tools_in_prompt: Shown = "several",
+    ) -> None:
+        super().__init__(tokenizer, eos_ids)
+        self.prompt_config = prompt or PromptConfig()
+        self.tools_in_prompt = tools_in_prompt
+        self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
+        self._user_frames: dict[int, list[list[int]]] = {}  # by number of messages
+        if (
+            self.prompt_config.apply_chat_template
+            and getattr(tokenizer, "chat_template", "") is None
+        ):
+            raise ConfigError(
+                "prompt.apply_chat_template: the tokenizer has no chat template; set it to false "
+                "to train a base model on plain text"
+            )
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        """The prompt of the first turn, by the model's chat template or as plain text."""
+        messages = with_tools(messages, tools, self.tools_in_prompt)
+        if not self.prompt_config.apply_chat_template:
+            text = "\n\n".join(message.content for message in messages) + "\n"
+            return list(self.tokenizer.encode(text, add_special_tokens=True))
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        render = self.tokenizer.apply_chat_template
+        keys = {"add_generation_prompt": True, **self.prompt_config.chat_template_kwargs}
+        if self._fast is not None:
+            return self.single_bos(self.encode(str(render(chat, tokenize=False, **keys))))
+        encoded = render(chat, tokenize=True, return_dict=True, **keys)
+        return self.single_bos(list(encoded["input_ids"]))
+
+    def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
+        """A turn with `text` and the call. Raises ConfigError for several calls."""
+        if len(calls) > 1:
+            raise ConfigError("the tag protocol allows one call per turn; a message has several")
+        for call in calls:
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            text += f"<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
+        return text
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        ids = self.encode(self.calling(message.content, message.tool_calls, tools))
+        return ids if message.tool_calls else [*ids, self.end_id]
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool whose name is not a valid, unused tag."""
+        check_tags(tools)
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        """The strings that end a turn: the closing tag of each tool."""
+        return tuple(f"</{tool['name']}>" for tool in tools)
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message. A turn that does not end with a complete call has no calls."""
+        text = self.written(completion, prefix_ids)
+        calls: tuple[ToolCall, ...] = ()
+        if completion.stop is not None:
+            for tool in tools:
+                if completion.stop == f"</{tool['name']}>":
+                    calls = tagged_call(text, tool)
+        return Message("assistant", text, calls)
+
+    def observation(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> array[int]:
+        """Results continue the calling turn; user messages end it. A longer text keeps its head and
+        tail within max_tokens."""
+        if self._frame is None:
+            opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
+            self._frame = array("i", opened), array("i", closed)
+        ids = array("i")
+        check_observation(messages)
+        results = [message for message in messages if message.role == "tool"]
+        for message in results:
+            ids += self._frame[0]
+            ids += self.encode_foreign(message.content, tools, max_tokens)
+            ids += self._frame[1]
+        users = messages[len(results) :]
+        if users:
+            if results or (turn_ids and not self.is_ended(turn_ids)):
+                ids.append(self.end_id)
+            first, *frames = self._frames_of_users(len(users))
+            ids.extend(first)
+            for message, frame in zip(users, frames, strict=True):
+                ids += self.encode_foreign(message.content, tools, max_tokens)
+                ids.extend(frame)
+        return ids
+
+    def _frames_of_users(self, number: int) -> list[list[int]]:
+        """Token ids of the template's texts around `number` user messages, from the end of the turn
+        that they answer to the beginning of the next one. Raises ConfigError."""
+        if number not in self._user_frames:
+            found = self._texts_around_users(number)
+            self._user_frames[number] = [self.encode(text) for text in found]
+        return self._user_frames[number]
+
+    def _texts_around_users(self, number: int) -> list[str]:
+        config = self.prompt_config
+        if not config.apply_chat_template:
+            return ["\n\n"] * number + ["\n"]
+        marks = [f"qZ{place}userZq" for place in range(number)]
+        turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in marks)]
+        chat = [{"role": role, "content": content} for role, content in turns]
+        end = self.decode([self.end_id])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+            )
+        except template_errors() as error:
+            raise ConfigError(f"{NO_USER} answer: it rejects {number} of them: {error}") from error
+        rest = str(text).rpartition("qTurnq")[2]
+        texts = re.split("|".join(marks), rest)
+        if len(texts) != number + 1 or not texts[0].startswith(end):
+            raise ConfigError(f"{NO_USER} answer that ends with {end!r}; it writes {rest[:40]!r}")
+        return [texts[0].removeprefix(end), *texts[1:]]
+
+
+def template_errors() -> tuple[type[Exception], ...]:
+    """The errors of a chat template that rejects its messages."""
+    from jinja2 import TemplateError  # slow to load
+
+    return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def context_ids(
+    renderer: ContextRenderer,
+    context: Sequence[Message | Sequence[int]],
+    tools: ToolSchemas,
+    max_tokens: int,
+    before: Sequence[int] = (),
+) -> array[int]:
+    """Token ids of a whole context, up to the beginning of the next turn: its prompt, then turns of
+    the policy and their answers. Ids instead of a message are a turn as it was sampled. `before`
+    are ids that the context extends, up to the end of a turn.
+
+    Raises ConfigError, CrashError or DataError for messages that cannot be rendered.
+    """
+    ids, rest = array("i", before), list(context)
+    if not before:
+        number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
+        prompt = [one for one in rest[:number] if isinstance(one, Message)]
+        ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
+    results: list[Message] = []
+    for one in (*rest, None):
+        if isinstance(one, Message) and one.role != "assistant":
+            results.append(one)
+            continue
+        if results:
+            ids += array("i", renderer.observation(results, tools, max_tokens, ids[-1:]))
+            results = []
+        if one is not None:
+            ids.extend(renderer.turn(one, tools) if isinstance(one, Message) else one)
+    return ids
+
+
+def _is_turn(one: Message | Sequence[int]) -> bool:
+    return not isinstance(one, Message) or one.role == "assistant"
+
+
+@lru_cache
+def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """The < of opening and closing tags."""
+    return re.compile(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)")
+
+
+def bounded(text: str, max_tokens: int) -> str:
+    """Head and tail of a text that is far longer than max_tokens, so that its processing on the
+    event loop takes a bounded time."""
+    half = max_tokens * MAX_CHARS_A_TOKEN // 2
+    return text if len(text) <= 2 * half else text[:half] + CUT_MARKER + text[len(text) - half :]
+
+
+def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
+    return bounded(text, max_tokens), tuple([str(tool["name"]) for tool in tools]), max_tokens
+
+
+def _markers(tokenizer: Any) -> set[str]:
+    """The tokenizer's structural strings: special tokens, and added tokens in the form of a tag."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    tags = {text for text in added if text.startswith("<") and text.endswith(">")}
+    return {*map(str, tokenizer.all_special_tokens), *tags}

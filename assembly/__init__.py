@@ -1,0 +1,1 @@
+"""Shared by training and evaluation: keys, parts, servers, the folder of a run."""

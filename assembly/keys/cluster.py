@@ -1,0 +1,393 @@
+"""Keys of a run's processes: rollouts in the controller or in rollout workers, and the setup of a
+worker; also the keys of `agentenv serve CONFIG`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from agentenv.assembly.run.arguments import RunConfig
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import ConfigError
+from agentenv.contract.engine import EngineConfig
+from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig
+
+if TYPE_CHECKING:
+    from agentenv.processes.worker_group import WorkerSpec
+
+WHERE = ("workers",)  # keys of [env] about the place of environments, without effect on them
+FOLDER = "workers"  # of the workers' logs, in the run's directory
+
+
+class LocalCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="local"
+):
+    """Rollouts grow in the controller's process."""
+
+
+class SpreadCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="-"
+):
+    """Rollouts grow in rollout workers. Evaluations, and an engine without servers, stay in the
+    controller's process. Concurrency limits of tools apply to each worker."""
+
+    workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
+    silence_s: ClassVar[float] = 60.0  # a worker without a message for so long counts as hung
+    start_timeout_s: ClassVar[float] = 300.0  # for a worker to start
+    max_restarts: ClassVar[int] = 5  # consecutive ones without progress of any tree
+
+    def processes(self) -> WorkerSpec:
+        """The workers as processes."""
+        from agentenv.processes.worker_group import WorkerSpec  # slow to load
+
+        return WorkerSpec(
+            "agentenv.training.workers.rollout_worker",
+            "worker",
+            "rollout worker",
+            self.workers,
+            self.start_timeout_s,
+            self.max_restarts,
+            "cluster",
+        )
+
+
+class ProcessesCluster(SpreadCluster, frozen=True, kw_only=True, tag="processes"):
+    """Rollout workers are processes of this machine."""
+
+
+class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
+    """Rollout workers on many machines, which may join and leave."""
+
+    min_workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="workers that must be connected before the run starts; others join when "
+            "resources allow; 0: all",
+        ),
+    ] = 0
+    max_outage_s: ClassVar[float] = 600.0  # without a connected worker; then the run ends
+    host: Annotated[
+        str,
+        Meta(
+            description="address of this machine at which workers reach the controller; empty: "
+            "looked up"
+        ),
+    ] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any free port")] = 0
+    cpus_per_worker: Annotated[
+        int, Meta(ge=1, description="cores of a worker, for its event loop and its tools")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        if self.min_workers > self.workers:
+            raise ConfigError(
+                f"cluster.min_workers = {self.min_workers} is above cluster.workers = "
+                f"{self.workers}, the maximum number"
+            )
+
+    @property
+    def least(self) -> int:
+        """Number of workers required for the start of the run."""
+        return self.min_workers or self.workers
+
+    @property
+    def is_far(self) -> bool:
+        """Whether there may be workers on other machines."""
+        return True
+
+    def lines(self, config: Any) -> Iterator[str]:
+        """Lines about the placement of processes; `config`: that of the run."""
+        raise NotImplementedError
+
+    def processes(self) -> WorkerSpec:
+        return (
+            super()
+            .processes()
+            ._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
+        )
+
+
+class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
+    """Rollout workers are placed by Ray (extra `ray`)."""
+
+    address: Annotated[
+        str,
+        Meta(
+            description="address of the Ray cluster, HOST:6379, or auto: that of this machine; "
+            "empty: the run starts one on this machine alone"
+        ),
+    ] = ""
+    engines: Annotated[bool, Meta(description="Ray places the servers of [engine.servers] too")] = (
+        False
+    )
+    learner: Annotated[bool, Meta(description="Ray places the learner's ranks too")] = False
+    gpus_per_rank: Annotated[
+        int, Meta(ge=0, le=1, description="GPUs of each learner rank; 0: it runs on the CPU")
+    ] = 1
+    wait_for_nodes_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="wait for nodes to join, for instance of an autoscaling cluster, until the "
+            "initial processes of the run fit",
+        ),
+    ] = 0.0
+    python: Annotated[
+        str, Meta(description="interpreter on the nodes; empty: the same path as here")
+    ] = ""
+    env: Annotated[
+        list[str],
+        Meta(description="environment variables for processes on nodes, such as SERPER_API_KEY"),
+    ] = field(default_factory=list)
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self.address)
+
+    def of_worker(self) -> dict[str, float]:
+        """The resources of a rollout worker on a node."""
+        return {"CPU": float(self.cpus_per_worker)}
+
+    def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
+        """The resources of an engine server."""
+        each = launched.tensor_parallel_size * launched.data_parallel_size
+        gpus = 0 if launched.device == "cpu" else each
+        return {"CPU": 1.0, "GPU": gpus / launched.per_gpu}
+
+    def of_rank(self) -> dict[str, float]:
+        """The resources of a learner rank."""
+        return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
+
+    def processes(self) -> WorkerSpec:
+        return (
+            super()
+            .processes()
+            ._replace(env=self.env, resources=self.of_worker(), python=self.python)
+        )
+
+    def lines(self, config: Any) -> Iterator[str]:
+        yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"
+        launched: LaunchConfig | None = config.engine.launched
+        if self.learner:
+            yield _bundles("rank", config.learner.num_ranks, self.of_rank())
+        if self.engines and launched is not None:
+            yield _bundles("engine", launched.count, self.of_engine(launched))
+        some = f"; the run starts with {self.least}" if self.least < self.workers else ""
+        yield _bundles("worker", self.workers, self.of_worker()) + some
+
+
+def _bundles(name: str, num: int, each: dict[str, float]) -> str:
+    names = f"{name}-0" if num == 1 else f"{name}-0 to {name}-{num - 1}"
+    much = ", ".join(f"{count:g} {what}" for what, count in each.items() if count)
+    return f"  {names}: one placement group each with {much}, on the node with the fewest of ours"
+
+
+class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
+    """Rollout workers are started externally, on any machine that reaches the controller
+    (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
+
+    def where(self) -> str:
+        """The address to listen on."""
+        return self.host or "0.0.0.0"
+
+    def token(self) -> str:
+        """The shared secret of controller and workers. Raises ConfigError if it is not set."""
+        from agentenv.processes.supervisor import TOKEN_VARIABLE  # slow to load
+
+        found = os.environ.get(TOKEN_VARIABLE, "")
+        if len(found) < MIN_TOKEN:
+            raise ConfigError(
+                f"cluster.kind = {self.__struct_config__.tag}: set {TOKEN_VARIABLE} to a secret of "
+                f"at least {MIN_TOKEN} characters (openssl rand -hex 16), the same for this "
+                "process and for the workers"
+            )
+        return found
+
+    def lines(self, config: Any) -> Iterator[str]:
+        some = f"{self.least} to " if self.least < self.workers else ""
+        yield (
+            f"{some}{self.workers} rollout workers, started externally, connect to port "
+            f"{self.port or '(any free one, which the run prints)'} of the controller"
+        )
+
+
+MIN_TOKEN = 16
+
+
+class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
+    """A Slurm job: the controller with its engine and learner on the first node, rollout workers on
+    all nodes. --dry-run prints the script for sbatch."""
+
+    submit: ClassVar[str] = "sbatch"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
+    gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
+    time: Annotated[
+        str, Meta(description="time limit of the job in sbatch's format, 1-12:00:00")
+    ] = "24:00:00"
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
+    options: Annotated[
+        list[str], Meta(description="extra sbatch options, such as --partition=long")
+    ] = field(default_factory=list)
+    setup: Annotated[
+        list[str], Meta(description="commands to run first, such as 'module load cuda'")
+    ] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(r"[0-9:-]+", self.time, "cluster.time", "a Slurm time, such as 24:00:00")
+        for one in self.options:
+            _check(
+                r"--?[A-Za-z][^\n]*", one, "cluster.options", "an option, such as --partition=long"
+            )
+
+
+class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kubernetes"):
+    """Two Kubernetes jobs: one for the controller with its engine and learner, one for rollout
+    workers. --dry-run prints the manifests for kubectl apply."""
+
+    submit: ClassVar[str] = "kubectl apply -f"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
+    image: Annotated[str, Meta(description="image in which agentenv is installed")] = ""
+    claim: Annotated[
+        str,
+        Meta(
+            description="PersistentVolumeClaim (ReadWriteMany) with model, data, code and runs, "
+            "mounted at `mount`, where relative paths begin"
+        ),
+    ] = ""
+    mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"
+    gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
+    memory: Annotated[str, Meta(description="memory of the controller and of each worker")] = "8Gi"
+    secret: Annotated[
+        str,
+        Meta(description="Secret whose keys become environment variables of all pods; empty: none"),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, name in (("claim", self.claim), ("secret", self.secret)):
+            if name:
+                _check(NAME, name, f"cluster.{key}", "a Kubernetes name, such as my-claim")
+        _check(r"[0-9]+(\.[0-9]+)?([KMGT]i?)?", self.memory, "cluster.memory", "a size, as 8Gi")
+
+
+NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+
+
+def _check(pattern: str, text: str, key: str, what: str) -> None:
+    if not re.fullmatch(pattern, text):
+        raise ConfigError(f"{key} = {text!r}: expected {what}")
+
+
+ClusterConfig = (
+    LocalCluster
+    | ProcessesCluster
+    | RayCluster
+    | ExternalCluster
+    | SlurmCluster
+    | KubernetesCluster
+)
+
+
+def check_reachable(
+    cluster: LocalCluster | SpreadCluster, engine: EngineConfig, roles: Mapping[str, RoleConfig]
+) -> None:
+    """Raises ConfigError for servers on this machine that remote workers cannot reach."""
+    if not isinstance(cluster, WideCluster) or not cluster.is_far:
+        return
+    started: dict[str, LaunchConfig] = {
+        f"roles.{name}": role for name, role in roles.items() if not role.url
+    }
+    if engine.launched is not None and not getattr(cluster, "engines", False):
+        started["engine.servers"] = engine.launched
+    for key, launched in started.items():
+        if launched.host in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(
+                f"{key}.host = {launched.host}: rollout workers on other machines connect to this "
+                f"server directly; set {key}.host = 0.0.0.0, which opens it to the networks of "
+                "this machine, or an address of this machine that they can reach"
+            )
+
+
+class Setup(Struct, array_like=True, frozen=True):
+    """The setup of a worker. `config`: the run's configuration as plain data. `folder`: that of the
+    run. `model`: the model's directory. `urls`: those of roles, by name. `is_leased`: the worker
+    sends its requests to the engine's servers itself. `settings`, `incarnation`: see
+    agentenv.rollout.journal."""
+
+    config: dict[str, Any]
+    folder: str
+    model: str
+    urls: dict[str, str]
+    vocab_size: int
+    is_leased: bool
+    settings: str
+    incarnation: int
+
+
+read_setup = msgspec.msgpack.Decoder(Setup).decode
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `agentenv serve`."""
+
+    run: Annotated[RunConfig, Meta(description="folder of the logs; the seed is ignored")] = (
+        RunConfig()
+    )
+    roles: Annotated[dict[str, RoleConfig], Meta(description="models by name, [roles.judge], ...")]
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if name not in ROLES:
+                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
+            if role.url:
+                raise ConfigError(
+                    f"roles.{name}.url: this server already runs; set its model to start one"
+                )
+        if not self.roles:
+            raise ConfigError("roles: nothing to start")
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The assignment of a machine's GPUs; numbers count the visible GPUs from 0. The GPUs of the
+    engine's servers are set by engine.servers.gpus."""
+
+    colocated: Annotated[
+        bool | Literal["at_once"],
+        Meta(
+            description="engine and learner share the same GPUs. true: alternating; all serve, "
+            "sleep, all train, wake with the new weights; rollouts wait with their tokens "
+            "meanwhile. 'at_once': both at the same time, the engine's servers with their "
+            "gpu_memory_share, the learner with the rest, which suits small models",
+            extra=ESSENTIAL,
+        ),
+    ] = False
+    learner_gpus: Annotated[
+        list[int],
+        Meta(
+            description="one per learner rank; empty: the first ones, when the run also starts "
+            "servers"
+        ),
+    ] = field(default_factory=list)
+    weights_dir: Annotated[
+        str,
+        Meta(
+            description="folder through which new weights pass from the learner to the engine, at "
+            "most two copies of the model; empty: /dev/shm, or the run's folder if that has no "
+            "room for them"
+        ),
+    ] = ""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether engine and learner alternate on the GPUs, one asleep while the other works."""
+        return self.colocated is True

@@ -1,0 +1,346 @@
+"""The keys of `agentenv evaluate`: named sets of questions with their own settings; and those of
+`agentenv synthesize`, which turns evaluated trajectories into training data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.benchmarks import benchmark
+from agentenv.assembly.keys.rl import (
+    ENGINES,
+    TABLES,
+    EnvConfig,
+    GraderTable,
+    PythonTable,
+    Sampling,
+    SearchTable,
+)
+from agentenv.base.config import ROWS, Tree, build_config, read_toml
+from agentenv.base.errors import ConfigError
+from agentenv.base.registry import Registry
+from agentenv.base.types import Limits
+from agentenv.contract.engine import EngineConfig
+from agentenv.contract.server_config import RoleConfig
+from agentenv.data.rows import RowsConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
+from agentenv.reference.helpers import AssistConfig
+from agentenv.text.native import NativeConfig
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TagsConfig
+
+# engines for evaluation: also any endpoint
+EVALUATION_ENGINES = Registry(
+    "engine",
+    ENGINES.group,
+    EngineConfig,
+    {**ENGINES.own, "openai": "agentenv.engines.openai:OpenAIConfig"},
+)
+
+if TYPE_CHECKING:
+    EvaluationEngine = EngineConfig
+else:
+    EvaluationEngine = EVALUATION_ENGINES.key
+
+# tables that a set inherits from the evaluation
+OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
+_AsAbove = Meta(description="keys that override the evaluation's table for this set")
+
+
+class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named set of questions."""
+
+    path: Annotated[
+        str | list[str],
+        Meta(description="file, folder or pattern of questions, or a list of them", extra=ROWS),
+    ] = ""
+    benchmark: Annotated[
+        str,
+        Meta(
+            description="name of a known benchmark, or FILE.toml:NAME, which defines schema, "
+            "environment, prompt and size; empty: rows as in training"
+        ),
+    ] = ""
+    max_tasks: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="first n questions; 0: all; none: all, or the benchmark's standard number"
+        ),
+    ] = None
+    num_samples: Annotated[
+        int, Meta(ge=1, description="trajectories per question, if different from the evaluation's")
+    ] = 1
+    env: Annotated[EnvConfig | None, _AsAbove] = None
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    prompt: Annotated[PromptConfig, _AsAbove] = PromptConfig()
+    limits: Annotated[Limits, _AsAbove] = Limits()
+    sampling: Annotated[Sampling, _AsAbove] = Sampling()
+
+
+class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of an evaluation; those of a run are the defaults for evaluating it."""
+
+    env: Annotated[
+        EnvConfig | None, Meta(description="environment of all sets; none: each set has its own")
+    ] = None
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    sets: Annotated[
+        dict[str, QuestionSet], Meta(description="sets of questions by name, [sets.NAME]")
+    ] = field(default_factory=dict)
+    data: Annotated[
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them, instead of "
+            "[sets]: one set named after the file",
+            extra=ROWS,
+        ),
+    ] = ""
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    engine: EvaluationEngine = EmbeddedConfig()
+    assist: Annotated[
+        AssistConfig | None,
+        Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
+    ] = None
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="models in addition to the policy by name, [roles.judge]"),
+    ] = field(default_factory=dict)
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories per question")] = 1
+    concurrency: Annotated[int, Meta(ge=1, description="trajectories in flight")] = 256
+    seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
+
+
+class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `agentenv serve SUBJECT`; for a run, all but the last come from the run."""
+
+    prompt: Annotated[
+        PromptConfig,
+        Meta(description="prompt format; the template is ignored: clients send their own"),
+    ] = PromptConfig()
+    renderer: TagsConfig | NativeConfig = NativeConfig()
+    sampling: Annotated[Sampling, Meta(description="defaults for values that a request omits")] = (
+        Sampling()
+    )
+    engine: EvaluationEngine = EmbeddedConfig()
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="tokens of a turn, if a request omits it")
+    ] = 4096
+    name: Annotated[str, Meta(description="name of the model; empty: that of SUBJECT")] = ""
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
+    api_key_env: Annotated[
+        str,
+        Meta(description="environment variable with the key; empty: a new key, which is printed"),
+    ] = ""
+
+
+def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
+    """The configuration with complete sets: they inherit missing keys from the evaluation. Raises
+    ConfigError."""
+    data, sets = raw.get("data"), raw.get("sets") or {}
+    if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
+        build_config(EvaluateConfig, raw, source)  # raises with the reason
+    if data:
+        first = data[0] if isinstance(data, list) else data
+        name = Path(str(first)).stem
+        more = [*(sets.keys() - {name}), *({"path", "benchmark"} & sets.get(name, {}).keys())]
+        if more:
+            raise ConfigError(
+                f"{source}: data and [sets]: set only one of them; with data, keys of its set, "
+                f"such as sets.{name}.columns.answer, may be set"
+            )
+        sets = {name: {**sets.get(name, {}), "path": data}}
+    if not sets:
+        others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
+        build_config(
+            EvaluateConfig, others, source
+        )  # report a misspelled key first: it may be the table of sets
+        raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
+    raw = {key: value for key, value in raw.items() if key != "data"}
+    raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}
+    config = build_config(EvaluateConfig, raw, source)
+    for name, one in config.sets.items():
+        if not one.path and not one.benchmark:
+            raise ConfigError(f"{source}: sets.{name}.path: no question file given")
+        if one.env is None:
+            raise ConfigError(f"{source}: sets.{name}: no environment; give --env ID or env.id")
+    return config
+
+
+def _own_keys(raw: Tree, one: Tree) -> Tree:
+    """A set's keys, over those of the evaluation, over those of its benchmark."""
+    tables = {name: raw[name] for name in OWN_KEYS if raw.get(name) is not None}
+    given = merged(tables, one, by_name=True)
+    if not one.get("benchmark"):
+        return given
+    return merged(benchmark(str(one["benchmark"])).usual_keys(given), given)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any], *, by_name: bool = False) -> Tree:
+    """Both trees in one; values of `above` take precedence. With `by_name`, a part with another
+    name, such as another search backend, inherits none of the keys below."""
+    tree = dict(below)
+    for key, value in above.items():
+        old = tree.get(key)
+        if not isinstance(old, Mapping) or not isinstance(value, Mapping):
+            tree[key] = value
+        elif by_name and value.get("name", old.get("name")) != old.get("name"):
+            tree[key] = dict(value)
+        else:
+            tree[key] = merged(old, value, by_name=by_name)
+    return tree
+
+
+@cache
+def _hint_texts(key: str) -> list[str]:
+    """The default texts of [hints]."""
+    found: list[str] = read_toml(Path(__file__).with_name("hints.toml"))[key]
+    return found
+
+
+Way = Literal["direct", "tools", "hints"]
+WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
+WITH_TOOLS: tuple[Way, ...] = ("tools", "hints")
+SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude", "skip_easy")
+
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Language-only answers: the same environment, with a prompt that does not mention tools."""
+
+    prompt: Annotated[
+        PromptConfig, Meta(description="prompt of language-only answers, instead of [prompt]")
+    ] = PromptConfig(template="no_tools", override_row=True)
+    num_samples: Annotated[
+        _Count | None, Meta(description="answers per question; none: num_samples of its set")
+    ] = None
+
+
+class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hints inserted into language-only answers to questions that were not solved directly; the
+    text after a hint is sampled with tools."""
+
+    place: Annotated[
+        Literal["either", "uncertain", "answer"],
+        Meta(
+            description="uncertain: replaces the first sentence of a thought that contains one of "
+            "`phrases`; answer: after the answer; either: the former if such a sentence exists"
+        ),
+    ] = "either"
+    phrases: Annotated[
+        list[str], Meta(description="phrases of doubt, case-insensitive, as whole words")
+    ] = field(default_factory=lambda: list(_hint_texts("phrases")))
+    verification: Annotated[
+        list[str], Meta(description="sentences inserted at a doubt; the seed draws one")
+    ] = field(default_factory=lambda: list(_hint_texts("verification")))
+    reflection: Annotated[
+        list[str], Meta(description="sentences inserted after an answer; the seed draws one")
+    ] = field(default_factory=lambda: list(_hint_texts("reflection")))
+    max_per_question: Annotated[
+        int,
+        Meta(ge=1, description="number of chains of a question that get a hint (the first ones)"),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        for name, unread in (("verification", "answer"), ("reflection", "uncertain")):
+            if self.place != unread and not all(map(str.strip, getattr(self, name) or [""])):
+                raise ConfigError(f"hints.{name}: expected a non-empty list of non-empty sentences")
+        if self.place != "answer" and not all(map(str.strip, self.phrases or [""])):
+            raise ConfigError("hints.phrases: expected a non-empty list of non-empty phrases")
+
+
+class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Filter of trajectories for training. A change needs no new samples."""
+
+    max_tool_calls: Annotated[
+        int, Meta(ge=1, description="trajectories with more tool calls are dropped")
+    ] = 5
+    require_box: Annotated[
+        bool,
+        Meta(
+            description="require a balanced \\boxed{} in the answer, as the published reward does"
+        ),
+    ] = True
+    max_per_question: Annotated[
+        int, Meta(ge=1, description="trajectories per question for the SFT set")
+    ] = 1
+
+
+class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a synthesis: those of an evaluation, and the following."""
+
+    direct: DirectConfig = DirectConfig()
+    hints: Annotated[
+        HintsConfig | None, Meta(description="hint-based sampling; none: tool prompting alone")
+    ] = None
+    filter: FilterConfig = FilterConfig()
+    exclude: Annotated[
+        list[str],
+        Meta(description="files of questions to exclude from the data, such as test sets"),
+    ] = field(default_factory=list)
+    skip_easy: Annotated[
+        bool,
+        Meta(
+            description="do not ask directly answered questions again with tools, which saves half"
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.assist is not None:
+            raise ConfigError(
+                "assist: a trajectory with helpers is not the policy's alone; remove the table"
+            )
+        if isinstance(self.renderer, NativeConfig):
+            raise ConfigError(
+                "renderer.name = 'native': the data is in the tag protocol; expected 'tags'"
+            )
+
+
+class SynthesisPlan(Struct, frozen=True):
+    """A resolved synthesis. `sets`: the user's sets by name. `evaluation`: has a set for each of
+    them and each way, named by `set_name`."""
+
+    config: SynthesisConfig
+    sets: dict[str, QuestionSet]
+    evaluation: EvaluateConfig
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return WAYS if self.config.hints is not None else WAYS[:2]
+
+
+def set_name(name: str, way: Way) -> str:
+    """The name of the evaluation's set for a user's set and one of the ways."""
+    return f"{name}.{way}"
+
+
+def make_plan(raw: Tree, source: str) -> SynthesisPlan:
+    """The resolved synthesis. Raises ConfigError."""
+    config = build_config(SynthesisConfig, raw, source)
+    rest = {key: value for key, value in raw.items() if key not in SYNTHESIS_KEYS}
+    base = resolve_sets(rest, source)
+    sets: dict[str, QuestionSet] = {}
+    for name, one in base.sets.items():
+        sets[set_name(name, "direct")] = replace(
+            one,
+            prompt=config.direct.prompt,
+            num_samples=config.direct.num_samples or one.num_samples,
+        )
+        sets[set_name(name, "tools")] = one
+        if config.hints is not None:
+            sets[set_name(name, "hints")] = replace(one, num_samples=config.hints.max_per_question)
+    return SynthesisPlan(config, base.sets, replace(base, sets=sets))

@@ -1,0 +1,527 @@
+"""The keys of a training run: the tables that belong to `agentenv train` itself.
+
+They follow the order of the diagram in the README: data, environment, actors, engine, algorithm,
+queue, learner; then the phases of a run, and its records.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr, replace
+
+from agentenv.assembly.keys.cluster import (
+    ClusterConfig,
+    LocalCluster,
+    ResourcesConfig,
+    check_reachable,
+)
+from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
+from agentenv.assembly.run.arguments import ModelConfig, RunConfig
+from agentenv.assembly.run.checkpoints import CheckpointConfig
+from agentenv.assembly.run.monitors import RolloutMonitorConfig
+from agentenv.base.config import ESSENTIAL, ROWS
+from agentenv.base.errors import ConfigError
+from agentenv.base.registry import Registry
+from agentenv.base.types import Limits, SamplingParams
+from agentenv.contract.engine import EngineConfig
+from agentenv.contract.server_config import RoleConfig
+from agentenv.contract.tools import ToolConfig
+from agentenv.data.rows import CurriculumConfig, MixPart, RowsConfig
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.sandbox.keys import PythonConfig
+from agentenv.envs.search.keys import SearchConfig
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.learner import LearnerConfig
+from agentenv.rollout.frames import ArchiveConfig, JournalConfig
+from agentenv.text.native import NativeConfig
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.renderer import TagsConfig
+
+# Parts that configurations choose by name: register built-in ones here.
+ALGORITHMS = Registry(
+    "algorithm",
+    "agentenv.algorithms",
+    Algorithm,
+    {
+        "grpo": "agentenv.learners.algorithms.baselines:GRPO",
+        "dr_grpo": "agentenv.learners.algorithms.baselines:DrGRPO",
+        "dapo": "agentenv.learners.algorithms.baselines:DAPO",
+        "rloo": "agentenv.learners.algorithms.baselines:RLOO",
+        "reinforce_pp": "agentenv.learners.algorithms.baselines:ReinforcePP",
+        "gspo": "agentenv.learners.algorithms.baselines:GSPO",
+        "cispo": "agentenv.learners.algorithms.baselines:CISPO",
+        "arpo": "agentenv.learners.algorithms.arpo:ARPO",
+        "tree_grpo": "agentenv.learners.algorithms.tree_grpo:TreeGRPO",
+        "gigpo": "agentenv.learners.algorithms.gigpo:GiGPO",
+        "aepo": "agentenv.learners.algorithms.aepo:AEPO",
+    },
+)
+ENGINES = Registry(
+    "engine",
+    "agentenv.engines",
+    EngineConfig,
+    {
+        "embedded": "agentenv.engines.embedded.embedded_config:EmbeddedConfig",
+        "scripted": "agentenv.engines.scripted:ScriptedConfig",
+        "vllm": "agentenv.engines.vllm:VLLMConfig",
+        "sglang": "agentenv.engines.sglang:SGLangConfig",
+    },
+)
+
+if TYPE_CHECKING:
+    AnyAlgorithm = Algorithm
+    AnyEngine = EngineConfig
+else:
+    AnyAlgorithm = ALGORITHMS.key
+    AnyEngine = ENGINES.key
+
+
+# The configuration of a run. `{run}` in a path is the run's directory.
+
+
+class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training questions: `train`, or a weighted `mix`."""
+
+    train: Annotated[
+        str | list[str],
+        Meta(
+            description="training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
+            "file, a folder, a pattern, or a list of them, shuffled together",
+            extra=ESSENTIAL | ROWS,
+        ),
+    ] = ""
+    mix: Annotated[
+        list[MixPart],
+        Meta(description="files mixed by weight, [[data.mix]], instead of data.train"),
+    ] = field(default_factory=list)
+    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+    curriculum: Annotated[
+        CurriculumConfig | None,
+        Meta(description="draw questions by their success rate instead of in epochs"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if bool(self.train) == bool(self.mix):
+            raise ConfigError("data: set exactly one of data.train and [[data.mix]]")
+        if self.mix and self.max_samples:
+            raise ConfigError(
+                "data.max_samples: applies to data.train; set it in the parts of data.mix"
+            )
+
+
+# Environments, optionally per row, with their interpreter, search and grader.
+
+# tables of a run and of a variant, passed to environments that take such a keyword
+PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
+SearchTable = Annotated[SearchConfig | None, Meta(description="search and web pages")]
+GraderTable = Annotated[GraderConfig | None, Meta(description="grading of answers")]
+TABLES = ("python", "search", "grader")
+
+_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
+_Kwargs = Annotated[dict[str, Any], Meta(description="keyword arguments of the environment class")]
+_Tools = Annotated[
+    list[ToolConfig],
+    Meta(description="tools of an episode, [[env.tools]]; empty: those of the environment"),
+]
+
+
+class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment with a name that rows can select. Its tables override those of the run."""
+
+    id: _Id
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+
+class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environment of rows that select none. `kwargs` and `tools` apply only to it; a row with
+    another id gets that environment as registered."""
+
+    id: _Id
+    module: Annotated[
+        str,
+        Meta(
+            description="module to import first, which registers custom environments",
+            extra=ESSENTIAL,
+        ),
+    ] = "agentenv.envs"
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    variants: Annotated[
+        dict[str, EnvVariant],
+        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
+    ] = field(default_factory=dict)
+    workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="processes for CPU-bound environments; 0: environments live in the process "
+            "of their rollouts",
+        ),
+    ] = 0
+
+
+# Sampling of the policy, and the queue between actors and learner.
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling of tokens."""
+
+    temperature: Annotated[float, Meta(ge=0, description="0: greedy; training uses 1")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
+    min_p: Annotated[
+        float,
+        Meta(ge=0, le=1, description="minimum probability relative to the likeliest token; 0: off"),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, description="applies to tokens of prompt and output; 1: off")
+    ] = 1.0
+    stop: Annotated[
+        list[str],
+        Meta(
+            description="strings that end a turn, in addition to those of the renderer; they stay "
+            "in the text"
+        ),
+    ] = field(default_factory=list)
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="seed of token sampling; none: the seed of the run"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.top_k == 0:
+            raise ConfigError("sampling: top_k must be -1 (off) or at least 1")
+        if not all(self.stop):
+            raise ConfigError("sampling: stop contains an empty string")
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+# Keys that make the sampling distribution differ from the policy's.
+OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling of training, and of evaluation."""
+
+    train: Sampling = Sampling()
+    eval: Sampling = Sampling()
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for settings that change the distribution of training samples. Engines
+        report log-probs of the distribution that they sample from, but the learner computes those
+        of the policy: the importance ratios would be wrong, and undefined for truncated tokens."""
+        for name, off in OFF.items():
+            value = getattr(self.train, name)
+            if value != off:
+                raise ConfigError(
+                    f"sampling.train: training samples from the policy itself; {name} = {value} "
+                    "samples from a different distribution than the one whose log-probabilities "
+                    f"the learner computes, and nothing corrects for that: leave it at {off}, or "
+                    f"set sampling.eval.{name}"
+                )
+
+
+class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The queue between actors and learner."""
+
+    groups_per_step: Annotated[
+        int, Meta(ge=1, description="prompts (trees) that one update consumes", extra=ESSENTIAL)
+    ] = 16
+    max_staleness: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="maximum number of policy versions between starting and training a tree",
+            extra=ESSENTIAL,
+        ),
+    ] = 1
+    equal_groups: Annotated[
+        Literal["count", "drop"] | None,
+        Meta(
+            description="zero-advantage groups (all returns equal): count them in the means over a "
+            "mini-batch and in the number of optimizer steps, as the papers and verl do, or drop "
+            "them; default count, with refill they are replaced"
+        ),
+    ] = None
+    refill: Annotated[
+        bool,
+        Meta(description="replace zero-advantage trees by later ones (DAPO)"),
+    ] = False
+    max_rollouts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="trees in flight; 0: as many as max_staleness allows, which is "
+            "groups_per_step x (max_staleness + 1)",
+        ),
+    ] = 0
+
+
+# The phases of a run: cold start, updates, the self-critic between them, evaluations.
+
+
+class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Length of the training: either `num_steps` or `num_epochs`."""
+
+    num_steps: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
+    ] = None
+    num_epochs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="passes over the training questions", extra=ESSENTIAL),
+    ] = None
+    stop_at: Annotated[
+        float | None,
+        Meta(description="end the run earlier, once checkpoint.best_metric has reached this value"),
+    ] = None
+    max_logprob_gap: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="warn when the log-probs of engine (or one of its servers) and learner "
+            "differ by more than this on average, nats; empty: three times their gap under version "
+            "0, where both have the same weights, and at least 0.01; if that gap was not measured, "
+            "0.01, and 0.1 in bfloat16"
+        ),
+    ] = None
+    stop_logprob_gap: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="end the run when they differ by more than this on average, nats: one of "
+            "them then computes a different model; a larger max_logprob_gap raises it; empty: 0.1, "
+            "and 0.3 in bfloat16, or six times the gap under version 0 if that is larger"
+        ),
+    ] = None
+    max_untrained_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="end the run after this many consecutive steps in which no tree had a "
+            "signal, since all failed, were masked or had equal returns (also counted ones); 0: "
+            "never",
+        ),
+    ] = 10
+
+    def __post_init__(self) -> None:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            hint = "; train.num_epochs=none on the command line removes the one of the file"
+            raise ConfigError(
+                "train: set exactly one of train.num_steps and train.num_epochs"
+                f"{'' if self.num_steps is None else hint}"
+            )
+
+    def count_steps(self, num_tasks: int, groups_per_step: int) -> int:
+        """Updates of a run; from `num_epochs`, the last incomplete one is dropped."""
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.num_epochs is not None
+        num_steps = int(self.num_epochs * num_tasks) // groups_per_step
+        if num_steps < 1:
+            raise ConfigError(
+                f"train.num_epochs = {self.num_epochs} of {num_tasks} questions are less than one "
+                f"step of queue.groups_per_step = {groups_per_step}"
+            )
+        return num_steps
+
+
+class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named evaluation set."""
+
+    path: Annotated[
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them",
+            extra=ESSENTIAL | ROWS,
+        ),
+    ]
+    every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="steps between evaluations; 0: only before and after the phases",
+            extra=ESSENTIAL,
+        ),
+    ] = 0
+    phases: Annotated[
+        bool, Meta(description="evaluate before the cold start, after it, and at the end")
+    ] = True
+    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
+    num_samples: Annotated[
+        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
+    ] = 1
+
+
+class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation during the run."""
+
+    sets: Annotated[
+        dict[str, EvalSet],
+        Meta(
+            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first "
+            "one"
+        ),
+    ] = field(default_factory=dict)
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap"),
+    ] = 7200.0
+    engine: Annotated[
+        AnyEngine | None,
+        Meta(
+            description="separate engine on which evaluations overlap the training; none: the "
+            "policy's engine, and updates wait for evaluations"
+        ),
+    ] = None
+
+    def with_sources_of(self, data: DataConfig) -> EvalConfig:
+        """A copy in which sets from packages of verifiers take interpreter and folder from those of
+        the training rows (and arguments, if the packages are the same), unless the set's `source`
+        has them."""
+        trained, sets = _packages(data.train), dict(self.sets)
+        for name, one in self.sets.items():
+            if trained and (evaluated := _packages(one.path)):
+                is_same = evaluated == trained
+                keys = ("python", "folder", "args") if is_same else ("python", "folder")
+                given = {key: data.source[key] for key in keys if key in data.source}
+                sets[name] = replace(one, source={**given, **one.source})
+        return replace(self, sets=sets)
+
+
+def _packages(paths: str | list[str]) -> set[str]:
+    """The paths that name packages of verifiers."""
+    listed = [paths] if isinstance(paths, str) else paths
+    return {path for path in listed if path.startswith("verifiers:")}
+
+
+MAX_TRAJECTORY_BYTES = 500e6  # size limit of RUN/trajectories
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records besides the metrics."""
+
+    trajectories: Annotated[
+        bool, Meta(description="write every trajectory of each training step as JSONL")
+    ] = True
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="minimum level of messages in run.log"),
+    ] = "warning"
+
+
+class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All keys of `agentenv train`."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    env: EnvConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    prompt: PromptConfig = PromptConfig()
+    renderer: Annotated[TagsConfig | NativeConfig, Meta(extra=ESSENTIAL)] = TagsConfig()
+    limits: Limits = Limits()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="other models by name, [roles.judge]"),
+    ] = field(default_factory=dict)
+    algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
+    queue: QueueConfig = QueueConfig()
+    cluster: Annotated[
+        ClusterConfig, Meta(description="where rollouts run, by kind (docs/clusters.md)")
+    ] = LocalCluster()
+    learner: LearnerConfig = LearnerConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    sft: SFTConfig | None = None
+    train: TrainingConfig
+    self_critic: Annotated[
+        SelfCriticConfig | None, Meta(description="DPO on the policy's own answers between updates")
+    ] = None
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    archive: ArchiveConfig = ArchiveConfig()
+    log: LogConfig = LogConfig()
+    monitor: RolloutMonitorConfig = RolloutMonitorConfig()
+
+    def __post_init__(self) -> None:
+        if getattr(self.algorithm, "compat", "none") == "reference":
+            from agentenv.reference.algorithms import released
+
+            force_setattr(self, "algorithm", released(self.algorithm))
+        force_setattr(self, "eval", self.eval.with_sources_of(self.data))
+        check_reachable(self.cluster, self.engine, self.roles)
+        if self.refills and self.queue.equal_groups == "count":
+            key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
+            raise ConfigError(
+                f'queue.equal_groups = "count": {key} replaces groups of equal returns by later '
+                "ones, so that none is left to count; remove one of the two"
+            )
+        given = (("sft", self.sft), ("self_critic", self.self_critic))
+        parts = {key: part.optimizer for key, part in given if part is not None}
+        muon = any(one.optimizer == "muon_adamw" for one in parts.values())
+        if muon and self.learner.zero_stage == "auto":
+            force_setattr(self, "learner", replace(self.learner, zero_stage=0))
+        for key, optimizer in parts.items():
+            self.learner.check_optimizer(optimizer, f"{key}.optimizer.optimizer")
+
+    @property
+    def algorithm_name(self) -> str:
+        return str(self.algorithm.__struct_config__.tag)
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups with equal returns are replaced by later ones."""
+        return self.queue.refill or self.algorithm.refills
+
+    @property
+    def counts_equal_groups(self) -> bool:
+        """Whether groups with equal returns count in the means over a mini-batch."""
+        return not self.refills and self.queue.equal_groups != "drop"
+
+    @property
+    def size_of_update(self) -> str:
+        """Prompts, trajectories and optimizer steps of an update, as text."""
+        groups, size = self.queue.groups_per_step, self.algorithm.group_size
+        steps = groups // self.learner.groups_per_minibatch * self.learner.num_epochs_per_batch
+        at_most = "" if self.refills or self.counts_equal_groups else "up to "
+        return (
+            f"{groups} prompts x {size} = {groups * size} trajectories in {at_most}{steps} "
+            "optimizer steps"
+        )
+
+    @property
+    def dropped_terms(self) -> str:
+        """A warning if terms of the loss exclude groups with equal returns; else empty."""
+        terms = {
+            "algorithm.kl_loss": self.algorithm.kl_loss,
+            "algorithm.kl_reward": self.algorithm.kl_reward,
+            "algorithm.entropy_bonus": self.algorithm.entropy_bonus,
+            "algorithm.entropy_advantage": getattr(self.algorithm, "entropy_advantage", 0),
+        }
+        names = [name for name, value in terms.items() if value]
+        if self.refills or self.counts_equal_groups or not names:
+            return ""
+        return (
+            f'queue.equal_groups = "drop" excludes groups of equal returns from '
+            f'{" and ".join(names)} too, unlike the papers; "count" does not'
+        )

@@ -1,0 +1,441 @@
+"""The parts of a command: model, tokenizer, renderer, roles, environments, questions.
+
+train, evaluate, sft, dpo and synthesize each have a subclass of Assembly. The checks
+(`assembly/parts/checks.py`) build the parts in an order that finds mistakes early.
+
+    model -> tokenizer -> renderer --------------------------------+
+    rows of the questions --------------------------+              |
+    servers of roles -> settings of the sets -> environments -> questions that fit -> engine
+
+The set-up of a new run (run.setup) runs before the first part that needs its output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from msgspec import Struct
+
+import agentenv.contract.env
+from agentenv.assembly.keys.cluster import FOLDER
+from agentenv.assembly.keys.rl import (
+    DataConfig,
+    EnvConfig,
+    Sampling,
+    TrainConfig,
+)
+from agentenv.assembly.parts.environments import (
+    EnvMaker,
+    EnvProcesses,
+    EnvSettings,
+    Resolve,
+    try_env,
+)
+from agentenv.assembly.run.arguments import RunConfig
+from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
+from agentenv.base.config import RUN, Reporter, resolver
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
+from agentenv.base.offload import in_thread
+from agentenv.base.registry import loaded
+from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.contract.env import Env, close_shared
+from agentenv.contract.server_config import RoleConfig
+from agentenv.data.dataset import TaskMix, load_mix, load_tasks
+from agentenv.data.rows import RowsConfig
+from agentenv.text.native import NativeConfig, NativeRenderer
+from agentenv.text.prompt import PromptConfig
+from agentenv.text.prompt_fitting import PromptFitter
+from agentenv.text.renderer import Renderer, TagRenderer, TagsConfig
+
+P = TypeVar("P")
+A = TypeVar("A", bound="Assembly[Any]")
+
+
+def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any, P]]:
+    """A method that builds a part at its first call and then always returns the same part."""
+    name = build.__name__
+
+    @functools.wraps(build)
+    async def part(self: A) -> P:
+        if name not in self.built:
+            # Concurrent callers wait; the lock is per class, since a subclass calls super().
+            async with self.building[build.__qualname__]:
+                if name not in self.built:
+                    self.built[name] = await build(self)
+        found: P = self.built[name]
+        return found
+
+    return part
+
+
+class HasRenderer(Protocol):
+    """A configuration with a renderer, as every command with an Assembly has."""
+
+    @property
+    def renderer(self) -> TagsConfig | NativeConfig: ...
+
+
+class HasRoles(HasRenderer, Protocol):
+    """A configuration with auxiliary models, as every command with rollouts has."""
+
+    @property
+    def roles(self) -> Mapping[str, RoleConfig]: ...
+
+
+C = TypeVar("C", bound=HasRenderer)
+WithRoles = TypeVar("WithRoles", bound=HasRoles)
+
+
+class Assembly(Generic[C]):
+    """Builds each part once, at its first use, after the parts that it depends on. The
+    configuration is never changed. `folder` replaces {run} in paths; `stack` closes the parts;
+    `checkpoint` is that of a resumed run.
+
+    All methods raise ConfigError or DataError for bad input.
+    """
+
+    has_weights = True  # whether the model's directory must contain weights
+
+    def __init__(
+        self,
+        config: C,
+        folder: Path,
+        stack: AsyncExitStack,
+        report: Reporter,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.stack = stack
+        self.report = report
+        self.checkpoint = checkpoint
+        self.ends = 0  # number of rows to read from each end of a data file; 0: all
+        self.built: dict[str, Any] = {}
+        self.building: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration."""
+        return resolver(self.folder)(text)
+
+    async def model(self) -> Path | None:
+        """Directory of model and tokenizer; None if an endpoint has them."""
+        raise NotImplementedError
+
+    @once
+    async def tokenizer(self) -> Any:
+        """The tokenizer; None if the engine takes messages instead of tokens."""
+        model = await self.model()
+        if model is None:
+            return None
+        return await in_thread(load_tokenizer, model, self.has_weights)
+
+    async def renderers(self) -> Mapping[str, Renderer]:
+        """The renderers of the command, by the name of the set."""
+        raise NotImplementedError
+
+    async def renderer(self, prompt: PromptConfig) -> Renderer:
+        """The renderer for the prompt settings `prompt`."""
+        model = await self.model()
+        assert model is not None
+        return make_renderer(self.config.renderer, prompt, await self.tokenizer(), model)
+
+    @property
+    def run(self) -> RunConfig:
+        """The table [run]; the defaults for a command without one."""
+        found = getattr(self.config, "run", None)
+        return found if isinstance(found, RunConfig) else RunConfig()
+
+    def makes(self, paths: object) -> bool:
+        """Whether the set-up of a new run creates these paths, or tables with paths: whether they
+        contain {run}."""
+        return bool(self.run.setup) and self.checkpoint is None and RUN in str(paths)
+
+    @once
+    async def set_up(self) -> None:
+        """Run the set-up of a new run."""
+        if self.run.setup and self.checkpoint is None:
+            setup = load_function(self.run.setup, "run.setup")
+            message = await in_thread(setup, self.folder, self.run.seed)
+            if isinstance(message, str):
+                self.report(message)
+
+    async def own_model(self, path: str) -> Path:
+        """The checkpoint or model directory at `path`, which the set-up may create."""
+        if self.makes(path):
+            await self.set_up()
+        found = find_checkpoint(self.resolve(path))
+        try:
+            check_model_directory(found)
+        except DataError as error:
+            raise DataError(f"model.path: {error}") from error
+        return found
+
+
+class SetConfig(Struct, frozen=True):
+    """A set of questions with its rollout settings, for all commands. `key`: prefix of the set's
+    keys in messages. `rows`: how to read its rows."""
+
+    key: str
+    rows: RowsConfig
+    env: EnvConfig
+    prompt: PromptConfig
+    limits: Limits
+    sampling: Sampling
+    num_samples: int = 1
+    python: Any = None
+    search: Any = None
+    grader: Any = None
+
+
+TRAINED = "data"  # the set of the training questions
+TRAINING, EVALUATING = "train", "eval"  # uses of an actor
+
+
+def training_set(config: TrainConfig) -> SetConfig:
+    """The training questions of a run, with their rollout settings."""
+    return SetConfig(
+        TRAINED,
+        config.data,
+        env=config.env,
+        prompt=config.prompt,
+        limits=config.limits,
+        sampling=config.sampling.train,
+        python=config.python,
+        search=config.search,
+        grader=config.grader,
+    )
+
+
+def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
+    """The seed of all randomness in an actor's rollouts."""
+    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
+
+
+class Questions(NamedTuple):
+    """A set, ready for rollouts."""
+
+    config: SetConfig
+    tasks: Sequence[Task]
+    make_env: EnvMaker
+    renderer: Renderer
+
+
+class RolloutAssembly(Assembly[WithRoles]):
+    """The parts of a command with rollouts of `sets` of questions. Servers of roles write their
+    logs to `folder`."""
+
+    is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
+
+    def __init__(
+        self,
+        config: WithRoles,
+        folder: Path,
+        stack: AsyncExitStack,
+        report: Reporter,
+        checkpoint: Path | None = None,
+        *,
+        sets: Mapping[str, SetConfig],
+    ) -> None:
+        super().__init__(config, folder, stack, report, checkpoint)
+        self.sets = sets
+        self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
+        self.servers = ServerFactory(folder, stack, report)
+        self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
+
+    @cached_property
+    def logs(self) -> Path:
+        """The folder of the logs of environment processes."""
+        return self.folder / FOLDER
+
+    async def contexts(self) -> Sequence[int]:
+        """The context length (tokens of prompt and response) of each engine, if known."""
+        raise NotImplementedError
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        """The tasks of a set."""
+        raise NotImplementedError
+
+    async def tasks_of(self, name: str) -> Sequence[Task]:
+        """The tasks of a set, including those with overlong prompts."""
+        if name not in self.read:
+            if self.makes(self.sets[name].rows):
+                await self.set_up()
+            self.read[name] = await self.read_rows(self.sets[name])
+        return self.read[name]
+
+    async def tasks(self) -> dict[str, Sequence[Task]]:
+        """The tasks of every set, by name."""
+        return {name: await self.tasks_of(name) for name in self.sets}
+
+    @once
+    async def urls(self) -> dict[str, str]:
+        """The URLs of roles by name; starts their servers, which may take long."""
+        self.stack.push_async_callback(close_shared)
+        return await start_servers(self.config.roles, self.resolve, self.servers)
+
+    @once
+    async def makers(self) -> dict[str, EnvMaker]:
+        """The environment maker of each set; sets with equal settings share one."""
+        urls = await self.urls()
+        found: dict[str, EnvMaker] = {}
+        known: list[tuple[EnvSettings, EnvMaker]] = []
+        for name, one in self.sets.items():
+            settings = EnvSettings.of(fill_roles(one, urls))
+            maker = next((maker for other, maker in known if other == settings), None)
+            if maker is None:
+                maker = EnvMaker.of(settings, self.resolve)
+                known.append((settings, maker))
+            found[name] = maker
+        return found
+
+    async def make_env(self, name: str) -> Callable[[Task], Env]:
+        """The function that makes the environments of a set's rollouts, in separate processes if
+        configured (env.workers)."""
+        maker, one = (await self.makers())[name], self.sets[name]
+        if not maker.config.workers:
+            return maker
+        for known, processes in self.processes:
+            if known is maker:
+                return processes.make
+        settings = EnvSettings.of(fill_roles(one, await self.urls()))
+        number = len(self.processes)
+        logs = self.logs / f"set-{number}" if number else self.logs
+        found = agentenv.contract.env.shared(
+            ("environments", str(logs)),
+            lambda: EnvProcesses(settings, self.folder, logs, self.report),
+        )
+        self.processes.append((maker, found))
+        await found.start()
+        return found.make
+
+    @once
+    async def shared(self) -> list[tuple[EnvMaker, dict[str, Sequence[Task]]]]:
+        """The environment makers, each with the tasks of its sets by name."""
+        tasks = await self.tasks()
+        groups: dict[int, tuple[EnvMaker, dict[str, Sequence[Task]]]] = {}
+        for name, maker in (await self.makers()).items():
+            groups.setdefault(id(maker), (maker, {}))[1][name] = tasks[name]
+        return list(groups.values())
+
+    @once
+    async def episodes(self) -> dict[str, tuple[list[Message], Info]]:
+        """Reset the environment of the first task of each set; returns messages and info."""
+        tasks, makers = await self.tasks(), await self.makers()
+        return {name: await try_env(makers[name], tasks[name][0]) for name in self.sets}
+
+    @once
+    async def renderers(self) -> Mapping[str, Renderer]:
+        return {name: await self.renderer(one.prompt) for name, one in self.sets.items()}
+
+    @once
+    async def questions(self) -> dict[str, Questions]:
+        """Every set, with the tasks whose prompts fit."""
+        tasks, makers, renderers = await self.tasks(), await self.makers(), await self.renderers()
+        found = {}
+        for name, one in self.sets.items():
+            renderer = renderers[name]
+            fitting = await fit_prompts(
+                tasks[name], one.rows, makers[name], renderer, one.limits, self.report, one.key
+            )
+            found[name] = Questions(one, fitting, makers[name], renderer)
+        return found
+
+
+def make_renderer(
+    config: TagsConfig | NativeConfig, prompt: PromptConfig, tokenizer: Any, model: Path
+) -> Renderer:
+    """The configured renderer. Raises ConfigError for an unsuitable chat template."""
+    eos_ids = read_eos_ids(model, tokenizer)
+    if isinstance(config, NativeConfig):
+        return NativeRenderer(tokenizer, config, prompt, eos_ids)
+    return TagRenderer(tokenizer, prompt, eos_ids, config.tools_in_prompt)
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """The function named by 'module:function'. Raises ConfigError with the key."""
+    try:
+        function = loaded(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {path!r} cannot be loaded: {error}") from error
+    if not inspect.isroutine(function):
+        raise ConfigError(f"{key}: {path!r} is not a function")
+    return function
+
+
+# The rows of questions.
+
+
+async def load_training(
+    config: DataConfig, env_id: str, resolve: Resolve, report: Reporter, ends: int = 0
+) -> Sequence[Task]:
+    """The training questions: those of data.train, or the weighted parts of data.mix."""
+    if config.mix:
+        return await in_thread(
+            load_mix,
+            config.mix,
+            env_id,
+            config,
+            resolve,
+            ends=ends,
+            report=prefixed(report, "data"),
+        )
+    number = config.max_samples
+    return await load_set(config.train, env_id, config, resolve, report, "data", number, ends)
+
+
+async def load_set(
+    paths: str | list[str],
+    env_id: str,
+    rows: RowsConfig,
+    resolve: Resolve,
+    report: Reporter,
+    key: str,
+    max_samples: int = 0,
+    ends: int = 0,
+) -> list[Task]:
+    """The questions of one set. `key`: prefix of its keys in messages. `ends`: number of rows to
+    read from each end of a file; 0: all."""
+    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return await in_thread(
+        load_tasks,
+        found,
+        env_id,
+        rows,
+        max_samples=max_samples,
+        ends=ends,
+        report=prefixed(report, key),
+        held_out=not isinstance(rows, DataConfig),
+        key=key,
+    )
+
+
+async def fit_prompts(
+    tasks: Sequence[Task],
+    rows: RowsConfig,
+    make_env: EnvMaker,
+    renderer: Renderer,
+    limits: Limits,
+    report: Reporter,
+    key: str,
+) -> Sequence[Task]:
+    """The tasks whose prompts fit; the parts of a mix stay separate."""
+    overlong = f"{key}.overlong_prompt"
+    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, report)
+    if isinstance(tasks, TaskMix):
+        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
+    return await fitter.fit(tasks)
+
+
+def prefixed(report: Reporter, key: str) -> Reporter:
+    """`report` with `key` before each text."""
+    return lambda text: report(f"{key}: {text}")

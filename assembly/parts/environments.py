@@ -1,0 +1,398 @@
+"""The environment of each question, in this process or in separate ones.
+
+Missing, invalid or unused parts of a configuration are rejected before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+import agentenv.contract.env
+from agentenv.assembly.keys.rl import (
+    TABLES,
+    EnvConfig,
+    EnvVariant,
+    GraderTable,
+    PythonTable,
+    SearchTable,
+)
+from agentenv.assembly.serving.gpus import encodes_on_gpu
+from agentenv.base.config import Reporter, build_config, substituted, to_plain
+from agentenv.base.errors import ConfigError, CrashError, at_start
+from agentenv.base.registry import decode_part, loaded
+from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.cluster.envs import EnvWorkers, WorkerEnv
+from agentenv.contract.env import Env, check_observation, check_reset, check_step
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import ChosenTool, load_tools
+from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
+from agentenv.processes.supervisor import Supervisor
+from agentenv.processes.worker_group import WorkerSpec
+from agentenv.text.prompt import PromptConfig, load_instruction
+
+logger = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Path]
+Tables = Mapping[str, msgspec.Struct | None]
+
+
+class Recipe(NamedTuple):
+    """How to construct the environment of some rows. `read`: the tables of the run that it uses."""
+
+    env_id: str
+    kwargs: dict[str, Any]
+    tools: Sequence[ChosenTool]
+    read: frozenset[str]
+
+
+class EnvMaker:
+    """Makes the env of a task: a variant, `env.id`, or another registered id in its row.
+
+    `tables`: the run's [python], [search] and [grader], passed to environments with such a keyword.
+    `resolve` replaces "{run}" in texts by the run's directory.
+    """
+
+    def __init__(
+        self,
+        config: EnvConfig,
+        tables: Tables,
+        resolve: Resolve,
+        limits: Limits,
+        prompt: PromptConfig,
+    ) -> None:
+        import_envs(config.module)
+        self.config = config
+        self._tables = tables
+        self._resolve = resolve
+        self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
+        self._needs_tool_env = bool(self._answers_excess or prompt.template)
+        self._settings: dict[str, Any] = {
+            "on_limit": limits.on_limit,
+            "outage_s": limits.outage_s,
+            "max_tool_calls": limits.max_tool_calls if self._answers_excess else None,
+            "instruction": load_instruction(prompt, resolve),
+        }
+        own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
+        self._recipes = {
+            name: self._recipe(
+                variant, f"env.variants.{name}" if name in config.variants else "env"
+            )
+            for name, variant in {**own, **config.variants}.items()
+        }
+
+    @classmethod
+    def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
+        """The maker for a configuration with env, limits, prompt and tables, such as a set's."""
+        return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
+
+    def __call__(self, task: Task) -> Env:
+        """A new env for one episode. Raises ConfigError."""
+        recipe = self._recipe_of(task.env_id)
+        env = agentenv.contract.env.make(recipe.env_id, task, **recipe.kwargs)
+        configure = getattr(env, "configure", None)
+        if configure is not None:
+            configure(tools=recipe.tools, **self._settings)
+        elif self._needs_tool_env or recipe.tools:
+            raise ConfigError(
+                "env.tools, prompt.template and limits.on_limit = 'result' require a ToolEnv; "
+                f"{recipe.env_id} is not one"
+            )
+        return env
+
+    async def check_machine(self) -> None:
+        """Raises ConfigError if this machine lacks a requirement of an environment."""
+        for recipe in self._recipes.values():
+            factory = agentenv.contract.env.spec(recipe.env_id).load()
+            check = getattr(factory, "check_machine", None)
+            if check is not None:
+                await check(**recipe.kwargs)
+
+    def check_known(self, env_id: str, key: str) -> None:
+        """Raises ConfigError with `key` unless the env or variant exists."""
+        if env_id not in self._recipes:
+            known = sorted(self.config.variants)
+            self._spec(env_id, key, f"; env.variants are {known}" if known else "")
+
+    def check_read(
+        self,
+        tasks: Iterable[Task],
+        *,
+        all_rows: bool = False,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """Raises ConfigError for an unknown environment, and for an unused table, except those in
+        `elsewhere`. If the tasks are `all_rows` of a run, also for keys of an unused
+        environment."""
+        used = self._used(tasks)
+        recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
+        for name, table in self._tables.items():
+            if table is None or name in elsewhere:
+                continue
+            if not any(name in recipe.read for recipe in recipes):
+                ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
+                raise ConfigError(
+                    f"[{name}]: not used by {ids}; remove the table, or give the environment's "
+                    f"constructor a keyword {name!r} (docs/own-parts.md)"
+                )
+        if not all_rows:
+            return
+        for name in self.config.variants:
+            if name not in used:
+                raise ConfigError(
+                    f"env.variants.{name}: no row selects it; rows select {sorted(used)}"
+                )
+        if (self.config.kwargs or self.config.tools) and self.config.id not in used:
+            raise ConfigError(
+                f"env.kwargs, env.tools: no row uses {self.config.id}; rows use {sorted(used)}"
+            )
+
+    def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
+        """The tables that the environments of the tasks, and all variants, read. Raises ConfigError
+        for an unknown environment."""
+        recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
+        return frozenset(name for recipe in recipes for name in recipe.read)
+
+    # inner workings
+
+    def _used(self, tasks: Iterable[Task]) -> set[str]:
+        """The environment ids of the tasks. Raises ConfigError for an unknown one."""
+        used = {task.env_id: task.id for task in reversed(list(tasks))}
+        for env_id, task_id in used.items():
+            self.check_known(env_id, f"task {task_id}")
+        return set(used)
+
+    def _recipe_of(self, env_id: str) -> Recipe:
+        if env_id not in self._recipes:
+            self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
+        return self._recipes[env_id]
+
+    def _spec(self, env_id: str, key: str, hint: str = "") -> agentenv.contract.env.EnvSpec:
+        """The registered spec of an environment. Raises ConfigError with `key` and `hint`."""
+        try:
+            return agentenv.contract.env.spec(env_id)
+        except ConfigError as error:
+            module = self.config.module
+            own = f"; env.module = {module!r} does not register that id"
+            if module == "agentenv.envs":
+                own = "; to register a custom one, set env.module"
+            raise ConfigError(f"{key}: {error}{hint}{own}") from error
+
+    def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
+        spec = self._spec(variant.id, f"{key}.id")
+        try:
+            factory = spec.load()
+        except ConfigError as error:
+            raise ConfigError(f"{key}.id: {error}") from error
+        keywords = _keywords(factory)
+        kwargs = substituted(variant.kwargs, self._resolve)
+        read = set()
+        for name in TABLES:
+            own, table = getattr(variant, name), self._tables.get(name)
+            if own is not None and not _takes(keywords, name):
+                raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
+            if not _takes(keywords, name) or (own is None and table is None):
+                continue
+            if name in kwargs:
+                raise ConfigError(
+                    f"{key}.kwargs.{name} and the table {name!r}: set only one of them"
+                )
+            read.add(name)
+            kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+        _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
+        tools = load_tools(variant.tools, self._resolve)
+        return Recipe(variant.id, kwargs, tools, frozenset(read))
+
+
+def tables_of(config: Any) -> Tables:
+    """The tables [python], [search] and [grader] of a configuration."""
+    return {name: getattr(config, name) for name in TABLES}
+
+
+def import_envs(module: str) -> None:
+    """Import the built-in environments, and the module that registers the user's."""
+    importlib.import_module("agentenv.envs")
+    try:
+        loaded(module)
+    except ConfigError as error:
+        raise ConfigError(f"env.module: {module!r} cannot be imported: {error}") from error
+
+
+async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
+    """Make and reset one env, to find missing requirements before the run starts; returns the
+    first messages and the info."""
+
+    async def start() -> tuple[list[Message], Info]:
+        env = make_env(task)
+        try:
+            return check_reset(await env.reset(seed=0))
+        finally:
+            await env.close()
+
+    return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
+
+
+HELD_S = 300.0  # minimum time after which a process that an environment blocks is killed
+PROBE_S = 10.0  # deadline of the probe; slower environments are not checked
+PROBE = Message("assistant", "Which one?")
+
+
+async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]:
+    """The answer of an environment with a custom `step` to a turn without a call; empty if it ends
+    the episode or raises, which may be intended. Raises ConfigError for an invalid answer."""
+    env = make_env(task)
+    if getattr(type(env), "step", None) is ToolEnv.step:  # always ends the episode
+        return []
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await env.reset(seed=0)
+            outcome = await env.step(PROBE)
+    except Exception as error:
+        logger.info("%s: a turn without a tool call raised %r", task.env_id, error)
+        return []
+    finally:
+        await env.close()
+    try:
+        messages, _, terminated, truncated, _ = check_step(outcome)
+        if terminated or truncated:
+            return []
+        check_observation(messages)
+    except CrashError as error:
+        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
+    return messages
+
+
+async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
+    """Check the grader of each environment with the golds of three rows; skip environments without
+    an attribute `grader`. Raises ConfigError."""
+    rows: dict[str, list[Task]] = {}
+    for task in tasks:
+        kept = rows.setdefault(task.env_id, [])
+        if len(kept) < NUM_CHECKED_ROWS:
+            kept.append(task)
+    for own in rows.values():
+        env = make_env(own[0])
+        try:
+            grader = getattr(env, "grader", None)
+            if grader is not None:
+                await check_grader(grader, own)
+        finally:
+            await env.close()
+
+
+def _keywords(factory: Any) -> set[str]:
+    """The keywords that a class or function accepts; includes "**" if it accepts any."""
+    parameters = inspect.signature(factory).parameters.values()
+    named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+    return named if len(named) == len(parameters) else {*named, "**"}
+
+
+def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keywords of the variant that the factory does not accept, and for
+    required keywords that `given`, all keywords, lacks."""
+    keywords = _keywords(factory)
+    _, *parameters = inspect.signature(factory).parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    known = [one.name for one in named]
+    for name in variant.kwargs:
+        if not _takes(keywords, name):
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"it has {', '.join(known)}" if known else "it has no keyword arguments"
+            hint = f"did you mean {near[0]}?" if near else f"{takes}; remove this one"
+            raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
+    for one in named:
+        if one.default is one.empty and one.name not in given:
+            raise ConfigError(f"{key}.{one.name}: missing; {variant.id} requires it")
+
+
+def _takes(keywords: set[str], name: str) -> bool:
+    return name in keywords or "**" in keywords
+
+
+def _resolved(table: Any, resolve: Resolve) -> Any:
+    plain = substituted(msgspec.to_builtins(table), resolve)
+    return msgspec.convert(plain, type(table), dec_hook=decode_part)
+
+
+# Environments in separate processes (`env.workers`), for CPU-bound environments. A process makes
+# them from the host's configuration; the host has proxies (agentenv/cluster/envs.py).
+
+START_TIMEOUT_S = 300.0
+MAX_RESTARTS = 5  # consecutive, of a process that answered no request
+
+
+class EnvSettings(Struct, frozen=True, kw_only=True):
+    """The part of a configuration that environments depend on."""
+
+    env: EnvConfig
+    limits: Limits
+    prompt: PromptConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+    @classmethod
+    def of(cls, config: Any) -> EnvSettings:
+        """The settings in a configuration that has all these keys, such as a set's."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
+class EnvSetup(Struct, array_like=True, frozen=True):
+    """The setup of a process: `EnvSettings` as plain data, and the run's folder."""
+
+    settings: dict[str, Any]
+    folder: str
+
+
+read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
+
+
+def env_settings(setup: EnvSetup) -> EnvSettings:
+    """The configuration in a setup. Raises ConfigError."""
+    return build_config(EnvSettings, setup.settings, "the host")
+
+
+class EnvProcesses:
+    """The processes of one configuration of environments, with logs in `logs`. A shared resource
+    (agentenv/contract/env.py): its counters are reported with those of this process."""
+
+    def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Reporter) -> None:
+        self._workers = EnvWorkers(held_s=max(HELD_S, settings.limits.env_timeout_s), report=report)
+        setup = EnvSetup(to_plain(settings), str(folder.absolute()))
+        spec = WorkerSpec(
+            "agentenv.training.workers.env_worker",
+            "env-worker",
+            "environment process",
+            settings.env.workers,
+            START_TIMEOUT_S,
+            MAX_RESTARTS,
+            sees_gpus=encodes_on_gpu(settings),
+        )
+        self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
+
+    async def start(self) -> None:
+        """Start all processes and wait until they are ready. Raises WorkerError, and errors of the
+        processes."""
+        await self._supervisor.start()
+
+    def make(self, task: Task) -> WorkerEnv:
+        """An env of the task, in one of the processes."""
+        return self._workers.make(task)
+
+    def stats(self) -> dict[str, float]:
+        """The counters of the environments."""
+        return self._workers.stats()
+
+    async def close(self) -> None:
+        """Stop the processes; idempotent."""
+        await self._supervisor.close()

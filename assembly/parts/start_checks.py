@@ -1,0 +1,465 @@
+"""The checks of every start, in the order of the list in `checks.py`: configuration, files, model
+and parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from msgspec import inspect as mi
+
+from agentenv.assembly.keys.evaluation import EvaluateConfig
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import (
+    Assembly,
+    RolloutAssembly,
+    load_function,
+    prefixed,
+)
+from agentenv.assembly.parts.environments import (
+    EnvMaker,
+    EnvSettings,
+    check_graders,
+    tables_of,
+    try_env,
+    try_turn,
+)
+from agentenv.assembly.run.arguments import ModelConfig
+from agentenv.assembly.run.rundir import check_writable
+from agentenv.assembly.serving.server_command import find_python
+from agentenv.assembly.serving.servers import check_roles
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import (
+    HubKind,
+    check_turn_end,
+    fetch_from_hub,
+    num_positions,
+    read_model_config,
+)
+from agentenv.base.offload import in_thread
+from agentenv.base.registry import marks_of, type_info
+from agentenv.contract.engine import EngineConfig, check_context
+from agentenv.contract.server_config import LaunchConfig
+from agentenv.data.data_files import is_generated
+from agentenv.envs.grading.keys import grader_config
+from agentenv.learners.algorithms.credit import advantages_of
+from agentenv.learners.learner import LearnerConfig
+from agentenv.text.native import NativeConfig, NativeRenderer
+from agentenv.text.renderer import TagRenderer
+
+
+def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
+    """(key, value, kind) of each key that may name a model or dataset on the hub."""
+    model = getattr(config, "model", None)
+    if isinstance(model, ModelConfig):
+        yield "model.path", model.path, "model"
+    for name, role in getattr(config, "roles", {}).items():
+        yield f"roles.{name}.model", role.model, "model"
+    if not dataset_registry(config):
+        for key, path, is_rows in paths_of(config):
+            if is_rows or key in ("data.train", "data.eval"):
+                yield key, path, "dataset"
+
+
+def dataset_registry(config: Any) -> str:
+    """The file that maps dataset names in data.train to files; "" if data.train has paths."""
+    return getattr(getattr(config, "data", None), "dataset_info", "")
+
+
+# The configuration.
+
+
+async def sizes(assembly: Assembly[TrainConfig]) -> None:
+    """An update is a whole number of mini-batches."""
+    config = assembly.config
+    groups, part = config.queue.groups_per_step, config.learner.groups_per_minibatch
+    if groups % part:
+        default = " (its default)" if part == LearnerConfig().groups_per_minibatch else ""
+        fits = max(number for number in range(1, part + 1) if groups % number == 0)
+        raise ConfigError(
+            f"learner.groups_per_minibatch = {part}{default} does not divide queue.groups_per_step "
+            f"= {groups}; {fits} does"
+        )
+
+
+async def time_outs(assembly: Assembly[TrainConfig]) -> None:
+    """No deadline is longer than an enclosing one."""
+    problems = list(contradictions(assembly.config))
+    if problems:
+        raise ConfigError(
+            f"{' | '.join(problems)}; an outer deadline must be longer than the inner one"
+        )
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """A description of each pair of contradictory keys."""
+    limits = config.limits
+    whole = f"limits.max_seconds = {limits.max_seconds:g}"
+    if limits.seconds_of_tree < limits.max_seconds:
+        yield (
+            f"limits.max_tree_seconds = {limits.seconds_of_tree:g} ends trees before {whole} can "
+            "end a trajectory"
+        )
+    for key, seconds in _timeouts("", {name: getattr(config, name) for name in _OF_TOOLS}):
+        if seconds > limits.max_seconds:
+            yield f"{key} = {seconds:g} lets one call take longer than {whole}"
+    if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
+        yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
+
+
+_OF_TOOLS = ("python", "search", "grader", "env")
+
+
+def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every key `timeout_s` below these tables."""
+    if isinstance(value, Struct):
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    elif isinstance(value, list):
+        value = {str(number): one for number, one in enumerate(value)}
+    if not isinstance(value, dict):
+        return
+    for name, one in value.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name == "timeout_s" and isinstance(one, int | float):
+            yield key, float(one)
+        else:
+            yield from _timeouts(key, one)
+
+
+async def advantages(assembly: Assembly[TrainConfig]) -> None:
+    """The estimator returns an advantage for each return, also if all are equal."""
+    algorithm = assembly.config.algorithm
+    returns = np.arange(algorithm.group_size, dtype=np.float64) % 2
+    for group in (returns, np.ones_like(returns)):
+        advantages_of(algorithm.advantages, group)
+
+
+async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
+    """The renderer supports the tag protocol of the cold start's demonstrations."""
+    config = assembly.config
+    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+        raise ConfigError(
+            "renderer.name: the demonstrations of [sft] use the tag protocol; choose 'tags', or "
+            "remove [sft]"
+        )
+
+
+async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
+    """The set and the metric of checkpoint.best_metric exist."""
+    config = assembly.config
+    known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
+    name = metric.partition("/")[0]
+    if config.train.stop_at is not None and not metric:
+        raise ConfigError(
+            "train.stop_at is a value of checkpoint.best_metric, which is empty: set it, for "
+            f"instance to {known[0] if known else 'SET'}/success"
+        )
+    if name and name not in known:
+        raise ConfigError(
+            f"checkpoint.best_metric: unknown evaluation set {name!r}; known: {known}; "
+            "checkpoint.best_metric= on the command line keeps no best checkpoint"
+        )
+    if metric and metric.partition("/")[2] not in ("success", "reward"):
+        raise ConfigError(
+            f"checkpoint.best_metric: expected SET/success or SET/reward, got {metric!r}"
+        )
+
+
+async def adapter(assembly: Assembly[TrainConfig]) -> None:
+    """If the engine loads adapters, the learner trains one."""
+    config = assembly.config
+    if config.engine.new_weights == "adapter" and config.learner.lora is None:
+        raise ConfigError('engine.lora = "adapter" requires [learner.lora], which trains one')
+
+
+async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
+    """[assist] has a helper, and the limits let the refiner start."""
+    config = assembly.config
+    if config.assist is None:
+        return
+    if config.assist == type(config.assist)():
+        raise ConfigError(
+            "assist: no helper given; expected [assist.debugger], [assist.backtracer] or "
+            "[assist.refiner]"
+        )
+    refiner = config.assist.refiner
+    if refiner is None:
+        return
+    rooms = [one.limits.max_response_tokens for one in config.sets.values()]
+    if all(room <= refiner.min_response_tokens for room in rooms):
+        raise ConfigError(
+            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is unreachable: "
+            f"limits.max_response_tokens is {max(rooms)}; expected less than that"
+        )
+
+
+async def roles(assembly: Assembly[Any]) -> None:
+    """Every role has a known name, and is used."""
+    check_roles(assembly.config)
+
+
+# Files.
+
+
+async def disk(assembly: Assembly[Any]) -> None:
+    """The run's directory, or its closest existing parent, is writable."""
+    folder = assembly.folder.absolute()
+    check_writable(next(one for one in (folder, *folder.parents) if one.exists()))
+
+
+async def of_the_hub(assembly: Assembly[Any]) -> None:
+    """Models and datasets with an id of the hub are in its cache, or are fetched."""
+    for key, text, kind in hub_keys(assembly.config):
+        if assembly.checkpoint is not None and key == "model.path":
+            continue  # a resumed run has its weights
+        try:
+            await in_thread(fetch_from_hub, text, kind, prefixed(assembly.report, key))
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+
+
+class Absent(NamedTuple):
+    """A missing path of the configuration, and its key."""
+
+    key: str
+    path: str
+    rows: bool = False
+
+
+def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
+    """The missing paths of the configuration, except those that the set-up creates, names in a
+    registry of datasets, and the cold start's data in a resumed run."""
+    config = assembly.config
+    has_names = dataset_registry(config)
+    for key, path, is_rows in paths_of(config):
+        if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
+            continue
+        if has_names and key.startswith("data.") and key != "data.dataset_info":
+            continue
+        if not is_here(assembly.resolve(path).expanduser()):
+            yield Absent(key, path, is_rows)
+
+
+def is_here(path: Path) -> bool:
+    """Whether the file or folder exists, the pattern matches, or the rows are generated."""
+    return path.exists() or is_generated(path) or bool(glob(str(path), recursive=True))
+
+
+async def files(assembly: Assembly[Any]) -> None:
+    """Every path exists."""
+    for key, path, is_rows in absent_paths(assembly):
+        if is_rows:
+            raise DataError(f"{key}: {path}: no such dataset file")
+        raise ConfigError(f"{key}: {path}: no such file or folder")
+
+
+# Checks before the set-up of a run, which may take long.
+
+
+async def set_up(assembly: Assembly[Any]) -> None:
+    """run.setup is a function."""
+    if assembly.run.setup and assembly.checkpoint is None:
+        load_function(assembly.run.setup, "run.setup")
+
+
+async def environment_classes(assembly: RolloutAssembly[Any]) -> None:
+    """Every configured environment is registered, its class loads and accepts its keywords, its
+    tools load, and the keys of its grader are consistent."""
+    known: list[EnvSettings] = []
+    for one in assembly.sets.values():
+        if one.grader is not None and one.grader.kind and not one.grader.compat:
+            grader_config(one.grader)  # other kinds get defaults from the environment
+        settings = EnvSettings.of(one)
+        if settings not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(settings)
+            EnvMaker.of(settings, assembly.resolve)
+
+
+async def needs_of_environments(assembly: RolloutAssembly[Any]) -> None:
+    """This machine meets the requirements of the environments, such as a sandbox for programs."""
+    for one in assembly.sets.values():
+        if not assembly.makes((one.env.tools, one.prompt)):
+            await EnvMaker.of(one, assembly.resolve).check_machine()
+
+
+async def servers(assembly: RolloutAssembly[Any]) -> None:
+    """The programs of servers to start are installed; running servers respond."""
+    for name, launched, key in launched_servers(assembly.config):
+        find_python(name, launched, key)
+    for key, engine in engines_of(assembly.config):
+        await engine.check_reachable(key)
+
+
+def engines_of(config: TrainConfig | EvaluateConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """The engines of the policy, each with its key."""
+    yield "engine", config.engine
+    if isinstance(config, TrainConfig) and config.eval.engine is not None:
+        yield "eval.engine", config.eval.engine
+
+
+def launched_servers(
+    config: TrainConfig | EvaluateConfig,
+) -> Iterator[tuple[str, LaunchConfig, str]]:
+    """The servers that a command starts: kind of engine, configuration, key."""
+    for key, engine in engines_of(config):
+        if engine.launched is not None:
+            yield engine.kind, engine.launched, f"{key}.servers"
+    for name, role in config.roles.items():
+        if not role.url:
+            yield role.engine, role, f"roles.{name}"
+
+
+async def rows_here(assembly: RolloutAssembly[Any]) -> None:
+    """Rows that the set-up does not create can be read."""
+    for name, one in assembly.sets.items() if assembly.run.setup else ():
+        if not assembly.makes(one.rows):
+            await assembly.tasks_of(name)
+
+
+async def graders_here(assembly: RolloutAssembly[Any]) -> None:
+    """Environments that do not depend on the set-up start an episode and grade correct answers; if
+    that is all of them, every table is used."""
+    if not assembly.run.setup or assembly.config.roles:
+        return
+    here = {
+        name: one
+        for name, one in assembly.sets.items()
+        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
+    }
+    if len(here) == len(assembly.sets):
+        await environments(assembly)
+    for name, one in here.items():
+        await assembly.urls()  # without roles: only registers the close of shared resources
+        maker = EnvMaker.of(one, assembly.resolve)
+        tasks = await assembly.tasks_of(name)
+        await try_env(maker, tasks[0])
+        await check_graders(maker, tasks)
+
+
+# The model.
+
+
+async def context(assembly: RolloutAssembly[Any]) -> None:
+    """The context of each engine holds prompt and response of the longest episode."""
+    for length in await assembly.contexts():
+        for one in assembly.sets.values():
+            check_context(one.limits, length)
+
+
+async def turn_end(assembly: Assembly[Any]) -> None:
+    """The model has end-of-turn tokens, and the one of the chat template is among them."""
+    model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
+    if model is None or (isinstance(engine, EngineConfig) and not engine.capabilities.has_weights):
+        return  # an external server has its own files
+    for renderer in (await assembly.renderers()).values():
+        if isinstance(renderer, TagRenderer | NativeRenderer):
+            prompt = renderer.prompt_config
+            kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
+            await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
+
+
+async def room_for_weights(assembly: Any) -> None:
+    """There is space for new weights in transfer from the learner to the engine."""
+    found = await assembly.passage()
+    if found.message:
+        assembly.report(found.message)
+
+
+# The parts.
+
+
+async def environments(assembly: RolloutAssembly[Any]) -> None:
+    """Every environment exists, and every table is used."""
+    groups = await assembly.shared()
+    for maker, sets in groups:
+        for one in map(assembly.sets.__getitem__, sets):
+            for value, env_id in one.rows.env_by.items():
+                maker.check_known(env_id, f"{one.key}.env_by.{value}")
+    reads = [maker.reads(task for own in sets.values() for task in own) for maker, sets in groups]
+    anywhere = frozenset[str]().union(*reads)
+    for maker, sets in groups:
+        tasks = [task for own in sets.values() for task in own]
+        maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
+
+
+async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
+    """The renderer can express a call of each tool."""
+    episodes, renderers = await assembly.episodes(), await assembly.renderers()
+    for name, (_, info) in episodes.items():
+        one = assembly.sets[name]
+        try:
+            renderers[name].check_tools(info.get("tools", ()))
+        except ConfigError as error:
+            raise ConfigError(f"{one.env.id}: {error}") from error
+
+
+async def observations(assembly: RolloutAssembly[Any]) -> None:
+    """The renderer can express the answer of each environment to a turn without a call. This skips
+    environments in separate processes, whose steps could block this process."""
+    for maker, sets in await assembly.shared():
+        if maker.config.workers:
+            continue
+        tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
+        for task in tasks.values():
+            messages = await try_turn(maker, task)
+            has_user = any(message.role == "user" for message in messages)
+            if has_user and await assembly.model() is not None:  # may run the set-up
+                renderers = await assembly.renderers()
+                for name in sets:
+                    room = assembly.sets[name].limits.max_tool_result_tokens
+                    renderers[name].observation(messages, (), room)
+
+
+async def graders(assembly: RolloutAssembly[Any]) -> None:
+    """Each grader accepts the correct answers of three rows of each set."""
+    for maker, sets in await assembly.shared():
+        for tasks in sets.values():
+            await check_graders(maker, tasks)
+
+
+async def sequence_lengths(assembly: Any) -> None:
+    """The context of the model holds the longest sequence."""
+    model_dir = await assembly.model()
+    context, longest = num_positions(read_model_config(model_dir)), (await assembly.rows()).longest
+    if context and longest > context:
+        raise DataError(
+            f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "
+            f"tokens, but the context of {model_dir} is {context}; set data.max_length={context} "
+            f"to cut it"
+        )
+
+
+class PathKey(NamedTuple):
+    """A key with a file, folder or pattern as its value; `rows`: it contains rows of data."""
+
+    key: str
+    text: str
+    rows: bool
+
+
+def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
+    """Every path in a configuration, in the order of the keys; the paths of a list one by one."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from paths_of(value, f"{path}[{number}]")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from paths_of(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(config, Struct):
+        info = type_info(type(config))
+        assert isinstance(info, mi.StructType)
+        for field in info.fields:
+            name = field.encode_name
+            key, value = f"{path}.{name}" if path else name, getattr(config, field.name)
+            marks = marks_of(field.type)
+            if not marks.get("path"):
+                yield from paths_of(value, key)
+                continue
+            for text in [value] if isinstance(value, str) else value or ():
+                if text:
+                    yield PathKey(key, text, bool(marks.get("rows")))

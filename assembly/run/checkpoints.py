@@ -1,0 +1,437 @@
+"""The checkpoints of a run: listing, schedule, consistency of state and weights, and the last
+checkpoint at any end of the run.
+
+    async with saver.moving(): ...   advance weights and state to the next step together
+    await saver.save()               completes despite cancellations
+    await saver.finish()             the last checkpoint before the run ends; reports the outcome
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentenv.assembly.run.arguments import LATEST
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.deadline import uncancelled, within
+from agentenv.base.disk import (
+    DIR_KEY,
+    OLD,
+    PARTIAL,
+    explain,
+    make_folder,
+    replace_folder,
+    sync,
+    write_whole,
+)
+from agentenv.base.errors import AgentEnvError, ConfigError, DataError, LearnerError, StallError
+from agentenv.base.offload import in_thread
+
+if TYPE_CHECKING:
+    from agentenv.assembly.run.terminal import View
+    from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+
+STATE_FILE = "state.json"
+BEST = "best"
+CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
+REMOVED, SET_ASIDE = ".removed", "set-aside"
+STEP, COLD_START = "step", "sft"  # phase of a checkpoint
+
+
+class Checkpoints:
+    """The checkpoints of a run: written under a temporary name, renamed when complete, rotated.
+
+    step-000020           complete; only its state's record of evaluations may still change
+    step-000020.partial   in progress, or left by a crash; never read
+    best                  the best by `checkpoint.best_metric`; its weights are hard links
+    sft-000250            during the cold start, after 250 of its steps
+    set-aside/            checkpoints newer than the one from which the run was resumed
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int, phase: str = STEP) -> Path:
+        """The path of a checkpoint. `phase`: STEP (updates), or COLD_START."""
+        return self.folder / f"{phase}-{step:06d}"
+
+    def finished(self) -> list[Path]:
+        """Complete checkpoints of steps, oldest first."""
+        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # "sft-" sorts before "step-"
+        return [path for path in found if (path / STATE_FILE).is_file()]
+
+    def _exists(self, path: Path) -> bool:
+        return path in self.finished()
+
+    def begin(self, path: Path) -> Path:
+        """An empty folder in which to write the checkpoint `path`."""
+        partial = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        return partial
+
+    def complete(self, partial: Path) -> Path:
+        """Rename a written checkpoint to its final name, durably."""
+        path = partial.with_name(partial.name.removesuffix(PARTIAL))
+        replace_folder(partial, path)
+        return path
+
+    async def save(
+        self,
+        path: Path,
+        learner: DeepSpeedLearner,
+        state: msgspec.Struct,
+        keep_last: int,
+        needed: Collection[int] = (),
+    ) -> None:
+        """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
+        Then remove old checkpoints, see `prune`."""
+        if await in_thread(self._exists, path):
+            return
+        partial = await in_thread(self.begin, path)
+        try:
+            await learner.export(partial)
+            await learner.save(partial / "trainer")
+            await in_thread(save_state, partial, state)
+            await in_thread(self.complete, partial)
+        except BaseException:  # the disk may be full, and other files need the space
+            with suppress(StallError):
+                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
+            raise
+        await in_thread(self.prune, keep_last, needed)
+
+    def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
+        """Remove all checkpoints but the `keep_last` newest and the `needed` steps, and the
+        leftovers of crashes."""
+        for path in self.finished()[:-keep_last]:
+            if path not in map(self.path, needed):
+                path.rename(path.with_name(path.name + REMOVED))
+        for suffix in (PARTIAL, OLD, REMOVED):
+            for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
+                shutil.rmtree(left)
+
+    def keep_best(self, step: int) -> None:
+        """Make checkpoints/best the checkpoint of `step`; a complete one exists at all times."""
+        partial = self.folder / f"{BEST}{PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
+            replace_folder(partial, self.folder / BEST)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def best(self) -> Path | None:
+        """checkpoints/best, or its predecessor if a crash interrupted the rename; None if there is
+        neither."""
+        for name in (BEST, BEST + OLD):
+            if (self.folder / name / STATE_FILE).is_file():
+                return self.folder / name
+        return None
+
+    def to_resume(self, wanted: str) -> Path | None:
+        """The checkpoint to resume from: `wanted` is "latest", "best", or a path. None for "latest"
+        without a checkpoint. Raises ConfigError."""
+        if wanted == LATEST:
+            return next(iter(self.finished()[::-1]), None)
+        if wanted == BEST:
+            found = self.best()
+            if found is None:
+                raise ConfigError(f"--resume best: {self.folder} contains no best checkpoint")
+            return found
+        path = Path(wanted)
+        if not (path / STATE_FILE).is_file():
+            raise ConfigError(
+                f"--resume {wanted}: not a complete checkpoint ({STATE_FILE} is missing); expected "
+                f"latest, best, or one of {[p.name for p in self.finished()]} in {self.folder}"
+            )
+        return path
+
+    def set_aside_after(self, oldest: Path) -> list[Path]:
+        """Move the checkpoints after `oldest` to set-aside/; returns their new paths."""
+        moved = []
+        for path in reversed(self.finished()):
+            if path.name > oldest.name:
+                aside = self.folder / SET_ASIDE
+                aside.mkdir(exist_ok=True)
+                number = len(list(aside.glob(f"{path.name}*")))
+                name = f"{path.name}-{number}" if number else path.name
+                moved.append(path.rename(aside / name))
+        if moved:
+            sync(self.folder / SET_ASIDE)
+            sync(self.folder)
+        return moved
+
+
+def link_model(checkpoint: Path, folder: Path) -> Path:
+    """Link the model of a checkpoint, without the learner's state, into `folder`, where it survives
+    the removal of the checkpoint. Weights are hard links and need no extra space until then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ignored = shutil.ignore_patterns("trainer", STATE_FILE)
+    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=ignored))
+
+
+def find_checkpoint(path: Path, *, best: bool = False) -> Path:
+    """`path` itself if it is a checkpoint or model directory; of a run, its last or best
+    checkpoint. Raises DataError if the run has none.
+    """
+    if not (path / "checkpoints").is_dir():
+        return path
+    checkpoints = Checkpoints(path / "checkpoints")
+    found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
+    if found is None:
+        kind = "best" if best else "finished"
+        raise DataError(f"{path} contains no {kind} checkpoint yet")
+    return found
+
+
+WEIGHTS = (".safetensors", ".bin")
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Hard-link weights, which nothing modifies in place, if the file system can; copy other files.
+    Symbolic links are resolved: a hard link to a relative one would be broken."""
+    if source.endswith(WEIGHTS):
+        with suppress(OSError):  # another file system, or one without links
+            return os.link(os.path.realpath(source), target)
+    shutil.copyfile(source, target)
+
+
+def load_state(checkpoint: Path, kind: type[Any]) -> Any:
+    """The state of a checkpoint. Raises DataError."""
+    path = checkpoint / STATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
+    """Write the state last and durably: its file marks a checkpoint as complete."""
+    write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)
+
+
+logger = logging.getLogger(__name__)
+
+LAST_S = 30.0  # for a save to end after its learner was stopped
+LOOK_S = 10.0  # to list the checkpoints on a disk that may hang
+
+
+class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints in Hugging Face format, with the learner's state. A run also writes one when it
+    ends."""
+
+    every: Annotated[
+        int,
+        Meta(ge=0, description="steps between checkpoints; 0: only by minutes", extra=ESSENTIAL),
+    ] = 0
+    minutes: Annotated[
+        float, Meta(ge=0, description="minutes between checkpoints; 0: only by steps")
+    ] = 20.0
+    keep_last: Annotated[int, Meta(ge=1, description="number of newest checkpoints to keep")] = 2
+    finish_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="deadline of the last checkpoint of an interrupted run, after its running "
+            "optimizer step. The dry run estimates the time for this model",
+        ),
+    ] = 60.0
+
+
+@dataclass(eq=False)
+class Saver:
+    """Writes the checkpoints of one run. `step` returns the current step, `snapshot` the state of
+    the run besides the learner's, and `needed` the steps to keep however old. `turn` is entered
+    around all commands to the learner. `phase`: see Checkpoints.path."""
+
+    config: SavingConfig
+    checkpoints: Checkpoints
+    learner: DeepSpeedLearner
+    view: View
+    step: Callable[[], int]
+    snapshot: Callable[[], msgspec.Struct]
+    needed: Callable[[], Collection[int]] = tuple
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    phase: str = STEP
+
+    def __post_init__(self) -> None:
+        self._one_at_a_time = asyncio.Lock()
+        self._is_consistent = True  # weights and state are of the same step
+        self._last = _now()
+        self._is_abandoned = False  # a save hung
+        self._found: list[Path] | None = None  # existing checkpoints, after a save has failed
+        self._closing: asyncio.Future[None] | None = None  # of an abandoned learner
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """Advance weights and state together inside. No checkpoint is written meanwhile, nor
+        afterwards if the body fails."""
+        async with self._one_at_a_time:
+            self._is_consistent = False
+            yield
+            self._is_consistent = True
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due after this step."""
+        every, step, minutes = self.config.every, self.step(), self.config.minutes
+        late = minutes and _now() - self._last >= 60 * minutes
+        return bool((every and step % every == 0) or late)
+
+    async def save(self, *, at_end: bool = False) -> None:
+        """Save the checkpoint of this step if missing; completes despite cancellations.
+
+        It may take `finish_s` from the first cancellation on, or with `at_end` from the start; then
+        the learner is stopped, which ends the save with a LearnerError. A save that hangs even then
+        (a disk) is abandoned.
+        """
+        task = asyncio.ensure_future(self._save(at_end=at_end))
+        cancelled: asyncio.CancelledError | None = None
+        timer = self._cancel_later(task) if at_end else None
+        try:
+            with self.view.doing(f"the checkpoint {self._path().name}"):
+                while not task.done():
+                    try:
+                        await asyncio.wait({task})
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        timer = timer or self._cancel_later(task)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._is_abandoned and task.cancelled():
+            raise LearnerError(
+                f"writing to {self.checkpoints.folder} hangs; is its disk, or the server that "
+                "provides it, gone?"
+            )
+        task.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def finish(self) -> None:
+        """Save before the run ends, if possible. Raises only a cancellation, so that the reason of
+        the run's end stays."""
+        await uncancelled(self._finish())
+
+    async def _finish(self) -> None:
+        reason = await self._save_last()
+        if not reason:
+            return
+        found: list[Path] | None = None  # unknown
+        if not self._is_abandoned:
+            with suppress(StallError):
+                found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
+        self._found = found
+        self._fail(reason)
+
+    async def _save_last(self) -> str:
+        """Save before the run ends; returns the reason of a failure, else an empty string."""
+        if not self._is_consistent:
+            return "the run ended in the middle of a step"
+        if self._is_abandoned:
+            return "its disk hangs"
+        try:
+            if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
+                self.view.log(
+                    f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
+                    "(checkpoint.finish_s)"
+                )
+            await self.save(at_end=True)
+            await within(self.config.finish_s, "its state", self.amend())
+        except OSError as error:
+            place, why = error.filename or self.checkpoints.folder, error.strerror or str(error)
+            with suppress(StallError):
+                why = await within(LOOK_S, "it", in_thread(explain, error, DIR_KEY))
+            return f"{place}: {why}"
+        except AgentEnvError as error:
+            return str(error).splitlines()[0]
+        except Exception as error:  # must not replace the reason of the run's end
+            logger.error("a bug while writing the last checkpoint", exc_info=error)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def amend(self) -> None:
+        """Update the state in the checkpoint of this step, if it exists, after an evaluation of the
+        same weights."""
+
+        async with self._one_at_a_time:
+            if await in_thread(self._exists):
+                await in_thread(save_state, self._path(), self.snapshot())
+
+    # inner workings
+
+    async def _before(self) -> None:
+        """Write files that a checkpoint depends on; not called for the last checkpoint."""
+
+    async def _save(self, *, at_end: bool) -> None:
+        async with self._one_at_a_time:
+            if not self._is_consistent:
+                raise LearnerError("the weights are those of an incomplete step and are not saved")
+            async with self.turn():
+                if not at_end:
+                    await self._before()
+                state, keep_last = self.snapshot(), self.config.keep_last
+                await self.checkpoints.save(
+                    self._path(), self.learner, state, keep_last, self.needed()
+                )
+            self._last = _now()
+
+    def _exists(self) -> bool:
+        return self._has(self.step())
+
+    def _has(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there."""
+        return self.checkpoints.path(step, self.phase) in self.checkpoints.finished()
+
+    def _path(self) -> Path:
+        return self.checkpoints.path(self.step(), self.phase)
+
+    def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self.config.finish_s, self._cancel, saving)
+
+    def _cancel(self, saving: asyncio.Task[None]) -> None:
+        self.view.warn(
+            f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
+            "it was only slow"
+        )
+        self._closing = asyncio.ensure_future(self.learner.close())
+        asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
+
+    def _abandon(self, saving: asyncio.Task[None]) -> None:
+        if not saving.done():
+            self._is_abandoned = True
+            saving.cancel()
+
+    def _fail(self, reason: str) -> None:
+        found, name = self._found, self._path().name
+        if found is not None and self._path() in found:
+            return self.view.warn(f"{name} is saved, but afterwards: {reason}")
+        kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"
+        self.view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of a training run."""
+
+    best_metric: Annotated[
+        str,
+        Meta(
+            description="evaluation metric, SET/success or SET/reward, by which the best "
+            "checkpoint is kept"
+        ),
+    ] = ""

@@ -1,0 +1,335 @@
+"""Runtime control of a run: the requests of `agentenv ctl`, and their socket.
+
+    agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
+                      <--a Reply, a line of JSON----
+
+The socket is in a folder that only its owner can enter (mode 0700), and has mode 0600. Each end
+asks the system for the user of the other. A killed process leaves its socket, which the next
+process replaces.
+
+A connection carries one request. Its size and its time to arrive are limited, so that no client
+can delay the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import AgentEnvError, ConfigError, ForeignError
+from agentenv.base.offload import in_thread
+from agentenv.base.untrusted import decode
+
+FOLDER, SOCKET = "ctl", "socket"
+MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
+MAX_CLIENTS = 16  # at a time
+READ_S, WRITE_S = 5.0, 5.0
+ANSWER_S = 10.0  # for an immediate reply
+LONG_S = 4 * 3600.0  # for a reply after a checkpoint
+
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+# Requests.
+
+
+class GetStatus(Struct, tag="status", forbid_unknown_fields=True):
+    """The status of the run."""
+
+
+class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
+    """The waits of all rollouts, or of one tree in detail."""
+
+    tree: int | None = None
+
+
+class CancelTrees(Struct, tag="cancel", forbid_unknown_fields=True):
+    """Cancel trees: they fail, with the kind `cancelled`."""
+
+    trees: list[int]
+
+
+class Pause(Struct, tag="pause", forbid_unknown_fields=True):
+    """Start no further tree, turn or update."""
+
+
+class Resume(Struct, tag="resume", forbid_unknown_fields=True):
+    """End a pause."""
+
+
+class SaveCheckpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
+    """Write a checkpoint between two updates; the reply comes afterwards."""
+
+
+Request = GetStatus | GetWhy | CancelTrees | Pause | Resume | SaveCheckpoint
+
+
+# Replies.
+
+
+class ControlRefused(Struct, tag="refused"):
+    """The request was rejected, with the reason."""
+
+    why: str
+
+
+class Status(Struct, tag="status"):
+    """The status of a run. `phase`: set-up, cold start, RL, end. `doing`: the work that an
+    interruption waits for. `trees`: number of trees by outcome."""
+
+    run: str
+    pid: int
+    host: str
+    since: str
+    phase: str
+    is_paused: bool
+    step: int
+    num_steps: int
+    policy_version: int
+    doing: str = ""
+    evaluating: str = ""
+    trees: dict[str, int] = {}
+    queue: dict[str, int] = {}
+    num_open_envs: int = 0
+    loop: dict[str, float] = {}
+    engine: dict[str, float] = {}
+    workers: dict[str, float] = {}
+    longest_wait: str = ""
+
+
+class TreeRow(Struct):
+    """An in-flight tree. `state`: begins, grows, ended (it waits for the learner)."""
+
+    tree: int
+    task: str
+    state: str
+    age_s: float
+    worker: str = ""
+
+
+class WaitRow(Struct):
+    """A wait that several branches share. `is_long`: longer than expected."""
+
+    what: str
+    num_branches: int
+    longest_s: float
+    since: str
+    tree: int
+    branch: str
+    task: str
+    is_long: bool
+
+
+class WaitTable(Struct, tag="waits"):
+    """The waits of all rollouts, the longest first; `lines`: other delays of the run."""
+
+    waits: list[WaitRow]
+    lines: list[str]
+
+
+class BranchRow(Struct):
+    """A live branch of a tree. `limit_s`: limit of `worked_s`, the seconds without waits."""
+
+    branch: str
+    what: str
+    for_s: float
+    since: str
+    num_turns: int
+    num_response_tokens: int
+    num_tool_calls: int
+    worked_s: float
+    limit_s: float
+
+
+class Why(Struct, tag="why"):
+    """One tree. `ends`: number of ended branches by outcome; `failures`: number of failed and
+    replaced branches by kind."""
+
+    row: TreeRow
+    branches: list[BranchRow]
+    ends: dict[str, int]
+    failures: dict[str, int]
+    lines: list[str]
+
+
+class RequestDone(Struct, tag="done"):
+    """The result: lines of text, and the same facts as data."""
+
+    lines: list[str]
+    facts: dict[str, Any] = {}
+
+
+Reply = ControlRefused | Status | WaitTable | Why | RequestDone
+Answer = Callable[[Request], Awaitable[Reply]]
+
+
+# Path of the socket.
+
+
+def _user_of(connection: Any) -> int:
+    """The user of the process at the other end, as the system reports it."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    uid: int = _PEER.unpack(found)[1]
+    return uid
+
+
+@contextmanager
+def short_path(run: Path) -> Iterator[str]:
+    """A path of the run's socket below the system's length limit, however long the run's path."""
+    folder = os.open(run / FOLDER, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{SOCKET}"
+    finally:
+        os.close(folder)
+
+
+def _listener(run: Path) -> socket.socket:
+    """A listening socket in a folder that only the owner can enter; replaces a leftover one."""
+    shutil.rmtree(run / FOLDER, ignore_errors=True)
+    (run / FOLDER).mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with short_path(run) as path:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+# Server: in the training process.
+
+
+@asynccontextmanager
+async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> AsyncIterator[None]:
+    """Inside, answer requests. On a file system without sockets, the run continues without control,
+    after a warning."""
+    server = None
+    try:
+        listener = await in_thread(_listener, run)
+        serve = ControlServer(answer).serve
+        server = await asyncio.start_unix_server(serve, sock=listener, limit=MAX_REQUEST)
+    except OSError as error:
+        warn(f"agentenv ctl cannot reach this run: {error}")
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
+        await uncancelled(in_thread(partial(shutil.rmtree, run / FOLDER, ignore_errors=True)))
+
+
+class ControlServer:
+    """Serves at most MAX_CLIENTS connections at a time."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._num_clients = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection; its failures do not affect the run."""
+        self._num_clients += 1
+        try:
+            reply = await self._reply(reader, writer)
+            writer.write(msgspec.json.encode(reply) + b"\n")
+            async with asyncio.timeout(WRITE_S):
+                await writer.drain()
+        except (OSError, TimeoutError):  # the client is gone, or does not read
+            pass
+        finally:
+            self._num_clients -= 1
+            writer.close()
+
+    async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply:
+        user = _user_of(writer.get_extra_info("socket"))
+        if user != os.geteuid():
+            return ControlRefused(f"this run belongs to user {os.geteuid()}, not to user {user}")
+        if self._num_clients > MAX_CLIENTS:
+            return ControlRefused(f"{MAX_CLIENTS} other requests are in progress; retry later")
+        try:
+            async with asyncio.timeout(READ_S):
+                line = await reader.readuntil(b"\n")
+            request = decode(line, Request)
+        except TimeoutError:
+            return ControlRefused(f"no request within {READ_S:g} s")
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return ControlRefused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
+        except ForeignError as error:
+            return ControlRefused(f"{error}; does agentenv ctl have the same version as the run?")
+        try:
+            async with asyncio.timeout(LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S):
+                return await self._answer(request)
+        except TimeoutError:
+            return ControlRefused("the run did not answer in time")
+        except AgentEnvError as error:
+            return ControlRefused(str(error))
+
+
+# Client: in `agentenv ctl`.
+
+
+class UnreachableError(AgentEnvError):
+    """No process answers for this run; the message has the reason."""
+
+
+def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
+    """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
+    request. Raises UnreachableError, and ConfigError if the run rejects the request."""
+    if timeout_s is None:
+        timeout_s = LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S + READ_S
+    path = run / FOLDER / SOCKET
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            with short_path(run) as short:
+                connection.connect(short)
+            user = _user_of(connection)
+            if user != os.geteuid():
+                raise UnreachableError(f"{path} belongs to user {user}, not to you")
+            with suppress(BrokenPipeError):  # the reply is already here
+                connection.sendall(msgspec.json.encode(request) + b"\n")
+            data = _received(connection)
+        except TimeoutError as error:
+            raise UnreachableError(
+                f"the run gave no answer within {timeout_s:g} s: its event loop is blocked, which "
+                f"{run / 'run.log'} reports after a while, or the run is ending"
+            ) from error
+        except PermissionError as error:
+            raise UnreachableError(f"{path} belongs to another user: {error.strerror}") from error
+        except OSError as error:
+            raise UnreachableError(
+                f"no process listens at {path}: {error.strerror or error}"
+            ) from error
+    try:
+        reply: Reply = decode(data, Reply)
+    except ForeignError as error:
+        raise UnreachableError(
+            f"the run's answer cannot be decoded ({error}); the run has ended, or has another "
+            "version"
+        ) from error
+    if isinstance(reply, ControlRefused):
+        raise ConfigError(reply.why)
+    return reply
+
+
+def _received(connection: socket.socket) -> bytes:
+    parts, size = [], 0
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_REPLY:
+            raise OSError("its answer is too long")
+    return b"".join(parts)

@@ -1,0 +1,250 @@
+"""Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, or a custom one
+(examples/monitors has OpenTelemetry and Trackio).
+
+A monitor is a class with the three methods of `Monitor`; `make_monitors` creates those of the table
+[monitor]. `Monitors` runs them in a separate thread, so that the run never waits for them, and
+redacts secrets in the rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from msgspec import Meta, Struct, field
+
+from agentenv.assembly.run.records import readable
+from agentenv.assembly.run.trackers import Axis as Axis
+from agentenv.assembly.run.trackers import WandbConfig, WandbMonitor
+from agentenv.base.config import ESSENTIAL
+from agentenv.base.errors import MissingError, install_hint
+from agentenv.base.registry import Registry
+from agentenv.data.data_files import Row
+from agentenv.rollout.failures import Redactor
+
+COLD_START_STEP = "sft/step"
+
+
+class Monitor(Protocol):
+    """Receives the records of a run. All calls come in order from one thread, never from the event
+    loop, and may block; the first call starts the monitor. The first exception is logged as a
+    warning and ends the monitor; the run continues."""
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        """Log the numbers of one row of metrics.jsonl."""
+        ...
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        """Log a sample of trajectories, as rows of training or of an evaluation."""
+        ...
+
+    def finish(self, exit_code: int) -> None:
+        """Flush; called once, even if nothing was logged."""
+        ...
+
+
+def axis_of(row: Row) -> Axis:
+    """The axis of a row: a cold start counts its own steps, all before step 1 of the run."""
+    if COLD_START_STEP in row:
+        return Axis(COLD_START_STEP, int(row[COLD_START_STEP]))
+    return Axis("step", int(row.get("step", 0)))
+
+
+def figures(row: Row) -> dict[str, float]:
+    """The numbers of a row, except the step counters."""
+    return {
+        key: float(value)
+        for key, value in row.items()
+        if isinstance(value, int | float) and key not in ("step", COLD_START_STEP)
+    }
+
+
+class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of the keys of a custom monitor, an entry of [[monitor.own]]."""
+
+    def build(self, run: Path, settings: dict[str, Any]) -> Monitor:
+        """The monitor of the run in the folder `run`; `settings`: the run's configuration."""
+        raise NotImplementedError
+
+
+MONITORS = Registry("monitor", "agentenv.monitors", MonitorPart, {})
+
+if TYPE_CHECKING:
+    AnyMonitor = MonitorPart
+else:
+    AnyMonitor = MONITORS.key
+
+
+_OWN = (
+    "[[monitor.own]]: custom monitors and their keys; name is 'module:Class', or an entry point of "
+    "an installed package in agentenv.monitors"
+)
+
+
+class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Destinations of metrics besides metrics.jsonl."""
+
+    tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
+    wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
+    own: Annotated[list[AnyMonitor], Meta(description=_OWN)] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for key in ("tensorboard", "wandb"):
+            if getattr(self, key) and importlib.util.find_spec(key) is None:
+                raise MissingError(
+                    f"monitor.{key}: the package {key} is not installed; "
+                    f"`{install_hint('monitor')}` installs it"
+                )
+
+
+class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
+
+    num_trajectories: Annotated[
+        int,
+        Meta(ge=0, description="sample trajectories per evaluation, and per sampled step; 0: none"),
+    ] = 8
+    trajectories_every: Annotated[
+        int, Meta(ge=0, description="steps between samples of training; 0: evaluations only")
+    ] = 10
+
+
+class TensorBoardMonitor:
+    """RUN/tensorboard: scalars by step, sample trajectories as text. A resumed run writes to the
+    same folder; the reader discards earlier records from its first repeated step on. The cold
+    start counts its own steps, in a subfolder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        writer = self._writer(axis)
+        for key, value in metrics.items():
+            writer.add_scalar(key, value, axis.step)
+        writer.flush()
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        text = "\n\n".join(readable(row) for row in rows)
+        verbatim = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's code block
+        self._writer(axis).add_text(f"trajectories/{name}", verbatim, axis.step)
+
+    def finish(self, exit_code: int) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, axis: Axis) -> Any:
+        if axis.key not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self._folder if axis.key == "step" else self._folder / "cold_start"
+            self._writers[axis.key] = SummaryWriter(str(folder), purge_step=axis.step)
+        return self._writers[axis.key]
+
+
+FINISH_TIMEOUT_S = 60.0
+MAX_WAITING = 10_000  # calls; a monitor that hangs must not fill the memory
+
+logger = logging.getLogger(__name__)
+
+
+def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) -> dict[str, Monitor]:
+    """The configured monitors, by the name used in warnings. `settings`: the whole configuration of
+    the run."""
+    found: dict[str, Monitor] = {}
+    if config.tensorboard:
+        found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
+    if config.wandb is not None:
+        found["Weights & Biases"] = WandbMonitor(config.wandb, run, settings)
+    for own in config.own:
+        found[str(own.__struct_config__.tag)] = own.build(run, settings)
+    return found
+
+
+class Monitors:
+    """Passes the rows of a run to its monitors, in order, in a separate thread."""
+
+    def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
+        self._config = config
+        self._axis = Axis("step", 0)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+        self._redactor = Redactor(settings)
+        self._working = make_monitors(config, run, self._redactor.tree(settings))
+
+    def add(self, name: str, monitor: Monitor) -> None:
+        """Add a monitor; `name` identifies it in warnings."""
+        self._working[name] = monitor
+
+    def log(self, row: Row) -> None:
+        """Pass a row of metrics.jsonl to every monitor."""
+        self._axis = axis_of(row)
+        for name, monitor in self._working.items():
+            self._enqueue(name, partial(monitor.log, figures(row), self._axis))
+
+    def num_wanted(self, name: str) -> int:
+        """Number of trajectories of "step-N" or "eval-SET-WHEN" to show."""
+        config = self._config
+        if not self._working or not isinstance(config, RolloutMonitorConfig):
+            return 0
+        every = config.trajectories_every
+        is_due = not name.startswith("step-") or (every and self._axis.step % every == 0)
+        return config.num_trajectories if is_due else 0
+
+    def trajectories(self, name: str, rows: Sequence[Row]) -> None:
+        """Pass a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
+        title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
+        for shown, monitor in self._working.items():
+            self._enqueue(shown, partial(self._show, monitor, title, rows, self._axis))
+
+    def _show(self, monitor: Monitor, title: str, rows: Sequence[Row], axis: Axis) -> None:
+        monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
+
+    def finish(self, exit_code: int) -> None:
+        """Flush, and wait at most FINISH_TIMEOUT_S for it."""
+        for name, monitor in self._working.items():
+            self._enqueue(name, partial(monitor.finish, exit_code))
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if not self._full():
+            self._calls.put_nowait(None)
+        thread.join(FINISH_TIMEOUT_S)
+        if thread.is_alive() or self._dropped:
+            text = (
+                "monitors: some records were not delivered within %g s; metrics.jsonl has all of "
+                "them"
+            )
+            logger.warning(text, FINISH_TIMEOUT_S)
+
+    def _enqueue(self, name: str, call: Callable[[], None]) -> None:
+        if self._full():
+            self._dropped += 1
+            return
+        if self._thread is None:  # a daemon: a hanging monitor does not keep the process alive
+            self._thread = threading.Thread(target=self._run, name="monitors", daemon=True)
+            self._thread.start()
+        self._calls.put_nowait(partial(self._guarded, name, call))
+
+    def _full(self) -> bool:
+        return self._calls.qsize() >= MAX_WAITING - 1
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+        if name not in self._working:
+            return
+        try:
+            call()
+        except Exception as error:  # of third-party code; the run continues without the monitor
+            self._working = {key: one for key, one in self._working.items() if key != name}
+            text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
+            logger.warning(text, name, type(error).__name__, error)

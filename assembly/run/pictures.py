@@ -1,0 +1,322 @@
+"""Plots of runs and evaluations, drawn without a display: the learning curve, metrics by update,
+and entropy by position in a turn.
+
+ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rely on a rise of entropy in the first tokens
+after a tool result; entropy.csv and entropy.png show whether the trained policy has one.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from agentenv.base.disk import write_whole
+from agentenv.data.data_files import Row
+from agentenv.rollout.metrics import EntropyProfile
+
+
+def panels(
+    num_rows: int, num_columns: int, size: tuple[float, float], title: str = ""
+) -> tuple[Any, list[Any]]:
+    """A figure of `size` (width and height in inches) and its axes, row by row, with a grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    found = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes in found:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    return figure, found
+
+
+CHARS_PER_INCH = 19.0  # of a small font
+
+
+def png(figure: Any, dpi: int = 110) -> bytes:
+    """The figure as a PNG file. Axes with labels but no legend get a legend below them, where it
+    covers neither curves nor labels."""
+    legends = []
+    for axes in figure.axes:
+        _, labels = axes.get_legend_handles_labels()
+        if labels and axes.get_legend() is None:
+            width = figure.get_size_inches()[0] * axes.get_position().width
+            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # 6: the line
+            ncols = max(1, min(fitting, len(labels)))
+            legend = axes.legend(
+                fontsize="small", loc="upper center", ncols=ncols, frameon=False
+            )  # fmt: skip
+            legends.append((axes, legend))
+    for _ in range(2):  # a legend shrinks its axes, and its position is in units of their height
+        for axes, legend in legends:
+            height = figure.get_size_inches()[1] * axes.get_position().height
+            below = (0.45 if axes.get_xlabel() else 0.25) / height
+            legend.set_bbox_to_anchor((0.5, -below), axes.transAxes)
+        figure.draw_without_rendering()
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return file.getvalue()
+
+
+COLUMNS = ("curve", "position", "entropy", "turns")
+SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise, and only in the table
+
+
+def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
+    """Write entropy.csv and entropy.png: mean entropy (nats) and number of turns by token position
+    in a turn, for first turns and for turns after a tool result, by tool."""
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, COLUMNS)
+    table.writeheader()
+    table.writerows(profile.rows())
+    write_whole(folder / "entropy.csv", text.getvalue())
+    _plot(profile, folder / "entropy.png", name)
+
+
+def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
+    # Wide and pale, below the curves of the tools: with one tool, they coincide.
+    styles: dict[str, dict[str, Any]] = {
+        "start": {"color": "black", "linestyle": "--"},
+        "after_result": {"color": "black", "linewidth": 4, "alpha": 0.3},
+    }
+    titles = {"start": "first turn", "after_result": "after any tool result"}
+    title = f"{name}: entropy by position, rollouts of the whole run"
+    figure, (left, right) = panels(1, 2, (11, 4.2), title)
+    for label, curve in profile.curves().items():
+        if not curve.count:
+            continue
+        style = styles.get(label, {})
+        length = sum(count >= SHOWN_SHARE * curve.count[0] for count in curve.count)
+        for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
+            axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
+    left.set(
+        title="mean entropy, nats, up to the length of the longest 5 % of turns",
+        xlabel="token of the turn",
+        ylim=(0, None),
+    )
+    right.set(title="turns of at least that length", xlabel="token of the turn", ylim=(0, None))
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
+    write_whole(target, png(figure))
+
+
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("trees waiting and in flight", ("queue/ready", "trees/in_flight")),
+    ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
+    ("forks and roots per step", ("rollout/forks", "rollout/roots")),
+    ("failed trajectories, retried turns", ("failed/trajectories", "failed/retaken")),
+    (
+        "lengths of trajectories, tokens",
+        ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
+    ),
+    ("turns and calls per trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
+    ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
+    ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
+    ("gradient norm", ("learner/grad_norm",)),
+    ("entropy of sampled tokens, nats", ("rollout/entropy", "learner/entropy")),
+)
+
+
+def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
+    """Write curve.png and training.png to `folder`; returns their names, none without rows."""
+    if not metrics.is_file():
+        return []
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
+    write_whole(folder / "curve.png", png(learning_curve(rows, name)))
+    if not _steps(rows):
+        return ["curve.png"]
+    write_whole(folder / "training.png", png(training_figures(rows, name), dpi=100))
+    return ["curve.png", "training.png"]
+
+
+MIN_HEIGHT = 0.05  # of the y-axis, which begins at 0
+
+
+def learning_curve(rows: Sequence[Row], name: str) -> Any:
+    """A figure of training reward and success by step, and of evaluation success. The y-axes fit
+    the values and include 0."""
+    steps = _steps(rows)
+    figure, (left, right) = panels(1, 2, (11, 5), name)
+    curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
+    if all(row.get("reward/success") == row.get("reward/mean") for row in steps):
+        curves = [("reward/success", "success, which is the reward", "-")]
+    if any(row.get("failed/share") for row in steps):
+        curves += [
+            ("failed/share", "share of failed trajectories", ":"),
+            ("reward/success_if_failed_wrong", "success, failed as wrong", "-."),
+        ]
+    marker = "." if len(steps) < 3 else ""
+    for key, label, style in curves:
+        values = [row.get(key) for row in steps]
+        left.plot([row["step"] for row in steps], values, style + marker, label=label)
+    left.set(title="training rollouts (sampled)", xlabel="update")
+    _evaluations(right, rows)
+    right.set(title="evaluation success (sampled), 95 % intervals", xlabel="update")
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
+        axes.margins(x=0.04)
+        low, high = min(0.0, axes.dataLim.y0), max(MIN_HEIGHT, axes.dataLim.y1)
+        margin = 0.04 * (high - low)
+        axes.set_ylim(low - margin, high + margin)
+    return figure
+
+
+APART = 0.015  # of the x-axis, between markers of one update; less between close updates
+BEFORE = 0.1  # of the x-axis, between the evaluations before and after a cold start
+
+
+def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
+    """Plot the success of sets and of kinds of their questions, with markers next to each other
+    instead of overlapping. A set also has its interval and, if trajectories failed, their share and
+    the success with failures counted as wrong."""
+    keys = _eval_keys(rows)
+    steps = [row["step"] for row in rows if any(key in row for key, _ in keys)]
+    span = max([1, *steps]) - min([0, *steps])
+    is_cold = any(row.get("phase") == "after_sft" for row in rows)
+    between = min((b - a for a, b in pairwise(sorted(set(steps)))), default=span)
+    apart = min(APART * span, 0.6 * between / max(1, len(keys)))
+    for place, (key, style) in enumerate(keys):
+        shift = (place - (len(keys) - 1) / 2) * apart
+
+        def at(row: Row, shift: float = shift) -> float:
+            is_before = is_cold and row.get("phase") == "before_sft"
+            return float(row["step"]) + shift - (BEFORE * span if is_before else 0.0)
+
+        _evaluation(axes, rows, key, style, at)
+    if is_cold and steps:
+        axes.axvline(-BEFORE / 2 * span, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(
+            "cold start", (-BEFORE / 2 * span, 0.5), xycoords=("data", "axes fraction"),
+            rotation=90, ha="right", va="center", fontsize="small", color="grey",
+        )  # fmt: skip
+
+
+def _evaluation(
+    axes: Any, rows: Sequence[Row], key: str, style: str, at: Callable[[Row], float]
+) -> None:
+    place = key.removesuffix("/success")
+    label, is_set = place.removeprefix("eval/"), key.count("/") == 2
+    # In an evaluation without the key, all trajectories failed.
+    measured = list({at(row): row for row in rows if key in row}.values())
+    latest = {row["step"]: row for row in measured}  # without the one before a cold start
+    joined = list(latest.values()) if len(latest) > 2 else []  # no line between only two points
+    if is_set and measured:
+        ends = [f"{row[key]:.2f}" for row in (measured[0], measured[-1])]
+        label += f": {ends[0]}" if len(measured) == 1 else f": {ends[0]} to {ends[1]}"
+    marker, line = style[0], style[1]
+    (drawn,) = axes.plot(
+        [at(row) for row in measured], [row[key] for row in measured], marker, label=label,
+        markersize=5,
+    )  # fmt: skip
+    color = drawn.get_color()
+    axes.plot([at(row) for row in joined], [row[key] for row in joined], line, color=color)
+    if not is_set:
+        return
+    known = [row for row in measured if f"{place}/success_high" in row]
+    if known:
+        low, high = ([row[f"{place}/success_{end}"] for row in known] for end in ("low", "high"))
+        values = [row[key] for row in known]
+        bounds = [[max(0.0, v - a) for v, a in zip(values, low, strict=True)],
+                  [max(0.0, b - v) for v, b in zip(values, high, strict=True)]]  # fmt: skip
+        axes.errorbar(
+            [at(row) for row in known], values, bounds, fmt="none", ecolor=color, capsize=3
+        )
+    failed = [row for row in rows if row.get(f"{place}/failed_share")]
+    for name, what, sign in (
+        ("failed_share", "share of failed trajectories", "x"),
+        ("success_if_failed_wrong", "success, failed as wrong", "v"),
+    ):
+        if failed:
+            points = [(at(row), row[f"{place}/{name}"]) for row in failed]
+            axes.plot(*zip(*points, strict=True), sign, color=color,
+                      label=f"{place.removeprefix('eval/')}: {what}")  # fmt: skip
+
+
+def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Success keys with marker and line: solid for sets; dotted for kinds of questions, if a set
+    has several."""
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
+    places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
+    places = sorted(dict.fromkeys(places), key=lambda one: (one.split("/")[1], one.count("/"), one))
+    keys = [f"{place}/success" for place in places]
+    kinds = Counter(key.split("/")[1] for key in keys if key.count("/") > 2)
+    styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
+    return [(key, style) for key, style in styles.items()
+            if style == "o-" or kinds[key.split("/")[1]] > 1]  # fmt: skip
+
+
+def training_figures(rows: Sequence[Row], name: str) -> Any:
+    """A figure of all other metrics by step: trees, lengths, tools, learner, seconds. Metrics that
+    are always 0 have no curve and are listed below; a panel without curves is omitted."""
+    steps = _steps(rows)
+    calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
+    drawn, zero = [], []
+    for title, keys in (*PANELS, ("tool calls per step", calls)):
+        present = [key for key in keys if any(key in row for row in steps)]
+        nonzero = [key for key in present if any(row.get(key) for row in steps)]
+        zero += [key for key in present if key not in nonzero]
+        drawn += [(title, nonzero)] * bool(nonzero)
+    num_rows = -(-(len(drawn) + 1) // COLUMNS_OF_PANELS)
+    size = (13.0, 0.7 + 3.4 * num_rows)
+    figure, axes = panels(num_rows, COLUMNS_OF_PANELS, size, f"{name}: by update")
+    for one, (title, keys) in zip(axes, drawn, strict=False):
+        _panel(one, title, steps, keys)
+    _seconds(axes[len(drawn)], steps)
+    for one in axes[len(drawn) + 1 :]:
+        one.remove()
+    if zero:
+        text = textwrap.fill(f"0 throughout: {', '.join(zero)}", ZERO_CHARS)
+        figure.supxlabel(text, fontsize="small", color="grey")
+    return figure
+
+
+COLUMNS_OF_PANELS = 3
+ZERO_CHARS = 150  # of a line below the panels
+
+
+def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
+    """Plot the curves of one panel. Of curves with common points, the earlier are wide and pale, so
+    that all are visible."""
+    curves = {key: [(row["step"], row[key]) for row in steps if key in row] for key in keys}
+    for number, (key, points) in enumerate(curves.items()):
+        label = key.removeprefix("tool/")
+        dotted = ":" if key.endswith("/errors") else "-"
+        marker = "." if len(points) < 3 else ""
+        later = [point for other in keys[number + 1 :] for point in curves[other]]
+        overlaps = not set(points).isdisjoint(later)
+        style = {"linewidth": 4.0, "alpha": 0.4} if overlaps else {"linewidth": 1.5}
+        axes.plot(*zip(*points, strict=True), dotted + marker, label=label, **style)
+    axes.set_title(title, fontsize="medium")
+    axes.locator_params(axis="x", integer=True)
+
+
+def _seconds(axes: Any, steps: Sequence[Row]) -> None:
+    """Plot the wall time (s) of a step, stacked by the learner's activity."""
+    parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
+    parts = [key for key in parts if not key.endswith("tokens_per_s")]
+    values = [[row.get(key, 0.0) for row in steps] for key in parts]
+    labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
+    if parts:
+        axes.stackplot([row["step"] for row in steps], values, labels=labels)
+    axes.set_title("seconds per step, by part", fontsize="medium")
+    axes.locator_params(axis="x", integer=True)
+
+
+def _is_tool(key: str, figures: Sequence[str]) -> bool:
+    return key.startswith("tool/") and key.rpartition("/")[2] in figures
+
+
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    """The rows of updates."""
+    return [row for row in rows if "trees/offered" in row]

@@ -1,0 +1,285 @@
+"""A stored trajectory: as a row (of training, or `EvalRow` of an evaluation), as readable text, as
+the input of a grader, and as a conversation for other formats.
+
+Question     a task with its prompt and all its trajectories
++-- Branch   a trajectory from its fork, or from the prompt
+    +-- Turn the policy's text, its tool calls, and the observation after them
+
+Reports, comparisons and regrading need only rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import Struct, field
+
+from agentenv.base.disk import write_whole
+from agentenv.base.tree import Node, Trajectory, TrajectoryTree, of_frame
+from agentenv.base.types import Message, Task, ToolCall
+from agentenv.data.data_files import Row
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.text.encoder import fast_decoder
+from agentenv.text.renderer import THOUGHT_OPEN
+from agentenv.text.tags import TAGS
+
+FAILED = "failed"
+MAX_KIND_CHARS = 60
+
+Key = tuple[str, str, int]
+Decode = Callable[[Sequence[int]], str]
+
+
+class Wanted(NamedTuple):
+    """A trajectory to sample: sample number `sample` of a task in the set `dataset`."""
+
+    dataset: str
+    task: Task
+    sample: int
+
+    @property
+    def key(self) -> Key:
+        """The key of the trajectory's row."""
+        return self.dataset, self.task.id, self.sample
+
+
+class EvalRow(Struct, kw_only=True):
+    """A trajectory of an evaluation: a line with all keys, identified by `dataset`, `task` and
+    `sample` (from 0).
+
+    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first. The text of
+    an end-of-sequence token that ended a turn is separate: {"policy": ..., "eos": ...}. A user's
+    message after a turn is {"env": ..., "role": "user"}.
+
+    A failed trajectory (end "failed") has an `error` and no scores: it counts by kind of failure,
+    never as wrong. `scores` contains the computed metrics, each in [0, 1]: em, f1, contains, math,
+    judge. `success`, `reward` and `reason` (an explanation) come from the environment's grader.
+    `same_as` is the lowest sample number of the question with the same wrong answer. The first
+    report computes scores and `same_as`.
+    """
+
+    dataset: str
+    task: str
+    sample: int
+    kind: str = "all"
+    env_id: str = ""  # of the task; regrading uses the grader of this environment
+    question: str = ""
+    answers: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)  # of the dataset: level, category, ...
+    seed: int | None = None
+    segments: list[dict[str, str]] = field(default_factory=list)
+    prediction: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments, ok, error
+    num_turns: int = 0
+    num_retries: int = 0  # after failures; with the same seeds
+    prompt_tokens: int = 0
+    action_tokens: int = 0  # sampled by the policy
+    tool_tokens: int = 0  # of tool results
+    seconds: float = 0.0  # wall time of the trajectory
+    end: str = ""  # terminated, truncated, failed
+    limit: str | None = None
+    error: str | None = None
+    reward: float = 0.0
+    success: bool = False
+    reason: str = ""
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward
+    scores: dict[str, float] = field(default_factory=dict)
+    same_as: int | None = None
+    assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
+    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
+    policy_versions: list[int] = field(default_factory=list)  # oldest and newest policy
+
+    @property
+    def key(self) -> Key:
+        """The identity of the trajectory within its evaluation."""
+        return self.dataset, self.task, self.sample
+
+    @property
+    def failure_kind(self) -> str:
+        """Of a failed trajectory: the class of its error, e.g. "EnvError"."""
+        return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
+
+
+# The input of a grader, recovered from a stored trajectory: the policy's messages and calls.
+
+_CALL_TAG = re.compile(rf"</(?!(?:{'|'.join(TAGS)})>)(\w+)>\Z")
+
+
+def written(row: EvalRow) -> list[Message]:
+    """The policy's messages in order, as the renderer parsed them: without end-of-sequence tokens,
+    and starting with <think> if the text before the turn ends with an open <think>.
+
+    A turn that the env answered, or that ends with a tool's tag, has one call, with only its name,
+    even if it made several: graders read the text.
+    """
+    messages: list[Message] = []
+    before = ""
+    calls = iter(row.tool_calls)
+    for place, segment in enumerate(row.segments):
+        text = segment.get("policy")
+        if text is None:
+            before = segment.get("env", "")
+            continue
+        if before.rstrip().endswith(THOUGHT_OPEN):
+            text = f"{THOUGHT_OPEN}\n{text}"
+        before = ""
+        answered = place + 1 < len(row.segments) and is_result(row.segments[place + 1])
+        called = next(calls, None) if answered else None
+        tag = _CALL_TAG.search(text)
+        name = called["name"] if called is not None else tag[1] if tag is not None else ""
+        found = (ToolCall(name, {}),) if name else ()
+        messages.append(Message("assistant", text, found))
+    return messages
+
+
+def observed(node: Node, decode: Decode) -> dict[str, str]:
+    """The segment of the node's observation."""
+    segment = {"env": decode(node.observation_ids)}
+    return {**segment, "role": "user"} if node.is_of_user else segment
+
+
+def is_result(segment: dict[str, str]) -> bool:
+    """Whether a segment is the result of calls: from the environment, and not a user's message."""
+    return "env" in segment and segment.get("role") != "user"
+
+
+def calls_that_ran(row: EvalRow) -> Counter[str]:
+    """Number of successful calls of each tool."""
+    return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
+
+
+def prediction(messages: list[Message]) -> str:
+    """The final answer, as graders read it: from the last message, tagged, boxed, or plain."""
+    return final_answer(messages[-1].content) if messages else ""
+
+
+def whole_text(row: EvalRow) -> str:
+    """Everything after the prompt, tool results included."""
+    texts = [segment.get("policy", segment.get("env", "")) for segment in row.segments]
+    return "".join(texts[1:] if row.segments and "env" in row.segments[0] else texts)
+
+
+class TrajectoryWriter:
+    """Writes the trajectories of a step in a separate process: decoding all tokens takes a large
+    part of a second, which would block the rollouts. A handler of
+    `agentenv.processes.worker_pool.WorkerPool`; `tokenizer` is the path of the tokenizer's file."""
+
+    def __init__(self, tokenizer: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
+
+    def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
+        """`write_rows` with the arguments in `job`; trees are frames, rows are JSON."""
+        trees = map(of_frame, job["trees"])
+        path = Path(job["path"]) if job["path"] else None
+        num_chars, shown = write_rows(trees, self._decode, path, job["wanted"])
+        return {"num_chars": num_chars, "shown": [json.dumps(row) for row in shown]}
+
+
+def write_rows(
+    trees: Iterable[TrajectoryTree], decode: Decode, path: Path | None, wanted: int
+) -> tuple[int, list[Row]]:
+    """Write each trajectory as a line of JSON, if `path` is given. Returns the number of characters
+    written, and the first `wanted` rows."""
+    every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
+    if path is None:
+        return 0, list(islice(every, wanted))
+    num_chars, shown = 0, list[Row]()
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_chars
+        for row in every:
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            num_chars += len(line)
+            if len(shown) < wanted:
+                shown.append(row)
+            yield line.encode()
+
+    write_whole(path, lines())
+    return num_chars, shown
+
+
+def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
+    """The trajectories of a tree, each as readable JSON: text by segment with its author, calls,
+    reward parts. Shared nodes are decoded once."""
+    texts: dict[int, list[Row]] = {}  # by node
+    for trajectory in tree.trajectories():
+        for node in trajectory.path:
+            if node.index not in texts:
+                action = [{"policy": decode(node.action_ids)}] if node.action_ids else []
+                answer = [observed(node, decode)] if node.observation_ids else []
+                texts[node.index] = [*action, *answer]
+        yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
+
+
+def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
+    """A trajectory as a row of trajectories/STEP.jsonl."""
+    leaf = trajectory.leaf
+    return {
+        "task": tree.task.id,
+        "kind": tree.task.kind,
+        "question": tree.task.question,
+        "answers": list(tree.task.answers),
+        "tree": tree.index,
+        "branch": leaf.branch,
+        "fork_parent": _fork_parent(trajectory),
+        "segments": segments,
+        "num_tokens": trajectory.num_tokens,
+        "loss_mask": _runs(trajectory),
+        "tool_calls": [
+            call for node in trajectory.path for call in node.info.get("tool_calls", ())
+        ],
+        "reward": trajectory.reward,
+        "parts": leaf.info.get("parts", {}),
+        "success": trajectory.success,
+        "end": leaf.end,
+        "limit": leaf.limit,
+        "policy_versions": sorted(
+            {span.version for node in trajectory.path for span in node.version_spans}
+        ),
+    }
+
+
+def readable(row: Row) -> str:
+    """A row of training or of an evaluation as text: the question, the result, and each text with
+    its author; without the prompt."""
+    ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
+    lines = [
+        f"--- {row['kind']}: {row['question']}",
+        f"    expected {' or '.join(row['answers'])}; {'correct' if row['success'] else 'wrong'}, "
+        f"reward {row['reward']:g}, {ended}",
+    ]
+    for segment in row["segments"][1:]:
+        if "policy" in segment:
+            lines.append(f"policy | {segment['policy']}")
+        else:
+            lines.append(f"{segment.get('role', 'env'):<6} | {segment['env'].strip()}")
+    return "\n".join(lines)
+
+
+def _fork_parent(trajectory: Trajectory) -> Row | None:
+    """The branch and node from which the trajectory was forked; None for a from-scratch one."""
+    leaf = trajectory.leaf
+    if "+" not in leaf.branch:
+        return None
+    shared = [node for node in trajectory.path if node.branch != leaf.branch]
+    return {"branch": shared[-1].branch, "node": shared[-1].index}
+
+
+def _runs(trajectory: Trajectory) -> list[int]:
+    """Run lengths of the loss mask, alternating, the first for tokens without loss."""
+    runs, current = [0], False
+    for node in trajectory.path:
+        for ids, sampled in ((node.action_ids, True), (node.observation_ids, False)):
+            if ids and sampled != current:
+                runs.append(0)
+                current = sampled
+            runs[-1] += len(ids)
+    return runs

@@ -1,0 +1,333 @@
+"""The directory of a run: its files, its lock, and its checkpoints.
+
+runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
+          entropy.png  entropy.csv               by token position, at the start and after results
+          data/  model/                          made by the setup of the quick start
+          inputs/                                rows and model passed in memory by a Python program
+          journal/                               turns and trees as they happen, for a resume
+          trees/STEP.frames                      every tree of training, with all its tokens
+          trajectories/STEP.jsonl                every trajectory of training, as readable text
+          eval/WHEN/                             evaluations, in the format of `agentenv evaluate`
+          checkpoints/step-000020/               Hugging Face directory
+          checkpoints/step-000020/trainer/       the learner's state, for a resume
+          checkpoints/best/                      the best by `checkpoint.best_metric`
+          lock                                   the process that trains in it now
+          ctl/                                   the socket of agentenv ctl, while the run is alive
+          starts                                 number of processes that started or resumed the run
+          resumed/                               the model that a resumed run started from
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
+from agentenv.assembly.run.monitors import MonitorConfig, Monitors
+from agentenv.base.config import changes, resolver, to_plain
+from agentenv.base.disk import (
+    DIR_KEY,
+    PARTIAL,
+    WEIGHTS_PREFIX,
+    append_whole,
+    explain,
+    make_folder,
+    write_whole,
+)
+from agentenv.base.errors import ConfigError
+from agentenv.rollout.archive import ARCHIVE
+
+RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go with an optimizer
+
+
+JOB_VARIABLE = "AGENTENV_JOB"  # a unique name of the process's job
+
+
+class LockHolder(Struct, frozen=True):
+    """The process that holds the lock of a run, `since` a local time. A job has one process at a
+    time, and may restart it on another host."""
+
+    pid: int
+    host: str
+    since: str = ""
+    job: str = ""
+
+    @classmethod
+    def me(cls) -> LockHolder:
+        job, since = os.environ.get(JOB_VARIABLE, ""), time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(os.getpid(), socket.gethostname(), since, job)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lock:
+    """The lock of a run's directory: one process at a time trains in it. `close` releases it.
+
+    The system releases the lock when the process dies. The file's content names the holder; it
+    alone counts on file systems without locks, or without locks across machines.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if another process holds the lock."""
+        self.path = folder / "lock"
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._release = weakref.finalize(self, os.close, self._file)
+        try:
+            self._take(folder)
+        except BaseException:
+            self._release()
+            raise
+
+    def _take(self, folder: Path) -> None:
+        """Lock the folder. Raises ConfigError with the holder if another process has the lock."""
+        is_held, is_known = False, True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = True
+        except OSError:
+            is_known = False
+        try:
+            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=LockHolder)
+        except msgspec.DecodeError:  # an empty or truncated file
+            before = None
+        me = LockHolder.me()
+        if before is not None and before.host == me.host and not is_known:
+            is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
+        if is_held:
+            raise ConfigError(
+                f"{folder} is in use by {before or 'another process'}; wait until it ends, stop "
+                "it, or choose another name with run.name=NAME"
+            )
+        is_same_job = before is not None and bool(me.job) and before.job == me.job
+        if before is not None and before.host != me.host and not is_same_job:
+            raise ConfigError(
+                f"{folder} is in use by {before}, which {me.host} cannot check; if it no longer "
+                f"runs there, remove {self.path}"
+            )
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, msgspec.json.encode(me), 0)
+
+    def close(self) -> None:
+        """Release the lock; idempotent."""
+        if self._release.alive:
+            os.ftruncate(self._file, 0)
+            self._release()
+
+
+LOG_FILE = "run.log"
+STARTS = "starts"
+INPUTS = "inputs"
+JOURNAL = "journal"  # folder of turns and trees
+PROBE = ".writable"  # a temporary file
+CONFIG_FILE = "config.json"  # written after all checks have passed; marks a run
+LOGS = ("learner.log", "servers", "workers")  # of started processes
+OURS = {
+    "timings.jsonl",
+    *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
+    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
+    *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
+}
+Row = dict[str, Any]
+
+
+class RunDirectory:
+    """Creates or reopens the directory of a run, and passes rows of metrics to the monitors."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool,
+        monitor: MonitorConfig | None = None,
+        settings: Row | None = None,
+    ) -> None:
+        """`settings`: the whole configuration, for the monitors. Raises ConfigError if the
+        directory is in use, holds something else, or cannot be written."""
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self._created = [one for one in (path, *path.parents) if not one.exists()]
+        if resume and not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} contains no run to resume; start it without --resume")
+        try:
+            if not resume:
+                self._refuse_used()
+                make_folder(path)
+            self._lock = Lock(path)
+            if not resume:
+                self._claim()
+            make_folder(self.checkpoints.folder)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
+        check_writable(path)
+        self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
+
+    def close(self) -> None:
+        """Release the directory for other processes; idempotent."""
+        self._lock.close()
+
+    def _refuse_used(self) -> None:
+        """Raises ConfigError for a directory with a run or foreign files."""
+        found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        prefixes = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights of a killed run
+        found -= {name for name in found if name.startswith(prefixes)}
+        found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
+        if CONFIG_FILE in found:
+            raise ConfigError(
+                f"{self.path} already contains a run; continue it with --resume, choose another "
+                "name with run.name=NAME, or remove the directory"
+            )
+        if found - OURS:
+            raise ConfigError(
+                f"{self.path} is not empty and not a run: it contains {sorted(found - OURS)[0]!r}; "
+                f"choose another name with run.name=NAME"
+            )
+
+    def _claim(self) -> None:
+        """Remove the files of an earlier attempt that never began."""
+        self._refuse_used()  # again: from here on the lock keeps out other processes
+        for entry in self.path.iterdir():
+            if entry != self._lock.path:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def count_start(self, known: int) -> int:
+        """The number of this start of the run, unique per process: two processes that resume from
+        the same checkpoint, which counts `known` starts, train different weights. Raises
+        ConfigError."""
+        path = self.path / STARTS
+        try:
+            before = int(path.read_text())
+        except (FileNotFoundError, ValueError):  # the first start
+            before = 0
+        number = max(before, known) + 1
+        try:
+            write_whole(path, f"{number}\n", durable=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
+        return number
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration; {run} is this directory."""
+        return resolver(self.path)(text)
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.path / CONFIG_FILE).is_file()
+
+    def begin(self, config: Struct) -> None:
+        """Mark the directory as a run, after all checks have passed."""
+        self.write_json(CONFIG_FILE, to_plain(config))
+
+    def check_optimizer(self, name: str) -> None:
+        """Raises ConfigError if the run began with another optimizer: no optimizer can resume from
+        the state of another, which the checkpoints contain."""
+        path = self.path / CONFIG_FILE
+        if not path.is_file():
+            return
+        saved = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
+        began = saved.get("optimizer", name)
+        if began != name:
+            rates = {key: saved[key] for key in RATES if saved.get(key) is not None}
+            keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
+            raise ConfigError(
+                f"{path}: the checkpoints contain the state of learner.optimizer = {began!r}, but "
+                f"the configuration has {name!r}; continue with learner.optimizer={began} {keys}, "
+                "or start anew with another run.name"
+            )
+
+    def resume_from(
+        self,
+        config: Struct,
+        step: int,
+        report: Callable[[str], None],
+        is_reported: Callable[[str], bool] = bool,
+        sft_step: int | None = None,
+    ) -> bool:
+        """Set aside the results of the run after the checkpoint of `step`, and report the keys that
+        have changed since its start. Returns whether there were newer checkpoints. The last two
+        parameters: see forget_metrics_after."""
+        self.forget_metrics_after(step, is_reported, sft_step)
+        place, checkpoint = f"step {step}", self.checkpoints.path(step)
+        if sft_step is not None:
+            place = f"step {sft_step} of the cold start"
+            checkpoint = self.checkpoints.path(sft_step, COLD_START)
+        report(f"resuming {self.path} after {place}")
+        newer = self.checkpoints.set_aside_after(checkpoint)
+        for path in newer:
+            report(f"moved a newer checkpoint to {path}")
+        saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+        for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
+            report(f"changed since the start: {change}")
+        return bool(newer)
+
+    def forget_unless_begun(self) -> None:
+        """Remove the folder of a run that failed its checks, including the output of its set-up and
+        the parent folders created for it. A folder with a non-empty log stays: it may explain more
+        than the error did."""
+        if self.has_begun or any(map(_is_written_log, self.path.iterdir())):
+            return
+        shutil.rmtree(self.path, ignore_errors=True)  # an error here must not hide the first one
+        for folder in self._created:
+            if folder == self.path:
+                continue
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file atomically."""
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def write_metrics(self, row: Row) -> None:
+        """Add a row to metrics.jsonl. Blocks."""
+        append_whole(self.path / "metrics.jsonl", json.dumps(row) + "\n")
+
+    def forget_metrics_after(
+        self, step: int, is_reported: Callable[[str], bool] = bool, sft_step: int | None = None
+    ) -> None:
+        """Remove the rows that a resumed run will write again: rows of steps after `step`, of steps
+        of the cold start after `sft_step`, and of evaluations without a complete report:
+        `is_reported(phase)` is false."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+            kept = [
+                line
+                for line, row in rows
+                if row.get("step", 0) <= step
+                and ("phase" not in row or is_reported(row["phase"]))
+                and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
+            ]
+            write_whole(path, "".join(kept))
+
+
+def _is_written_log(entry: Path) -> bool:
+    """Whether this is a non-empty log, or a folder that contains one."""
+    if entry.name not in LOGS and not entry.name.startswith("learner-"):
+        return False
+    files = entry.rglob("*") if entry.is_dir() else [entry]
+    return any(file.is_file() and file.stat().st_size > 0 for file in files)
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError unless a file can be written in the directory."""
+    probe = path / PROBE
+    try:
+        probe.write_bytes(b"\0" * 65536)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error

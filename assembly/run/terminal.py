@@ -1,0 +1,576 @@
+"""The terminal: a live line or plain lines during a command, tables, and the end of every command
+with its exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from agentenv.assembly.run.arguments import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_places,
+    import_from_working_directory,
+)
+from agentenv.assembly.run.tables import Table, as_rich
+from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
+from agentenv.base.disk import DIR_KEY, explain, written
+from agentenv.base.errors import (
+    TRAIN,
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    MissingError,
+    needs_train,
+)
+from agentenv.base.offload import hanging, running, start_thread
+
+T = TypeVar("T")
+
+
+class LogFile(logging.Handler):
+    """A log file that a thread writes, so that the caller never waits for the disk. `num_missing`
+    counts the lines that were lost because the disk was full or hung."""
+
+    MAX_LINES = 10_000  # in the queue
+    CLOSE_S = 3.0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.path, self.num_missing = path, 0
+        self._lines: queue.Queue[bytes | threading.Event] = queue.Queue(self.MAX_LINES)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        start_thread(partial(self._write, self._file), name="run.log")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.num_missing += 1
+        except Exception:  # a format string that does not fit its arguments
+            self.handleError(record)
+
+    def _write(self, file: int) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                if self._file is None:
+                    return os.close(file)
+                continue
+            try:
+                while line:
+                    line = line[os.write(file, line) :]
+            except OSError:
+                self.num_missing += 1
+
+    def flush(self) -> None:
+        """Return when all lines are written, or after CLOSE_S."""
+        if self._file is None:
+            return
+        written, deadline = threading.Event(), time.monotonic() + self.CLOSE_S
+        with suppress(queue.Full):
+            self._lines.put(written, timeout=self.CLOSE_S)
+            written.wait(deadline - time.monotonic())
+
+    def close(self) -> None:
+        """Flush; lines that are still unwritten then count as missing."""
+        if self._file is not None:
+            self.flush()
+            self._file = None
+            self.num_missing += self._lines.qsize()
+            with suppress(queue.Full):
+                self._lines.put_nowait(threading.Event())
+        super().close()
+
+
+class _Errors(logging.Handler):
+    """Shows on the terminal the first line of each error, and of each warning marked SHOWN, that
+    another logger emits; tracebacks are in the log file."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_shown(record):
+            line = record.getMessage().partition("\n")[0]
+            is_error = record.levelno >= logging.ERROR
+            word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
+            self._show(f"{word} {escape(line)}")
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Whether the terminal shows a log record. A View already prints its own records."""
+    is_error = record.levelno >= logging.ERROR or getattr(record, "shown", False)
+    return record.name != "run" and is_error
+
+
+class _Stream:
+    """Standard output or error, looked up at each write. With `may_be_lost`, output that cannot be
+    written (a full disk, a closed terminal) is dropped."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.may_be_lost = False
+        self.lost: OSError | None = None
+
+    def _now(self) -> TextIO:
+        found = getattr(sys, self._name)
+        return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self._now().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self._now().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.may_be_lost:
+                raise
+            self.lost = self.lost or error
+
+    def release(self) -> None:
+        """At the end of the process, send the remaining output nowhere, so that it cannot fail."""
+        if self.lost is not None:
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._now().fileno())
+                os.close(nowhere)
+
+
+BUSY_S = 3.0  # until the first progress line of a wait
+PLAIN_S = 10.0  # between two progress lines, where the output is no terminal
+
+
+class Pulse:
+    """Progress in plain lines, for a file or a log: at most one line per PLAIN_S seconds, and none
+    while other lines appear. Without progress since the last line, it shows the longest wait
+    instead of an estimate of the remaining time, which is meaningless during an outage."""
+
+    def __init__(self, view: View, title: str, total: int, done: int = 0, then: str = "") -> None:
+        self._view, self._title, self._total, self._first = view, title, total, done
+        self._reported = done  # in the last line
+        self._then = f"; next: {then}" if then else ""
+        self._began_s = view.last_line_s = time.monotonic()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Print a line if one is due; `done` of the total have ended."""
+        now_s = time.monotonic()
+        if now_s - self._view.last_line_s < PLAIN_S:
+            return
+        seconds, left = now_s - self._began_s, ""
+        if done == self._reported:
+            left = (waits := self._view.longest_wait()) and f"; {waits}"
+        elif self._total > done:
+            left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
+        self._reported = done
+        parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
+        self._view.log(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
+
+
+class View:
+    """Console and log file of a run; every message goes to both. Once there is a log file, a closed
+    terminal, or a full disk under redirected output, does not end the command."""
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        """`is_quiet`: print only warnings and errors."""
+        self._streams = [_Stream("stdout"), _Stream("stderr")]
+        out, errors = cast(list[TextIO], self._streams)
+        is_notebook = type(sys.stdout).__module__.startswith("ipykernel")  # which has no bars
+        shown: dict[str, Any] = {"highlight": False, "force_jupyter": False}
+        shown["force_terminal"] = False if is_notebook else None
+        self.console = Console(file=out, quiet=is_quiet, **shown)
+        self._errors = Console(file=errors, stderr=True, **shown)
+        self._waiting: threading.Event | None = None  # set at the end of the wait
+        self._next: list[RichTable | Text] = []  # below the progress bar
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+        self._live: Live | None = None
+        self._pulse: Pulse | None = None
+        self.last_line_s = 0.0  # time of the last line, of time.monotonic
+        self._logger = logging.getLogger("run")
+        if not self._logger.handlers:  # else early failures are reported twice
+            self._logger.addHandler(logging.NullHandler())
+        self._handlers: list[logging.Handler] = []
+        self.folder: Path | None = None  # of a run, whose log is there
+        self.activity = ""  # work that an interruption waits for
+        self.longest_wait: Callable[[], str] = str  # a description; empty: none
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Inside, an interruption waits for this activity; the terminal then names it."""
+        before, self.activity = self.activity, activity
+        try:
+            yield
+        finally:
+            self.activity = before
+
+    def log_to(self, path: Path) -> None:
+        """Also write messages, and the log records of all loggers, to the file `path`."""
+        self._handlers = [LogFile(path), _Errors(self._print_error)]
+        self.folder = path.parent
+        for stream in self._streams:
+            stream.may_be_lost = True
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
+        self._logger.setLevel(logging.INFO)
+
+    def log(self, text: str, brief: str = "") -> None:
+        """Print and log a text; on a terminal that is too narrow for it, print `brief` instead."""
+        self.last_line_s = time.monotonic()
+        self._logger.info(text)
+        is_narrow = self.console.is_terminal and len(text) > self.console.width
+        self.console.print(escape(brief if brief and is_narrow else text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print and log a warning."""
+        self._logger.warning(text)
+        self._print_error(f"[bold yellow]warning:[/] {escape(text)}")
+
+    def warn_at_once(self, text: str) -> None:
+        """As `warn`, and flush the log file, if its disk responds."""
+        self.warn(text)
+        for handler in self._handlers:
+            handler.flush()
+
+    def fail(self, text: str) -> None:
+        self._logger.error(text)
+        self.end()
+        self._print_error(f"[bold red]error:[/] {escape(text)}")
+
+    def _print_error(self, text: str) -> None:
+        """Print on standard error; above the progress bar, if there is one."""
+        above = self.is_live and self._errors.is_terminal
+        (self.console if above else self._errors).print(text, soft_wrap=True)
+
+    def suggest(self, commands: Mapping[str, str]) -> None:
+        """Print the commands to run next, each with its use."""
+        width, most = max(map(len, commands)), max(map(len, commands.values()))
+        is_wide = width + most + len("    # ") > self.console.width
+        self.log("\nnext:")
+        for command, use in commands.items():
+            text = f"  # {use}\n  {command}" if is_wide else f"  {command.ljust(width)}  # {use}"
+            self.log(text)
+
+    def show(self, table: RichTable | Table) -> None:
+        """Print a table, and write it to the log file as well."""
+        if isinstance(table, Table):
+            table = as_rich(table)
+        plain = StringIO()
+        width = self.console.width
+        Console(file=plain, width=width, color_system=None, force_jupyter=False).print(table)
+        self._logger.info("\n%s", plain.getvalue())
+        self.console.print(table)
+
+    def wait_for(self, what: str, then: str = "") -> None:
+        """Until `end` or `begin`, show the seconds that `what` has taken, and the next phase,
+        `then`. Without a terminal: in a line after BUSY_S seconds, and then every PLAIN_S."""
+        self.end()
+        after = f"; next: {then}" if then else ""
+        if self.console.is_terminal:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            waiting = Progress(*columns, TextColumn(f"[dim]{escape(after.removeprefix('; '))}"))
+            waiting.add_task(escape(what), total=None)
+            self._live = Live(waiting, console=self.console, transient=True)
+            self._live.start()
+            return
+        self._waiting = over = threading.Event()
+
+        def report() -> None:
+            began_s, pause_s = time.monotonic(), BUSY_S
+            while not over.wait(pause_s):
+                self.log(f"{what}: {time.monotonic() - began_s:.0f} s so far{after}")
+                pause_s = PLAIN_S
+
+        with suppress(RuntimeError):  # a simulated machine has no threads
+            start_thread(report, "waiting")
+
+    def begin(self, title: str, total: int, done: int = 0, then: str = "") -> None:
+        """Start a progress bar, with the next phase, `then`, below it. Without a terminal: progress
+        lines at intervals (Pulse)."""
+        self.end()
+        if not self.console.is_terminal:
+            self._pulse = Pulse(self, title, total, done, then)
+            return
+        self._next = [Text(f"next: {then}", style="dim")] if then else []
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = self._progress.add_task(title, total=total, completed=done, note="")
+        shown = Group(self._progress, *self._next)
+        self._live = Live(shown, console=self.console, transient=True)
+        self._live.start()
+
+    def advance(self, done: int, note: str = "") -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, completed=done, note=note)
+        elif self._pulse is not None:
+            self._pulse.update(done, note)
+
+    def figures(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Show lines of (title, figures) below the progress bar; only on a terminal."""
+        if self._live is None or self._progress is None:
+            return
+        grid = RichTable.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True, min_width=max(len(title) for title, _ in rows))
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        for title, text in rows:
+            grid.add_row(title, escape(text))
+        self._live.update(Group(self._progress, grid, *self._next))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no progress is shown."""
+        return self._live is None and self._pulse is None
+
+    def end(self) -> None:
+        if self._waiting is not None:
+            self._waiting.set()
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._progress = self._bar = self._pulse = self._waiting = None
+
+    def close(self) -> None:
+        self.end()
+        for stream in self._streams:
+            if stream.lost is not None:
+                reason = explain(stream.lost)
+                self._logger.warning("the terminal, or its file, could not be written: %s", reason)
+            stream.release()
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+            if isinstance(handler, LogFile) and handler.num_missing:
+                self.warn(
+                    f"{handler.num_missing} lines are missing in {handler.path}: the disk is full "
+                    "or does not respond"
+                )
+        self._handlers = []
+
+
+def exit_code_of(
+    work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
+) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
+    missing (dry run only), 130 interrupted.
+
+    Run the work of a command. The user's modules are imported from the working directory. `writing`
+    names the activity in an I/O error that names no file; `interrupted` is printed after Ctrl-C.
+    An error without a reason for the user is a bug and is raised.
+    """
+    import_from_working_directory()
+    try:
+        with others_in_log():
+            code = _run(work, view, writing, interrupted)
+    except Exception:
+        if not hanging():
+            raise
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if stuck := hanging():  # threads that the interpreter would wait for at its exit
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
+            sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+    try:
+        check_places()
+        return work() or 0
+    except KeyboardInterrupt:
+        view.end()
+        if interrupted:
+            view.log(interrupted)
+        return EXIT_INTERRUPTED
+    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
+        reason = reason_of(error, view.folder, writing)
+        if reason is None:
+            raise
+        view.fail(str(reason))
+        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
+    finally:
+        view.close()
+
+
+@contextmanager
+def others_in_log() -> Iterator[None]:
+    """Inside, warnings of other packages go to the log of the run, not to the terminal."""
+    logging.captureWarnings(True)
+    try:
+        with without_deepspeed():
+            yield
+    finally:
+        logging.captureWarnings(False)
+
+
+@contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Inside, DeepSpeed logs only errors: transformers imports it, and without a GPU it prints
+    warnings on standard output."""
+    logger = logging.getLogger("DeepSpeed")
+
+    def is_grave(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_grave)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_grave)
+
+
+def reason_of(
+    error: BaseException, folder: Path | None, writing: str
+) -> AgentEnvError | OSError | None:
+    """The error with the text for users; None for a bug. `folder` is that of the run; `writing`
+    names the activity in an I/O error that names no file."""
+    if isinstance(error, ModuleNotFoundError):
+        return MissingError(needs_train(error.name)) if error.name in TRAIN else None
+    reason = first_reason(error)
+    if not isinstance(reason, OSError):
+        return reason
+    name = written(reason)
+    inside = folder is not None and folder in Path(str(name)).parents
+    key = DIR_KEY if inside else ""
+    return OSError(f"{name or writing}: {explain(reason, key)}")
+
+
+SHOWN_S = 2.0  # age of a thread's work from which an interruption names it
+
+
+def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
+    """Run the work of a command. The first Ctrl-C, SIGTERM or SIGHUP cancels the work, which may
+    save before it ends; then this raises KeyboardInterrupt. A second signal prints the work that
+    the end waits for, and a third ends the process (see Watchdog). `view` reports code that blocks
+    the event loop.
+    """
+    runner = asyncio.Runner(loop_factory=CommandLoop)
+    loop = runner.get_loop()
+    watchdog = Watchdog(loop, view.warn_at_once)
+    num_signals = 0
+
+    def stop(task: asyncio.Task[Any]) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            task.cancel()  # once: a second one would interrupt the clean-up
+        first = "interrupted" if num_signals == 1 else "still shutting down"
+        jobs = ", ".join(map(str, running(SHOWN_S)))
+        waits = [view.activity and f"waiting for {view.activity}", view.longest_wait(), jobs]
+        what = "; ".join(filter(None, [first, *waits]))
+        view.log(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
+
+    async def main() -> T:
+        watchdog.claim_signals()
+        this = asyncio.current_task()
+        assert this is not None
+
+        def on_signal(*_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the command has ended
+                loop.call_soon_threadsafe(stop, this)
+
+        for number in handled:
+            signal.signal(number, on_signal)
+        try:
+            return await work
+        finally:
+            leave_hanging(loop)
+
+    raise_file_limit()
+    share_heap()
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    handled = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
+    before = [signal.getsignal(number) for number in handled]
+    try:
+        with watchdog.watch(), runner:
+            return runner.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
+
+
+def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop close without waiting for threads that hang."""
+    if hanging():
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+
+MAX_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files of this process and its children to the hard limit, at
+    most MAX_FILES. Each running request is a connection; the usual default is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
+    """The first error with a reason for the user; None if one of the errors is a bug."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, AgentEnvError | OSError) else None
+    reasons = [first_reason(part) for part in error.exceptions]
+    return None if None in reasons else reasons[0]

@@ -1,0 +1,267 @@
+"""A question with its branches and turns, for the viewer and for exports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+
+from agentenv.assembly.run.records import FAILED, Decode, EvalRow, is_result
+from agentenv.base.tree import Node
+from agentenv.rollout.archive import KeptTree
+from agentenv.rollout.failures import Redactor
+
+
+class TranscriptTurn(Struct, kw_only=True):
+    """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
+    arguments, ok, error, duration_s. `answer`: the observation after them; `of_user`: whether it is
+    a user's message. `token_ids` and `logprobs` (nats): the sampled tokens; empty if only the text
+    is known."""
+
+    key: str
+    text: str
+    answer: str = ""
+    of_user: bool = False
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_context: int | None = None  # tokens before the turn
+    num_tokens: int | None = None  # sampled tokens
+    facts: dict[str, Any] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class TranscriptBranch(Struct, kw_only=True):
+    """A trajectory without the turns up to `forked_at` that it shares with an earlier branch,
+    `parent`. Both are None for a from-scratch trajectory."""
+
+    name: str
+    parent: str | None = None
+    forked_at: str | None = None
+    turns: list[TranscriptTurn] = field(default_factory=list)
+    reward: float | None = None
+    success: bool = False
+    end: str = ""
+    limit: str | None = None
+    error: str | None = None
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class TranscriptQuestion(Struct, kw_only=True):
+    """A task and its trajectories. `sample` counts repetitions of the same task, from 1."""
+
+    id: str
+    task: str
+    sample: int = 1
+    question: str
+    answers: list[str]
+    kind: str = ""
+    prompt: str = ""
+    prediction: str = ""
+    seconds: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    branches: list[TranscriptBranch] = field(default_factory=list)
+
+    def path(self, branch: TranscriptBranch) -> list[tuple[TranscriptBranch, TranscriptTurn]]:
+        """All turns of a trajectory, each with the branch that contains it."""
+        before: list[tuple[TranscriptBranch, TranscriptTurn]] = []
+        if branch.parent is not None:
+            parent = next(one for one in self.branches if one.name == branch.parent)
+            for owner, turn in self.path(parent):
+                before.append((owner, turn))
+                if turn.key == branch.forked_at:
+                    break
+        return before + [(branch, turn) for turn in branch.turns]
+
+
+def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> TranscriptQuestion:
+    """The question of an archived tree. Each turn appears once, in the branch that sampled it."""
+    return _Reader(kept, decode, with_tokens).question()
+
+
+class _Reader:
+    def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
+        self._kept, self._tree, self._decode = kept, kept.tree, decode
+        self._with_tokens = with_tokens
+        self._owner: dict[int, str] = {}  # node -> its branch
+        self._names: set[str] = set()
+
+    def question(self) -> TranscriptQuestion:
+        """The tree as a question with a branch for each leaf."""
+        tree, task, kept = self._tree, self._tree.task, self._kept
+        branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
+        done = [(one.reward, one.success) for one in branches if one.reward is not None]
+        means = [fmean(values) for values in zip(*done, strict=True)]
+        versions = {"policy_version": tree.policy_version, "oldest_version": tree.oldest_version()}
+        return TranscriptQuestion(
+            id=f"tree-{tree.index:06d}",
+            task=task.id,
+            question=task.question,
+            answers=list(task.answers),
+            kind=task.kind,
+            prompt=self._decode(tree.root.observation_ids),
+            scores=dict(zip(("reward", "success"), means, strict=False)),
+            branches=branches,
+            facts={
+                "tree": tree.index,
+                "fate": kept.fate,
+                "why": kept.why,
+                "env_id": task.env_id,
+                **versions,
+                "num_roots": tree.num_roots,
+                "num_forks": tree.num_forks,
+                "metadata": msgspec.to_builtins(task.metadata, enc_hook=str),
+            },
+        )
+
+    def _branch(self, leaf: Node) -> TranscriptBranch:
+        """The branch of a leaf; its shared turns belong to an earlier branch."""
+        tree, credit = self._tree, self._kept.credit
+        path = [node for node in tree.history(leaf) if len(node.action_ids)]
+        own = [node for node in path if node.index not in self._owner]
+        shared = [node for node in path if node.index in self._owner]
+        name = leaf.branch
+        while name in self._names:  # of a failed trajectory and its replacement
+            name += "'"
+        self._names.add(name)
+        parent = self._owner[shared[-1].index] if shared else None
+        self._owner |= dict.fromkeys((node.index for node in own), name)
+        facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
+        if credit is not None and not math.isnan(credit.advantages[leaf.index]):
+            facts["advantage"] = credit.advantages[leaf.index]
+        return TranscriptBranch(
+            name=name,
+            parent=parent,
+            forked_at=f"node-{shared[-1].index}" if shared else None,
+            turns=[self._turn(node) for node in own],
+            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.history(leaf)),
+            success=bool(leaf.info.get("success", False)),
+            end=leaf.end or "",
+            limit=leaf.limit,
+            error=leaf.error,
+            reason=str(leaf.info.get("reason", "")),
+            facts=facts,
+        )
+
+    def _turn(self, node: Node) -> TranscriptTurn:
+        before = [one for one in self._tree.path(node) if one is not node]
+        turn = TranscriptTurn(
+            key=f"node-{node.index}",
+            text=self._decode(node.action_ids),
+            answer=self._decode(node.observation_ids),
+            of_user=node.is_of_user,
+            calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
+            num_context=sum(len(one.action_ids) + len(one.observation_ids) for one in before),
+            num_tokens=len(node.action_ids),
+            facts=self._facts(node),
+        )
+        if self._with_tokens:
+            turn.token_ids, turn.logprobs = list(node.action_ids), list(node.logprobs)
+        return turn
+
+    def _facts(self, node: Node) -> dict[str, Any]:
+        credit, scored = self._kept.credit, self._tree.scored
+        versions = sorted({span.version for span in node.version_spans})
+        facts: dict[str, Any] = {"node": node.index, "policy_versions": versions}
+        if node.reward:
+            facts["reward"] = node.reward
+        if node.num_forks is not None:
+            facts["num_forks"] = node.num_forks
+        if credit is not None:
+            facts["adv_pos"] = credit.adv_pos[node.index]
+            facts["adv_neg"] = credit.adv_neg[node.index]
+            facts["shared_by"] = credit.weight[node.index]
+        entropies = (scored[node.index].entropies if scored else None) or node.entropies
+        facts |= _mean("entropy", np.asarray(entropies))
+        if scored and len(scored[node.index].logprobs) == len(node.logprobs):
+            gap = np.abs(np.asarray(scored[node.index].logprobs) - np.asarray(node.logprobs))
+            facts |= _mean("engine_learner_gap", gap)
+        return facts
+
+
+def _mean(name: str, values: Any) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    return {name: round(float(known.mean()), 6)} if len(known) else {}
+
+
+def _depth(leaf: Node) -> tuple[int, int]:
+    """Sort key: from-scratch leaves first, each fork after its parent."""
+    return leaf.branch.count("+"), leaf.index
+
+
+_ENDED = ("success", "end", "limit", "error", "reason")
+_FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_tokens")
+
+
+def of_row(row: EvalRow) -> TranscriptQuestion:
+    """The question of a row of an evaluation, with text but without tokens."""
+    prompt, turns = turns_of(row.segments, row.tool_calls)
+    reward = None if row.end == FAILED else row.reward
+    ended = {name: getattr(row, name) for name in _ENDED}
+    branch = TranscriptBranch(
+        name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended
+    )
+    facts = {name: getattr(row, name) for name in _FACTS}
+    if row.policy_versions:
+        facts["policy_versions"] = row.policy_versions
+    scores = {} if reward is None else {"reward": reward, "success": float(row.success)}
+    return TranscriptQuestion(
+        id=f"{row.task}-{row.sample}",
+        task=row.task,
+        sample=row.sample + 1,
+        question=row.question,
+        answers=list(row.answers),
+        kind=row.kind,
+        prompt=prompt,
+        prediction=row.prediction,
+        seconds=row.seconds,
+        scores=scores and {**scores, **row.scores},
+        branches=[branch],
+        facts=facts,
+    )
+
+
+def turns_of(
+    segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
+) -> tuple[str, list[TranscriptTurn]]:
+    """Prompt and turns of the segments of a row. A row does not record the turn of each call: each
+    answered turn gets one call, and the last answered turn all remaining calls."""
+    prompt, turns, answered = "", list[TranscriptTurn](), list[TranscriptTurn]()
+    for segment in segments:
+        if "policy" in segment:
+            text = segment["policy"] + segment.get("eos", "")
+            turns.append(TranscriptTurn(key=f"turn-{len(turns) + 1}", text=text))
+        elif not turns:
+            prompt += segment.get("env", "")
+        else:
+            turns[-1].answer += segment.get("env", "")
+            turns[-1].of_user = not is_result(segment)
+            if is_result(segment) and turns[-1] not in answered:
+                answered.append(turns[-1])
+    left = list(calls)
+    for turn in answered:
+        turn.calls = left[:1] if turn is not answered[-1] else left
+        left = left[1:]
+    if left and not answered and turns:  # calls whose result no turn follows
+        turns[-1].calls = left
+    return prompt, turns
+
+
+def redacted(question: TranscriptQuestion, redactor: Redactor) -> TranscriptQuestion:
+    """The question without secrets. If its text contained one, all tokens are removed too."""
+    clean = msgspec.convert(
+        redactor.tree(msgspec.to_builtins(question, enc_hook=str)), TranscriptQuestion
+    )
+    turns = [turn for branch in clean.branches for turn in branch.turns]
+    before = [turn for branch in question.branches for turn in branch.turns]
+    texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
+    if clean.prompt != question.prompt or texts != old:
+        for turn in turns:
+            turn.token_ids, turn.logprobs = [], []
+    return clean

@@ -1,0 +1,1 @@
+"""Environments and tools of others: verifiers, OpenEnv, MCP servers, reasoning-gym."""

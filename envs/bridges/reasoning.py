@@ -1,0 +1,113 @@
+"""Questions and scorers of reasoning-gym (extra `reasoning-gym`), its tasks by name:
+
+    [data]
+    train = "reasoning_gym:chain_sum"
+    source = { size = 2000, max_terms = 4 }     # size, seed, and the task's own parameters
+
+    [eval.sets.heldout]
+    path = "reasoning_gym:chain_sum"
+    source = { size = 200, max_terms = 4 }
+
+    [grader.own]
+    name = "reasoning_gym"
+
+Held-out questions have separate seeds. Equal seeds give different questions for list_functions and,
+in different processes, for polynomial_multiplication, isomorphic_strings and ransom_note. So each
+row contains its entry, as a Python literal, since scorers distinguish tuples from lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from agentenv.base.errors import DataError, needed
+from agentenv.base.types import Message, Task
+from agentenv.base.untrusted import decode_python
+from agentenv.data.data_files import Row
+from agentenv.envs.grading.custom import CustomGrader
+from agentenv.envs.grading.verdict import final_answer
+
+KEY = "reasoning_gym"  # in Task.metadata: the scorer's input
+SIZE = 10_000  # default number of questions
+HELD_OUT_SEED = 1_000_000_000  # default seed
+
+
+def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
+    """The rows of a task. `options`: size, seed, and the task's parameters; question i of a seed is
+    question 0 of seed + i. Raises DataError for an unknown task, and for unknown or invalid
+    options."""
+    keys = {"size": SIZE, "seed": HELD_OUT_SEED if held_out else 0, **options}
+    for key in ("size", "seed"):
+        if not isinstance(keys[key], int) or keys[key] < (key == "size"):
+            raise DataError(f"reasoning_gym:{name}: {key} = {keys[key]!r}; expected a number >= 0")
+    dataset, first = _dataset(name, keys), keys["seed"]
+    own = {key: value for key, value in options.items() if key not in ("size", "seed")}
+    for number in range(keys["size"]):
+        entry = dataset[number]
+        yield {
+            "id": f"{name}-{first + number}",
+            "question": entry["question"],
+            "answer": entry["answer"] or "one that the scorer accepts",
+            "kind": name,
+            KEY: {"name": name, "options": own, "entry": repr(_plain(entry))},
+        }
+
+
+def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> dict[str, Any]:
+    """The scorer's score of the answer, from 0 to 1; 1 is right. Raises DataError for a task of
+    another source."""
+    made = task.metadata.get(KEY)
+    if not isinstance(made, dict):
+        raise DataError(
+            f"task {task.id} is not a question of reasoning-gym, whose scorer grader.own uses; "
+            'expected data.train = "reasoning_gym:NAME"'
+        )
+    answer = final_answer(written[-1].content) if written else ""
+    scorer = _scorer(made["name"], repr(made["options"]))
+    found = float(scorer(answer, decode_python(made["entry"])))
+    return {"score": found, "correct": found >= 1.0}
+
+
+class ReasoningGymGrader(CustomGrader):
+    """The scorers, in killable processes."""
+
+    def __init__(self) -> None:
+        super().__init__(__file__, "score")
+
+
+@cache
+def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
+    found = _dataset(name, {"size": 1, "seed": 0, **decode_python(options)})
+    return found.score_answer  # type: ignore[no-any-return]
+
+
+def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
+    gym = needed("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{name}")
+    known = gym.DATASETS
+    if name not in known:
+        close = get_close_matches(name, known, 1)
+        listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+        raise DataError(f"reasoning_gym:{name}: unknown task; {listed}")
+    try:
+        return gym.create_dataset(name, **keys)
+    except (TypeError, AssertionError, ValueError) as error:
+        fields = ", ".join(known[name][1].__dataclass_fields__)
+        raise DataError(
+            f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {fields}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The value with numpy types and derived types converted to Python's own types."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        made = map(_plain, value)
+        return tuple(made) if isinstance(value, tuple) else [*made]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value

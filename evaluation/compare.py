@@ -1,0 +1,314 @@
+"""Compares two evaluations question by question, with paired tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import ArrayLike
+
+from agentenv.assembly.run.tables import Table, lines_of, markdown, number, short
+from agentenv.assembly.run.terminal import View
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import DataError
+from agentenv.contract.env import close_shared
+from agentenv.evaluation import statistics
+from agentenv.evaluation.figures import (
+    MAX_GROUPS,
+    SCORES,
+    Floats,
+    QuestionRows,
+    is_share,
+    questions_of,
+    ratios,
+)
+from agentenv.evaluation.scores import make_scorer, score_rows, stored_rows
+
+
+class QuestionPair(Struct, frozen=True):
+    """One question in both evaluations."""
+
+    first: QuestionRows
+    second: QuestionRows
+
+    @property
+    def dataset(self) -> str:
+        return self.first.rows[0].dataset
+
+    @property
+    def kind(self) -> str:
+        return self.first.rows[0].kind
+
+    @property
+    def change(self) -> float:
+        """Share of correct samples in the second, minus that in the first."""
+        return success(self.second) - success(self.first)
+
+
+class Pairing(Struct, kw_only=True):
+    """`pairs`: the questions to compare. `only_first`, `only_second`: number of questions in only
+    one evaluation. `lost`: the questions whose samples all failed in one of the two."""
+
+    pairs: list[QuestionPair]
+    only_first: int
+    only_second: int
+    lost: list[QuestionPair]
+
+    @property
+    def failed(self) -> int:
+        """Number of lost questions."""
+        return len(self.lost)
+
+
+class Difference(Struct, kw_only=True):
+    """The means of a figure over the shared questions, their difference (second minus first) with
+    its 95 % interval, and the two-sided p-value of a paired test. There is no interval if the
+    figure is not a share and all questions differ by the same amount."""
+
+    name: str
+    num_questions: int
+    first: float
+    second: float
+    difference: float
+    low: float | None
+    high: float | None
+    p: float
+    test: Literal["McNemar", "sign flip"]
+
+
+def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pairing:
+    """Pair questions by dataset and task. Raises DataError if no question is shared, or if the two
+    evaluations have different questions under the same name."""
+    others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
+    pairs: list[QuestionPair] = []
+    lost: list[QuestionPair] = []
+    for question in first:
+        row = question.rows[0]
+        other = others.get((row.dataset, row.task))
+        if other is None:
+            continue
+        if other.rows[0].question != row.question:
+            raise DataError(
+                f"{row.dataset}, question {row.task} differs between the two: "
+                f"{row.question[:80]!r} and {other.rows[0].question[:80]!r}"
+            )
+        can_compare = question.done and other.done
+        (pairs if can_compare else lost).append(QuestionPair(question, other))
+    shared = len(pairs) + len(lost)
+    if not pairs:
+        why = f"they share no set: the first has {_names(first)}, the second {_names(second)}"
+        if lost:
+            why = f"all {shared} shared questions failed in one of them"
+        raise DataError(f"no questions to compare: {why}")
+    only_first, only_second = len(first) - shared, len(second) - shared
+    return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
+
+
+def _names(questions: Sequence[QuestionRows]) -> str:
+    names = sorted({question.rows[0].dataset for question in questions})
+    return ", ".join(names[:8]) or "no questions"
+
+
+def success(question: QuestionRows) -> float:
+    """Share of correct samples."""
+    return ratios(question, ())["success"][0]
+
+
+def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
+    """(name, pairs) of each dataset and of each kind of question, as in reports; all pairs last."""
+    datasets: dict[str, list[QuestionPair]] = {}
+    kinds: dict[str, list[QuestionPair]] = {}
+    for pair in pairs:
+        datasets.setdefault(pair.dataset, []).append(pair)
+        kinds.setdefault(pair.kind, []).append(pair)
+    groups = list(datasets.items()) if len(datasets) > 1 else []
+    if 1 < len(kinds) <= MAX_GROUPS and list(kinds.values()) != list(datasets.values()):
+        groups += sorted(kinds.items())
+    return [*groups, ("all", list(pairs))]
+
+
+def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
+    """The difference in success of each group."""
+    return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
+
+
+class FailedSamples(Struct, frozen=True):
+    """The failures of some questions in one evaluation: number of failed samples and of all
+    samples, and the mean success over questions if failed samples were wrong."""
+
+    num_failed: int
+    num_samples: int
+    success_if_wrong: float
+
+
+def failed_of(questions: Sequence[QuestionRows]) -> FailedSamples:
+    """The failures, which `success` excludes."""
+    num_samples = sum(len(one.rows) for one in questions)
+    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    num_done = sum(len(one.done) for one in questions)
+    return FailedSamples(num_samples - num_done, num_samples, float(np.mean(lowest)))
+
+
+def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
+    single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
+    first = [success(pair.first) for pair in pairs]
+    second = [success(pair.second) for pair in pairs]
+    return difference("success", first, second, _samples(pairs), single=single)
+
+
+def _samples(pairs: Sequence[QuestionPair]) -> Floats:
+    """Number of samples of each question, in the evaluation with fewer."""
+    return np.array([min(len(one.first.done), len(one.second.done)) for one in pairs], float)
+
+
+def other_differences(pairing: Pairing) -> list[Difference]:
+    """Differences in scores, pass@k (with several samples) and cost, over the questions that have
+    the figure in both evaluations."""
+    pairs = pairing.pairs
+    k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
+    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
+    names = [*SCORES, f"pass@{k}", "tool_calls", "action_tokens", "tool_tokens", "seconds"]
+    samples, found = _samples(pairs), []
+    for name in names:
+        both = [(one[name], other[name]) for one, other in values]
+        known = np.array([bool(has and too) for (_, has), (_, too) in both])
+        if known.any() and name != "pass@1":
+            first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
+            found.append(difference(name, first, second, samples[known]))
+    return found
+
+
+def difference(
+    name: str, first: ArrayLike, second: ArrayLike, samples: Floats, *, single: bool = False
+) -> Difference:
+    """The difference of one figure over the same questions, with `samples` each. The test is
+    McNemar's exact test for the success of single samples, else a sign-flip permutation test."""
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    change = other - one
+    found: Floats | None
+    if is_share(name):
+        found = statistics.difference(one, other, statistics.independent_samples(name, samples))
+    else:
+        found = statistics.ratio(change)
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
+    return Difference(
+        name=name.replace("_", " "),
+        num_questions=len(change),
+        first=float(one.mean()),
+        second=float(other.mean()),
+        difference=float(change.mean()),
+        low=None if found is None else float(found[0]),
+        high=None if found is None else float(found[1]),
+        p=statistics.mcnemar(worse, better) if single else statistics.sign_flip(change),
+        test="McNemar" if single else "sign flip",
+    )
+
+
+def changed(pairing: Pairing) -> list[QuestionPair]:
+    """The questions whose share of correct samples changed, the worst losses first."""
+    return sorted((pair for pair in pairing.pairs if pair.change), key=lambda pair: pair.change)
+
+
+MAX_LISTED = 30
+MAX_CELL = 70
+
+
+async def compare(first: Path, second: Path, out: Path | None, view: View) -> None:
+    """Score the rows of both with one scorer and show the differences. `out`: a Markdown file for
+    all changed questions. Raises DataError if the two share no question."""
+    scorer = make_scorer(view.log)
+    sides: list[list[QuestionRows]] = []
+    try:
+        for folder in (first, second):
+            async with stored_rows(folder, scorer) as rows:
+                await score_rows(rows, scorer)
+            sides.append(questions_of(rows))
+        pairing = pair_up(*sides)
+    finally:
+        await close_shared()
+    tables, left = tables_of(pairing, MAX_LISTED)
+    paired = paired_line(pairing)
+    view.log(f"A = {first}, B = {second}")
+    for table in tables:
+        view.show(table)
+    if left:
+        view.log(f"and {left} more changed questions{'' if out else '; --out FILE lists all'}")
+    view.log(paired)
+    if out is not None:
+        tables, _ = tables_of(pairing, len(pairing.pairs))
+        head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
+        text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
+        write_whole(out, text.encode("utf-8", "replace"))
+        view.log(f"wrote {out}")
+
+
+def paired_line(pairing: Pairing) -> str:
+    """The numbers of compared and of excluded questions."""
+    counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
+    counts["failed in one of them"] = pairing.failed
+    missing = [f"{count} {where}" for where, count in counts.items() if count]
+    rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
+    return f"{len(pairing.pairs)} questions are in both{rest}"
+
+
+def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
+    """Tables of success, other figures, and changed questions; and the number of changed questions
+    that are not listed."""
+    success = [_row(name, one) for name, one in by_group(pairing)]
+    other = [_row(one.name, one) for one in other_differences(pairing)]
+    columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
+    note = "95 % intervals are over questions; p-values are two-sided and paired."
+    tables = [Table(title="Success", columns=columns, rows=success, note=note)]
+    tables += _failed_table(pairing)
+    tables += [Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other)]
+    pairs = changed(pairing)
+    shown = [*pairs[: max_listed - max_listed // 2], *pairs[-(max_listed // 2) :]]
+    shown = pairs if len(pairs) <= max_listed else shown
+    if pairs:
+        lost = sum(pair.change < 0 for pair in pairs)
+        title = f"Changed: {lost} worse and {len(pairs) - lost} better in B"
+        columns = ["question", "", "A", "B", "A answered", "B answered", "expected"]
+        rows = [_changed_row(pair) for pair in shown]
+        tables.append(Table(title=title, columns=columns, rows=rows, left=[0, 1, 4, 5, 6]))
+    return tables, len(pairs) - len(shown)
+
+
+def _row(name: str, one: Difference) -> list[str]:
+    p = "<0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    interval = f"{one.difference:+.3f}"
+    if one.low is not None:
+        interval += f" [{one.low:+.3f}, {one.high:+.3f}]"
+    values = [number(one.first), number(one.second), interval, p, one.test]
+    return [name, str(one.num_questions), *values]
+
+
+def _failed_table(pairing: Pairing) -> list[Table]:
+    """A table of failures over all shared questions, which success excludes; empty without
+    failures."""
+    rows, has_failed = [], False
+    for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
+        sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]
+        has_failed = has_failed or any(one.num_failed for one in sides)
+        shares = [
+            f"{one.num_failed} of {one.num_samples} ({one.num_failed / one.num_samples:.1%})"
+            for one in sides
+        ]
+        rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
+    title = "Failed trajectories, and success if all of them were wrong"
+    columns = ["questions", "A failed", "B failed", "A, at least", "B, at least"]
+    return [Table(title=title, columns=columns, rows=rows)] if has_failed else []
+
+
+def _changed_row(pair: QuestionPair) -> list[str]:
+    row, answers = pair.first.rows[0], [one.done[0].prediction for one in (pair.first, pair.second)]
+    texts = [short(text, MAX_CELL) for text in (row.question, *answers, " | ".join(row.answers))]
+    name = f"{row.dataset}/{row.task}"
+    return [name, texts[0], _right(pair.first), _right(pair.second), *texts[1:]]
+
+
+def _right(question: QuestionRows) -> str:
+    done = question.done
+    return f"{sum(row.success for row in done)}/{len(done)}"

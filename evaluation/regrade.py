@@ -1,0 +1,286 @@
+"""Regrades the trajectories of a stored evaluation, without generating.
+
+This replaces DIR/rows.jsonl atomically, keeps the former rows in rows.before.jsonl, writes the new
+grader to DIR/config.json and the changes to regrade.md, and updates the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.evaluation import EvaluateConfig
+from agentenv.assembly.keys.rl import EnvConfig
+from agentenv.assembly.parts.environments import EnvMaker, Resolve
+from agentenv.assembly.run.records import FAILED, EvalRow, calls_that_ran, prediction, written
+from agentenv.assembly.run.tables import Table, as_markdown, short
+from agentenv.assembly.run.terminal import View
+from agentenv.base.config import Tree, apply_overrides, blaming, build_config, resolver, to_plain
+from agentenv.base.disk import write_whole
+from agentenv.base.errors import ConfigError, CrashError, GraderError, guarded
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Task
+from agentenv.contract.env import Grade, Grader, close_shared, graded, start_grader
+from agentenv.evaluation.report import figures, show_report
+from agentenv.evaluation.scores import CONCURRENCY, make_scorer
+from agentenv.evaluation.store import (
+    CONFIG_FILE,
+    ROWS_FILE,
+    Saved,
+    load_rows,
+    load_saved,
+    lock,
+    replace_rows,
+    save,
+)
+
+MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is unavailable
+GRADER_FAILED = "GraderError:"
+
+
+class Change(NamedTuple):
+    """A row before and after regrading."""
+
+    before: EvalRow
+    after: EvalRow
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the verdict changed; "failed" is one."""
+        return verdict(self.before) != verdict(self.after)
+
+
+class Graders:
+    """The graders of environments, from instances that are never reset."""
+
+    def __init__(self, makers: Mapping[str, EnvMaker]) -> None:
+        self._makers = makers
+        self._graders: dict[tuple[str, str], Grader] = {}  # by set and environment
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    def of_config(cls, config: EvaluateConfig, resolve: Resolve) -> Graders:
+        """The graders of the sets of an evaluation, without their tools."""
+        makers = {}
+        for name, one in config.sets.items():
+            assert one.env is not None, "filled when the sets were resolved"
+            own, tables = _without_tools(one.env), {"grader": one.grader}
+            makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
+        return cls(makers)
+
+    def check(self, rows: Sequence[EvalRow]) -> None:
+        """Raises ConfigError for rows of an unknown set, and for unused grader keys."""
+        for name in dict.fromkeys(row.dataset for row in rows):
+            if name not in self._makers:
+                raise ConfigError(
+                    f"config.json: the rows belong to the set {name!r}, it has "
+                    f"{sorted(self._makers)}"
+                )
+            self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
+
+    async def grade(self, row: EvalRow, task: Task | None = None) -> Grade:
+        """The grade of a trajectory against the answers of its own task, or of `task`. Raises
+        ConfigError if its environment has no grader, and GraderError and CrashError of the grader.
+        """
+        task = task or self.task(row)
+        grader = await self.of(row.dataset, task)
+        return await graded(grader, task, written(row), calls_that_ran(row))
+
+    async def of(self, name: str, task: Task) -> Grader:
+        """The started grader of a task in the set `name`. Raises ConfigError without one."""
+        key = name, task.env_id
+        async with self._starting:
+            if key not in self._graders:
+                grader: Grader | None = getattr(self._makers[name](task), "grader", None)
+                if grader is None:
+                    raise ConfigError(
+                        f"{task.env_id} has no attribute grader, so its trajectories cannot be "
+                        "regraded"
+                    )
+                await guarded(start_grader(grader), "the start of the grader")
+                self._graders[key] = grader
+        return self._graders[key]
+
+    def task(self, row: EvalRow) -> Task:
+        """The task of a row."""
+        env_id = row.env_id or self._makers[row.dataset].config.id
+        answers = tuple(row.answers)
+        return Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
+
+
+def _without_tools(env: EnvConfig) -> EnvConfig:
+    variants = {
+        name: replace(one, tools=[], python=None, search=None) for name, one in env.variants.items()
+    }
+    return replace(env, tools=[], variants=variants)
+
+
+async def regrade_rows(
+    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None]
+) -> list[Change]:
+    """Regrade all rows, except those that failed before their grader. A row whose grader fails now
+    becomes a failed row, with the reason. Figures of a row other than its grade stay. `on_row`
+    takes the number of processed rows.
+
+    Raises ConfigError for a missing grader or unused keys, and GraderError if the grader fails for
+    the first MAX_FAILED_AT_FIRST rows.
+    """
+    graders.check(rows)
+    slots = asyncio.Semaphore(CONCURRENCY)
+    counts = {"graded": 0, "failed": 0}
+
+    async def one(row: EvalRow) -> Change:
+        if not may_be_graded(row):
+            return Change(row, row)
+        async with slots:
+            after = await _regrade(row, graders)
+        counts["failed" if after.end == FAILED else "graded"] += 1
+        if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
+            raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
+        on_row(counts["graded"] + counts["failed"])
+        return Change(row, after)
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(row)) for row in rows]
+    return [task.result() for task in running]
+
+
+def may_be_graded(row: EvalRow) -> bool:
+    """Whether a row can be graded: it did not fail, or only its grader failed."""
+    return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
+
+
+async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
+    graded_row = replace(row, scores={}, same_as=None)
+    try:
+        grade = await graders.grade(row)
+    except (GraderError, CrashError) as error:
+        return replace(
+            graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
+            reason="", parts={},
+        )  # fmt: skip
+    ended = "truncated" if row.limit else "terminated"
+    return replace(
+        graded_row,
+        prediction=prediction(written(row)),
+        end=ended if row.end == FAILED else row.end,
+        error=None,
+        reward=grade.reward,
+        success=grade.success,
+        reason=grade.reason,
+        parts=dict(grade.parts),
+    )
+
+
+BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"
+MAX_LISTED = 40
+MAX_CELL = 60
+
+
+async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
+    """Regrade all rows with the graders of the stored configuration, changed by `overrides`, and
+    replace rows and report. Raises ConfigError, DataError and GraderError, without any change."""
+    saved = load_saved(folder)
+    tree = regraded_config(saved.config, overrides)
+    source = str(folder / CONFIG_FILE)
+    with blaming(source, overrides):
+        config = build_config(EvaluateConfig, tree, source)
+    try:
+        with lock(folder):
+            rows = await in_thread(load_rows, folder)
+            scorer = make_scorer(view.log)
+            view.begin("regrading", len(rows))
+            changes = await regrade_rows(
+                rows, Graders.of_config(config, resolver(saved.run)), on_row=view.advance
+            )
+            view.end()
+            after = [change.after for change in changes]
+            _show(changes, folder, view)
+            found = await figures(folder, after, scorer)
+            replace_rows(folder, after, BEFORE_FILE)
+            new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
+            save(folder, new)
+            await show_report(folder, found, view)
+    finally:
+        await close_shared()
+    view.log(f"{folder / ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
+
+
+def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
+    """The configuration with changed graders. `grader.` keys apply to every set and to all
+    environment variants, `sets.NAME.grader.` keys to that set."""
+    tree = copy.deepcopy(config)
+    for override in overrides:
+        start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
+        name = start.removeprefix("sets.").removesuffix(".")  # which may have dots
+        if "=" not in override or not is_grader or (start and start == name):
+            raise ConfigError(
+                f"{override!r}: regrading accepts grader.key=value and sets.NAME.grader.key=value"
+            )
+        if start and name not in tree["sets"]:
+            raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")
+    places = {"grader.": [tree, *tree["sets"].values()]}
+    places |= {f"sets.{name}.grader.": [one] for name, one in tree["sets"].items()}
+    for start, found in places.items():
+        own = [text.removeprefix(start) for text in overrides if text.startswith(start)]
+        for place in found:
+            _override(place, own)
+    return tree
+
+
+def _override(place: Tree, overrides: Sequence[str]) -> None:
+    """Change the grader of a table and of the variants of its environment."""
+    if not overrides:
+        return
+    variants = (place.get("env") or {}).get("variants") or {}
+    chosen = any(text.partition("=")[0].strip() == "kind" for text in overrides)
+    for table in [place, *(one for one in variants.values() if one.get("grader") is not None)]:
+        grader = {} if chosen else dict(table.get("grader") or {})
+        apply_overrides(grader, overrides)
+        table["grader"] = grader
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """The table of changed verdicts."""
+    flipped = [change for change in changes if change.flipped]
+    moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
+    moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
+    flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
+    rows = []
+    for before, after in flipped:
+        texts = [" | ".join(after.answers), after.prediction, after.error or after.reason]
+        expected, answered, why = (short(text, MAX_CELL) for text in texts)
+        name = "/".join(map(str, after.key))
+        rows.append([name, expected, answered, verdict(before), verdict(after), why])
+    return Table(
+        title=f"{len(flipped)} of {len(changes)} verdicts changed{moved and f': {moved}'}",
+        columns=["trajectory", "expected", "answered", "before", "after", "why"],
+        rows=rows,
+        note=f"{sum(one.reward != two.reward for one, two in changes)} rewards changed.",
+        left=list(range(6)),
+    )
+
+
+def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
+    table = changes_table(changes)
+    write_whole(folder / CHANGES_FILE, as_markdown(table).encode("utf-8", "replace"))
+    if not table.rows:
+        view.log(f"{table.title}; {table.note}")
+        return
+    listed = msgspec.structs.replace(table, rows=table.rows[:MAX_LISTED])
+    view.show(listed)
+    if table.rows[MAX_LISTED:]:
+        left = len(table.rows) - MAX_LISTED
+        view.log(f"and {left} more, in {folder / CHANGES_FILE}")
+
+
+def verdict(row: EvalRow) -> str:
+    """The verdict of a row: "failed", "right" or "wrong"."""
+    return "failed" if row.end == FAILED else "right" if row.success else "wrong"

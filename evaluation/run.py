@@ -1,0 +1,388 @@
+"""Runs an evaluation, and stores its trajectories in a directory; skips stored ones."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.evaluation import EvaluateConfig
+from agentenv.assembly.parts.assembly import Questions
+from agentenv.assembly.parts.checks import refuse
+from agentenv.assembly.run.records import FAILED, EvalRow, Wanted, observed
+from agentenv.assembly.run.rundir import LOG_FILE
+from agentenv.assembly.run.terminal import View, first_reason
+from agentenv.assembly.run.waits import watched
+from agentenv.assembly.run.watchdog import rolling_out
+from agentenv.base.config import to_plain
+from agentenv.base.errors import (
+    AgentEnvError,
+    ConfigError,
+    EngineError,
+    EnvError,
+    TooManyFailuresError,
+)
+from agentenv.base.offload import in_thread, poll_pause
+from agentenv.base.tree import Node, Trajectory
+from agentenv.base.types import Limits
+from agentenv.contract.engine import Engine
+from agentenv.contract.env import shared_stats
+from agentenv.engines.chat import ChatEngine, ChatRenderer
+from agentenv.engines.token_routes import TokensEngine
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.evaluation.figures import Summary
+from agentenv.evaluation.report import report_of
+from agentenv.evaluation.store import Saved, Store, identity
+from agentenv.evaluation.subject import EvaluationAssembly, Subject, weights_digest
+from agentenv.reference.helpers import count_calls
+from agentenv.rollout.actor import Actor, Answer, Question, run_questions
+from agentenv.rollout.failures import NUM_NAMED, FailureLog, Redactor
+from agentenv.rollout.metrics import Throughput
+from agentenv.text.renderer import Renderer, TextCodec
+
+INTERVAL_S = 1.0
+
+
+class Progress:
+    """Reports finished trajectories, success so far, tokens per second, failures and retries to
+    `show`."""
+
+    def __init__(
+        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+    ) -> None:
+        self.num_done = self.num_right = self.num_failed = self.num_retries = 0
+        self._report, self._engine = show, engine
+        self._throughput, self._rate = Throughput(), 0.0
+        for row in stored:
+            self.num_done += 1
+            self.num_right += row.success
+        self._ticking = asyncio.create_task(self._tick())
+
+    def add(self, row: EvalRow) -> None:
+        """Count a finished trajectory."""
+        if row.end == FAILED:
+            self.num_failed += 1
+        else:
+            self.num_done += 1
+            self.num_right += row.success
+        self._show()
+
+    def retry(self) -> None:
+        """Count a failed attempt that is retried."""
+        self.num_retries += 1
+        self._show()
+
+    def close(self) -> None:
+        """Stop the display."""
+        self._ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self._rate = self._throughput.rate(self._engine.stats())
+            self._show()
+            await poll_pause(INTERVAL_S)
+
+    def _show(self) -> None:
+        success = self.num_right / self.num_done if self.num_done else 0.0
+        failed = f"  {self.num_failed} failed" if self.num_failed else ""
+        retried = f"  {self.num_retries} retries" if self.num_retries else ""
+        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}{retried}"
+        self._report(self.num_done + self.num_failed, note)
+
+
+MAX_FAILED = 32  # if all of the first attempts failed, the evaluation stops
+
+# The row of a tree with one leaf.
+
+
+def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
+    """The row of a trajectory; of a failed one, the part before the failure."""
+    question, tree = answer.question, answer.tree
+    task, renderer = question.task, question.actor.renderer
+    (leaf,) = tree.leaves()
+    trajectory = Trajectory(tree.history(leaf))
+    segments = segments_of(trajectory.path, renderer)
+    texts = [segment["policy"] for segment in segments if "policy" in segment]
+    failed = leaf.end == "failed"
+    prompt_tokens, tool_tokens = _counts(trajectory, renderer)
+    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
+    assist: dict[str, float] = leaf.info.get("assist") or {}
+    if not assist and any(call.get("info") for call in calls):
+        count_calls(assist, calls)  # of the env's browser agent, without an assisted actor
+    versions = [span.version for node in trajectory.path for span in node.version_spans]
+    return EvalRow(
+        dataset=dataset,
+        task=task.id,
+        sample=question.sample,
+        kind=task.kind,
+        env_id=task.env_id,
+        question=task.question,
+        answers=list(task.answers),
+        metadata=task.metadata,
+        seed=seed,
+        segments=segments,
+        prediction=final_answer(texts[-1]) if texts and not failed else "",
+        tool_calls=calls,
+        num_turns=sum(bool(node.action_ids) for node in trajectory.path),
+        num_retries=answer.num_retries,
+        prompt_tokens=prompt_tokens,
+        action_tokens=trajectory.num_action_tokens,
+        tool_tokens=tool_tokens,
+        seconds=round(answer.seconds, 4),
+        end=str(leaf.end),
+        limit=str(leaf.limit) if leaf.limit is not None else None,
+        error=leaf.error,
+        reward=0.0 if failed else trajectory.reward,
+        success=trajectory.success and not failed,
+        reason=str(leaf.info.get("reason", "")),
+        parts=dict(leaf.info.get("parts", {})),
+        assist=assist,
+        abandoned=[
+            renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
+            for node in tree.nodes
+            if "abandoned" in node.info
+        ],
+        policy_versions=[min(versions), max(versions)] if versions else [],
+    )
+
+
+def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[str, str]]:
+    """The text in order, with its author; an end-of-sequence token is separate."""
+    segments: list[dict[str, str]] = []
+    eos_ids: Any = getattr(renderer, "eos_ids", ())
+    for node in path:
+        ids = node.action_ids
+        if ids:
+            ended = ids[-1] in eos_ids
+            segment = {"policy": renderer.decode(ids[:-1] if ended else ids)}
+            segments.append({**segment, "eos": renderer.decode(ids[-1:])} if ended else segment)
+        if node.observation_ids:
+            segments.append(observed(node, renderer.decode))
+    return segments
+
+
+def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
+    """Number of tokens of the prompt, and of the env's later text. For an endpoint of chat
+    messages: the endpoint's counts, if it reports them."""
+    turns = trajectory.turns
+    prompt = len(trajectory.path[0].observation_ids)
+    tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
+    actions = [node for node in turns if node.action_ids]
+    one_context = all(node.parent is not None for node in turns)
+    if isinstance(renderer, ChatRenderer) and actions and one_context:
+        before = [renderer.num_prompt_tokens(node.action_ids) for node in actions]
+        if all(before):
+            sampled = sum(len(node.action_ids) for node in actions[:-1])
+            return before[0], max(0, before[-1] - before[0] - sampled)
+    return prompt, tools
+
+
+class Outcome(NamedTuple):
+    """The number of trajectories that finally failed, and the error if their share is too large."""
+
+    num_failed: int = 0
+    problem: AgentEnvError | OSError | None = None
+
+
+async def run_evaluation(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> Outcome:
+    """Sample the trajectories that `out` lacks. Raises the error of `broken` if all attempts
+    fail."""
+    async with AsyncExitStack() as stack:
+        assembly = EvaluationAssembly(config, subject, stack, view.log)
+        await refuse(assembly)
+        sets = await assembly.questions()
+        store = Store(out, saved_of(config, subject, await assembly.endpoint()))
+        stack.callback(store.close)
+        view.log_to(out / LOG_FILE)
+        wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
+        missing = store.missing(wanted)
+        if len(missing) < len(wanted):
+            view.log(f"{out} contains {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+        keys = {one.key for one in wanted}
+        if others := len(store.rows.keys() - keys):
+            view.log(
+                f"{out} also contains {others} trajectories of other samples, questions or sets: "
+                "the report covers all; for a report on this command's only, choose another --out"
+            )
+        if not missing:
+            return Outcome()
+        engine = await assembly.engine()
+        actors = {name: await assembly.actor(name, engine) for name in sets}
+        log = share_failures(actors.values(), config)
+        stack.callback(log.report, "failed attempts")
+        stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
+        view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
+        stack.callback(view.end)
+        progress = Progress(view.advance, engine, stored)
+        stack.callback(progress.close)
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, assembly.seed(name))
+
+        many = config.concurrency
+        problem: AgentEnvError | OSError | None = None
+        try:
+            with rolling_out(), watched(actors.values, view):
+                await sample_into(store, missing, actors, make_row, progress, concurrency=many)
+        except* TooManyFailuresError as errors:
+            problem = first_reason(errors)
+        counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
+        if counted:
+            view.log(f"environments: {', '.join(counted)}")
+        failed = [row for row in store.rows.values() if row.end == FAILED]
+        for name, one in sets.items():
+            if problem is None or not one.config.limits.strict:  # also counts stored rows
+                found = _too_many(name, store, one.config.limits, log.redactor)
+                problem = found or problem
+        return Outcome(len(failed), problem)
+
+
+async def evaluate_and_report(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> tuple[Outcome, Summary]:
+    """`run_evaluation`, and then the report of all rows in `out`."""
+    outcome = await run_evaluation(config, subject, out, view)
+    if outcome.num_failed:
+        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    view.wait_for("scoring", "the report")
+    summary = await report_of(out, view)
+    view.end()
+    return outcome, summary
+
+
+def _too_many(
+    name: str, store: Store, limits: Limits, redactor: Redactor
+) -> TooManyFailuresError | None:
+    """The error if more than limits.max_failed_share of a set's trajectories failed, else None."""
+    rows = [row for row in store.rows.values() if row.dataset == name]
+    errors = [row.error or "" for row in rows if row.end == FAILED]
+    if len(errors) <= limits.max_failed_share * len(rows):
+        return None
+    return TooManyFailuresError(
+        f"{len(errors)} of {len(rows)} trajectories of sets.{name} failed, which is more than "
+        f"limits.max_failed_share = {limits.max_failed_share:g}: {named_causes(errors, redactor)}; "
+        "the same command retries them"
+    )
+
+
+def named_causes(errors: Iterable[str], redactor: Redactor) -> str:
+    """The most frequent errors, each with its count."""
+    causes = Counter(errors).most_common(NUM_NAMED)
+    return redactor.text("; ".join(f"{count} x {text}" for text, count in causes))
+
+
+FOLDER = "evals"
+
+
+def chosen_sets(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
+    """The configuration with only these sets, by default all, and the first `num_tasks` questions
+    of each (0: all). Raises ConfigError."""
+    for name in names:
+        if name not in config.sets:
+            raise ConfigError(f"--set {name}: no such set; known: {sorted(config.sets)}")
+    sets = {name: config.sets[name] for name in names or config.sets}
+    if num_tasks < 0:
+        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
+    if num_tasks:
+        sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
+    return replace(config, sets=sets)
+
+
+def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
+    """The default directory: equal for equal weights and configurations, so that the same command
+    resumes."""
+    identified = {"url": subject.name}
+    if subject.model is not None:
+        identified = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=identified, run="", config=to_plain(config))
+    digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
+    name = f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80]
+    return Path(FOLDER) / f"{name}-{digest[:6]}"
+
+
+def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
+    """Give all actors one log of failures, which redacts the configuration's secrets."""
+    log = FailureLog(Redactor(to_plain(config)))
+    for actor in actors:
+        actor.failures.log = log
+    return log
+
+
+def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
+    """The type of error to raise if every trajectory failed: EngineError if all `errors` are of the
+    engine, else EnvError."""
+    return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
+
+
+async def sample_into(
+    store: Store,
+    missing: Sequence[Wanted],
+    actors: Mapping[str, Actor],
+    make_row: Callable[[str, Answer], EvalRow],
+    progress: Progress,
+    *,
+    concurrency: int,
+) -> None:
+    """Sample the `missing` trajectories with the actor of each set, and store each row as soon as
+    its trajectory ends. `make_row` takes the set's name and the answer. Raises the error of
+    `broken` if the first MAX_FAILED attempts, or all, have failed, which is no coincidence."""
+    names = {id(actor): name for name, actor in actors.items()}
+    errors: list[str] = []
+    most = sum(1 + actors[one.dataset].limits.max_failures for one in missing)
+    hopeless = min(MAX_FAILED, most)  # number of failures to stop at; 0: some attempt succeeded
+    if any(row.end != FAILED for row in store.rows.values()):
+        hopeless = 0
+
+    def count(answer: Answer, error: str) -> None:
+        errors.append(error)
+        if len(errors) == hopeless:
+            last = answer.question.actor.failures.log.redactor.text(error)
+            raise broken(errors)(
+                f"all of the first {hopeless} attempts failed; the evaluation stops here; the "
+                f"last error: {last}; the same command tries again"
+            )
+
+    async def keep(answer: Answer) -> None:
+        nonlocal hopeless
+        row = make_row(names[id(answer.question.actor)], answer)
+        await in_thread(store.add, row)
+        progress.add(row)
+        if row.end != FAILED:
+            hopeless = 0
+        else:
+            count(answer, row.error or "")
+
+    def retry(answer: Answer) -> None:
+        progress.retry()
+        count(answer, answer.tree.failures()[0].error or "")
+
+    questions = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
+    await run_questions(questions, keep, retry, concurrency=concurrency)
+
+
+def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
+    for task in one.tasks:
+        for sample in range(one.config.num_samples):
+            yield Wanted(name, task, sample)
+
+
+def saved_of(
+    config: EvaluateConfig, subject: Subject, endpoint: ChatEngine | TokensEngine | None
+) -> Saved:
+    """The content of config.json of an evaluation."""
+    described: dict[str, Any] = {"name": subject.name}
+    if subject.model is not None:
+        described |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
+    if endpoint is not None:
+        found = endpoint.endpoint
+        described |= {"name": found.model, "model": found.model, "root": found.served_from}
+    return Saved(subject=described, run=str(subject.run.absolute()), config=to_plain(config))

@@ -1,0 +1,244 @@
+"""Scores of stored trajectories: em, f1, contains, rule, math, judge, each in [0, 1].
+
+em        equal to a gold after normalizing (numbers as numbers)
+f1        SQuAD token F1
+contains  the prediction contains the words of a gold in sequence (`acc` of the published code)
+rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
+math      the same, only for mathematics
+judge     correct according to the rules or to an LLM judge, if one graded
+
+With several golds, the best score counts. With `compat = "reference"`, em, f1, contains and math
+follow the published evaluation of ARPO and Tool-Star, except that the best gold counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from agentenv.assembly.keys.benchmarks import benchmark_of
+from agentenv.assembly.run.records import EvalRow, prediction, whole_text, written
+from agentenv.base.errors import install_hint
+from agentenv.base.offload import in_thread
+from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, squashed, words_of
+from agentenv.envs.grading.verdict import same_answer
+from agentenv.envs.grading.words import f1, has_cjk, is_wordy
+from agentenv.evaluation.store import keep_filled, load_rows, num_filled
+
+Compat = Literal["", "reference"]
+
+CONCURRENCY = 64  # rows
+
+
+class Scorer:
+    """Computes the scores of rows. Without `math` (math-verify), expressions that differ as text
+    count as different."""
+
+    def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
+        self.compat = compat
+        self._math = math
+        self.layered = {ordered: Layered(math=math, ordered=ordered) for ordered in (False, True)}
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the scores are of the kind that evaluations store."""
+        return not self.compat and self._math
+
+    async def score(self, row: EvalRow) -> dict[str, float]:
+        """All scores of a row that did not fail. Raises GraderError if math-verify cannot run."""
+        if self.compat:
+            return _reference_scores(row)
+        answer = row.prediction or prediction(written(row))
+        scores = text_scores(answer, row.answers)
+        known = benchmark_of(row.metadata)
+        ordered = known is not None and known.ordered
+        rule = float(await self.equal(answer, row.answers, row.question, ordered=ordered))
+        scores["rule"] = rule
+        if is_math(row):
+            scores["math"] = rule
+        return scores
+
+    async def equal(
+        self, answer: str, golds: Sequence[str], question: str = "", *, ordered: bool = False
+    ) -> bool:
+        """Whether the layered grader accepts the answer."""
+        return (await self.layered[ordered].verdict(question, answer, golds)).right
+
+
+async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:
+    """Compute `scores` of the rows that did not fail and have none yet; with `again`, of all rows
+    that did not fail."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(row: EvalRow) -> None:
+        async with slots:
+            row.scores = await scorer.score(row)
+
+    async with asyncio.TaskGroup() as group:
+        for row in rows:
+            if row.end != "failed" and (again or "em" not in row.scores):
+                group.create_task(one(row))
+    _add_judged(rows)
+
+
+def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:
+    """A scorer, with math-verify if it is installed."""
+    math = importlib.util.find_spec("math_verify") is not None
+    if not math:
+        report(
+            f"math-verify is not installed ({install_hint('math')}): expressions are compared as "
+            "text"
+        )
+    return Scorer(compat=compat, math=math)
+
+
+@asynccontextmanager
+async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
+    """The rows of an evaluation. On exit, store new scores and comparisons in the evaluation, so
+    that no answer is scored twice. Raises DataError without rows."""
+    rows = await in_thread(load_rows, folder)
+    before = num_filled(rows)
+    yield rows
+    if scorer.is_usual and num_filled(rows) > before:
+        await in_thread(keep_filled, folder, rows)
+
+
+def _add_judged(rows: Sequence[EvalRow]) -> None:
+    """Set the score "judge" in sets with a judge: the grade by the rules or else by the judge."""
+    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
+    for row in rows:
+        if row.dataset in judged and row.end != "failed":
+            row.scores["judge"] = float(row.success)
+
+
+def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
+    """em, f1 and contains, the best over the golds; 0 for an overlong answer. An exact match (72
+    equals 72.0) scores 1 in all three."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return {"em": 0.0, "f1": 0.0, "contains": 0.0}
+    if any(same_answer(answer, gold) for gold in golds):
+        return {"em": 1.0, "f1": 1.0, "contains": 1.0}
+    return {
+        "em": 0.0,
+        "f1": max((f1(answer, gold) for gold in golds), default=0.0),
+        "contains": float(any(contains(answer, gold) for gold in golds)),
+    }
+
+
+def contains(answer: str, gold: str) -> bool:
+    """Whether the answer contains the words of the gold in sequence; Chinese, Japanese and Korean
+    text by characters."""
+    found, wanted = words_of(answer), words_of(gold)
+    if not wanted:
+        return answer.strip() == gold.strip()
+    return wanted in found if has_cjk(gold) else f" {wanted} " in f" {found} "
+
+
+def is_math(row: EvalRow) -> bool:
+    """Whether the question is mathematics: by its benchmark, else if no gold consists of words."""
+    known = benchmark_of(row.metadata)
+    if known is not None:
+        return known.kind == "math"
+    return bool(row.answers) and not any(is_wordy(clean(gold)) for gold in row.answers)
+
+
+def _reference_scores(row: EvalRow) -> dict[str, float]:
+    from agentenv.reference.grading import reference_extract, reference_metrics
+
+    found = reference_extract(whole_text(row)) if row.segments else row.prediction
+    task = "math" if is_math(row) else "qa"
+    each = [reference_metrics(task, found, gold) for gold in row.answers]
+    names = {"em": "em", "f1": "f1", "contains": "acc", "rule": "math_equal"}
+    scores = {
+        name: max((one.get(key, 0.0) for one in each), default=0.0) for name, key in names.items()
+    }
+    return {**scores, "math": scores["rule"]} if task == "math" else scores
+
+
+# The vote of maj@k: groups of samples with the same answer.
+
+MAX_EXPRESSIONS = 4  # number of most frequent answers to compare others with by math-verify
+
+
+class Votes(NamedTuple):
+    """Finished samples of one question: number of correct ones, number for each wrong answer in
+    descending order, and number without an answer."""
+
+    num_right: int
+    wrong: tuple[int, ...]
+    num_blank: int
+
+
+async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
+    """Count the answers of one question. All correct samples count as the same answer; wrong ones
+    are the same if the layered grader accepts one as the other. An expression is compared only with
+    the few most frequent ones, which decide a vote.
+
+    The rows store the result in `same_as`, and are compared again only after new samples.
+    """
+    votes = known_votes(rows)
+    if votes is None:
+        await _compare(_wrong(rows), scorer)
+        votes = known_votes(rows)
+    assert votes is not None
+    return votes
+
+
+def known_votes(rows: Sequence[EvalRow]) -> Votes | None:
+    """The votes of rows, from stored comparisons; None if some are missing."""
+    wrong, num_right = _wrong(rows), sum(row.success for row in rows)
+    if any(row.same_as is None for row in wrong):
+        return None
+    clusters = sorted(Counter(row.same_as for row in wrong).values(), reverse=True)
+    return Votes(num_right, tuple(clusters), len(rows) - num_right - len(wrong))
+
+
+def _wrong(rows: Sequence[EvalRow]) -> list[EvalRow]:
+    """The rows with a wrong answer."""
+    return [row for row in rows if not row.success and row.prediction.strip()]
+
+
+async def _compare(rows: Sequence[EvalRow], scorer: Scorer) -> None:
+    """Set `same_as` of each row."""
+    by_text: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        by_text.setdefault(_form(row.prediction), []).append(row)
+    clusters: list[tuple[str, list[EvalRow]]] = []
+    for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
+        place = await _place(text, [known for known, _ in clusters], scorer)
+        if place is None:
+            clusters.append((text, list(own)))
+        else:
+            clusters[place][1].extend(own)
+    for _, members in clusters:
+        lowest = min(row.sample for row in members)
+        for row in members:
+            row.same_as = lowest
+
+
+async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
+    """The index of the known answer that equals `text`; None if there is none."""
+    undecided = []
+    for place, other in enumerate(known):
+        same, _ = compare(text, other)
+        if same:
+            return place
+        if same is None:
+            undecided.append(place)
+        await asyncio.sleep(0)  # a comparison takes up to a millisecond: yield to other tasks
+    for place in undecided[:MAX_EXPRESSIONS]:
+        if await scorer.equal(text, [known[place]]):
+            return place
+    return None
+
+
+def _form(text: str) -> str:
+    """A canonical text for answers that differ only in spelling."""
+    text = text[:MAX_ANSWER_CHARS]
+    return squashed(clean(text)).casefold() if len(text) < 200 else text

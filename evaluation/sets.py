@@ -1,0 +1,429 @@
+"""Compares arms of runs by their learning curves: held-out success against tool calls and tokens.
+
+Runs are paired by seed, and their questions by position in the evaluation set. Intervals come from
+a bootstrap over seeds and, within a seed, over questions, with the same draws for both arms of a
+pair. The p-value of an arm is that of Student's t-test over the seeds, for the logarithm of its
+ratio to the baseline, corrected by Holm (1979) for the number of arms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+from scipy.stats import ttest_1samp
+
+from agentenv.assembly.run.pictures import panels, png
+from agentenv.assembly.run.tables import Table
+from agentenv.base.errors import DataError
+from agentenv.evaluation.figures import questions_of
+from agentenv.evaluation.store import read_rows
+
+LEVELS = (0.5, 0.7, 0.8, 0.9)
+NUM_DRAWS = 2_000
+BEFORE = ("after_sft", "before_sft")  # the evaluation of the weights that RL begins with
+OF_RUN = ("run", "resources", "cluster", "log", "monitor")  # tables that make no arm
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out success at each of E evaluations against the tool calls of training so far, joined
+    by straight lines: `calls` [E]; `right` [E, Q] of 0 and 1 for Q questions."""
+
+    calls: Floats
+    right: Floats
+    tokens: Floats | None = None  # [E], sampled so far
+
+    def success(self) -> Floats:
+        """[E], the share of questions answered right."""
+        found: Floats = self.right.mean(1)
+        return found
+
+
+Curves = dict[str, dict[int, Curve]]  # by arm and seed
+
+
+def calls_to(
+    calls: Floats, success: Floats, level: float, otherwise: float = 0.0
+) -> tuple[float, bool]:
+    """Tool calls at the first crossing of `level`, and whether there was one. Without one, all
+    calls, or `otherwise` if that is more: a policy that no longer calls tools needs no fewer."""
+    is_met = bool((success >= level).any())
+    found = float(crossings(calls, success[None], level)[0])
+    return found if is_met else max(found, otherwise), is_met
+
+
+def crossings(calls: Floats, success: Floats, level: float) -> Floats:
+    """Calls at the first crossing of `level`, or all, for each row of `success` [N, E]; [N]."""
+    above = success >= level
+    last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
+    rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
+    rise = success[rows, last] - success[rows, before]
+    share = np.where(rise > 0, (level - success[rows, before]) / np.where(rise > 0, rise, 1.0), 1.0)
+    met = above.any(1) & (last > 0)
+    found = np.where(met, calls[before] + share * (calls[last] - calls[before]), calls[last])
+    return np.asarray(found, dtype=np.float64)
+
+
+class Ratio(Struct):
+    """Calls or tokens of an arm divided by those of the baseline for the same success: geometric
+    mean over `num_seeds` seeds with its 95 % interval (None for one seed). In `num_missed` seeds an
+    arm never reached the level; it counts with the calls or tokens of the longest run."""
+
+    value: float
+    low: float | None
+    high: float | None
+    num_seeds: int
+    num_missed: int
+    p: float | None = None  # corrected
+
+
+class Arm(Struct):
+    """Figures of an arm; means over seeds."""
+
+    seeds: list[int]
+    before: float
+    after: float
+    after_interval: tuple[float, float]
+    calls: float
+    tokens: float
+    cpu_s: float
+    calls_to: dict[str, float]  # by level
+    missed: dict[str, int]  # number of seeds that never reached the level
+    calls_ratio: dict[str, Ratio]  # to the baseline, by level
+    tokens_ratio: dict[str, Ratio]
+
+
+class Comparison(Struct):
+    """The comparison of all arms with the baseline."""
+
+    baseline: str
+    arms: dict[str, Arm]
+
+
+def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
+    """The curve of a finished run on one of its evaluation sets, by default the reported one, and
+    the run's summary. Raises DataError."""
+    try:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{run} is not a finished run: it has no {Path(error.filename).name}"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{run / 'summary.json'}: {error}") from error
+    dataset = dataset or summary.get("evaluation_set", "")
+    calls = tokens = 0
+    used = {0: (0, 0)}
+    for line in text.splitlines():
+        row = json.loads(line)
+        if "rollout/tool_calls" in row:
+            calls += row["rollout/tool_calls"] + row.get("rollout/led_calls", 0)
+            tokens += row["rollout/sampled_tokens"]
+            used[row["step"]] = (calls, tokens)
+    points = []
+    for step, spent in sorted(used.items()):
+        right = _right(run / "eval", [f"step-{step:06d}"] if step else BEFORE, dataset)
+        if right is not None:
+            points.append((*spent, right))
+    if len(points) < 2 or points[0][0]:
+        raise DataError(
+            f"{run}: its curve needs evaluations of set {dataset!r} before and after updates; set "
+            f"for the runs `eval.sets.{dataset or 'NAME'}.every`"
+        )
+    if len({len(right) for *_, right in points}) > 1:
+        raise DataError(f"{run}: its evaluations of set {dataset!r} have different questions")
+    all_calls, all_tokens, rights = zip(*points, strict=True)
+    curve = Curve(np.array(all_calls, float), np.array(rights, float), np.array(all_tokens, float))
+    return curve, summary
+
+
+def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | None:
+    """The success of each question, with failures counted as wrong; None without rows."""
+    for name in names:
+        rows = [row for row in read_rows(folder / name) if row.dataset == dataset]
+        if rows:
+            return [fmean(row.success for row in one.rows) for one in questions_of(rows)]
+    return None
+
+
+def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
+    """Runs by arm and seed; the name of an arm consists of the keys that differ between
+    configurations. Raises DataError."""
+    plain = {}
+    for run in runs:
+        try:
+            plain[run] = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise DataError(f"{run} is not a run: {error}") from error
+    flat = {
+        run: dict(_flat({k: v for k, v in raw.items() if k not in OF_RUN}))
+        for run, raw in plain.items()
+    }
+    keys = list(dict.fromkeys(key for one in flat.values() for key in one))
+    folders = {run: f"{run.resolve()}" for run in runs}
+
+    def value(run: Path, key: str) -> str:
+        return json.dumps(flat[run].get(key)).replace(folders[run], "{run}")
+
+    differing = [key for key in keys if len({value(run, key) for run in runs}) > 1]
+    found: dict[str, dict[int, Path]] = {}
+    for run in runs:
+        name = ", ".join(f"{key}={value(run, key)}" for key in differing) or "all"
+        seeds = found.setdefault(name, {})
+        seed = plain[run].get("run", {}).get("seed", 0)
+        if seed in seeds:
+            raise DataError(f"{run} and {seeds[seed]} are the same arm with the same seed")
+        seeds[seed] = run
+    return found
+
+
+def _flat(raw: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def compare(
+    runs: Mapping[str, Mapping[int, Path]],
+    baseline: str,
+    levels: Sequence[float] = LEVELS,
+    dataset: str = "",
+) -> tuple[Comparison, Curves]:
+    """The comparison of finished runs, by arm and seed, and their curves. Raises DataError if they
+    cannot be compared."""
+    if baseline not in runs:
+        raise DataError(f"there is no finished run of {baseline!r}; arms: {', '.join(runs)}")
+    curves, summaries = Curves(), dict[str, list[dict[str, Any]]]()
+    for arm, by_seed in runs.items():
+        read = {seed: read_curve(path, dataset) for seed, path in by_seed.items()}
+        curves[arm] = {seed: curve for seed, (curve, _) in read.items()}
+        summaries[arm] = [summary for _, summary in read.values()]
+    return compare_curves(curves, baseline, levels, summaries), curves
+
+
+def compare_curves(
+    curves: Curves,
+    baseline: str,
+    levels: Sequence[float] = LEVELS,
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+) -> Comparison:
+    """The comparison of curves, by arm and seed; `summaries`: of the runs, for CPU seconds."""
+    found = Comparison(baseline, {})
+    every = [curve for by_seed in curves.values() for curve in by_seed.values()]
+    most = {unit: max(float(_used(one, unit)[-1]) for one in every) for unit in ("calls", "tokens")}
+    for arm, curve_of in curves.items():
+        found.arms[arm] = _arm(
+            list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels, most["calls"]
+        )
+        pairs = {
+            seed: (curve, curves[baseline][seed])
+            for seed, curve in curve_of.items()
+            if arm != baseline and seed in curves[baseline]
+        }
+        for level in levels if pairs else ():
+            found.arms[arm].calls_ratio[f"{level:g}"] = _ratio(pairs, level, "calls", most["calls"])
+            found.arms[arm].tokens_ratio[f"{level:g}"] = _ratio(
+                pairs, level, "tokens", most["tokens"]
+            )
+    for level in levels:
+        for name in ("calls_ratio", "tokens_ratio"):
+            _holm([getattr(arm, name).get(f"{level:g}") for arm in found.arms.values()])
+    return found
+
+
+def _arm(
+    seeds: list[int],
+    curves: Sequence[Curve],
+    summaries: Sequence[Any],
+    levels: Sequence[float],
+    most: float,
+) -> Arm:
+    reached = {
+        f"{level:g}": [calls_to(one.calls, one.success(), level, most) for one in curves]
+        for level in levels
+    }
+    last = np.stack([_drawn(one, seed)[:, -1] for seed, one in zip(seeds, curves, strict=True)], 1)
+    return Arm(
+        seeds=sorted(seeds),
+        before=fmean(float(one.success()[0]) for one in curves),
+        after=fmean(float(one.success()[-1]) for one in curves),
+        after_interval=_interval(last),
+        calls=fmean(float(one.calls[-1]) for one in curves),
+        tokens=fmean(float(_used(one, "tokens")[-1]) for one in curves),
+        cpu_s=fmean([float(one.get("cpu_s", {}).get("total", 0.0)) for one in summaries] or [0.0]),
+        calls_to={level: fmean(calls for calls, _ in found) for level, found in reached.items()},
+        missed={level: sum(not met for _, met in found) for level, found in reached.items()},
+        calls_ratio={},
+        tokens_ratio={},
+    )
+
+
+def _used(curve: Curve, unit: str) -> Floats:
+    found: Floats = getattr(curve, unit)
+    return found
+
+
+def _drawn(curve: Curve, seed: int) -> Floats:
+    """[draw, E]: the success over questions drawn with replacement. Curves of the same seed and
+    number of questions get the same draws."""
+    size = curve.right.shape[1]
+    weights = np.random.default_rng(seed).multinomial(size, [1 / size] * size, NUM_DRAWS) / size
+    drawn: Floats = weights @ curve.right.T
+    return drawn
+
+
+def _interval(values: Floats) -> tuple[float, float]:
+    """Interval of the mean of `values` [draw, seed], with seeds drawn with replacement."""
+    num_draws, num_seeds = values.shape
+    picked = np.random.default_rng(0).integers(num_seeds, size=values.shape)
+    means = values[np.arange(num_draws)[:, None], picked].mean(1)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str, most: float) -> Ratio:
+    """The ratio of the first curve of each pair to the second; `pairs` by seed."""
+
+    def met(curve: Curve, success: Floats) -> tuple[float, bool]:
+        return calls_to(_used(curve, unit), success, level, most)
+
+    points = [[met(one, one.success()) for one in pair] for pair in pairs.values()]
+    logs = np.array([log(max(a, 1.0) / max(b, 1.0)) for (a, _), (b, _) in points])
+    found = Ratio(
+        value=float(np.exp(logs.mean())),
+        low=None,
+        high=None,
+        num_seeds=len(pairs),
+        num_missed=sum(not all(is_met for _, is_met in pair) for pair in points),
+    )
+    if len(pairs) < 2:
+        return found
+    drawn = np.empty((NUM_DRAWS, len(pairs)))
+    for place, (seed, pair) in enumerate(pairs.items()):
+        first, second = (
+            np.maximum(crossings(_used(one, unit), _drawn(one, seed), level), 1.0)
+            if points[place][side][1]
+            else np.full(NUM_DRAWS, max(points[place][side][0], 1.0))
+            for side, one in enumerate(pair)
+        )
+        drawn[:, place] = np.log(first / second)
+    found.low, found.high = map(float, np.exp(_interval(drawn)))
+    if logs.std() > 0:
+        found.p = float(ttest_1samp(logs, 0.0).pvalue)
+    return found
+
+
+def _holm(found: Sequence[Ratio | None]) -> None:
+    """Correct the p-values of these arms in place, by Holm's method."""
+    tested = sorted((one for one in found if one and one.p is not None), key=lambda one: one.p or 0)
+    corrected = 0.0
+    for place, one in enumerate(tested):
+        corrected = min(1.0, max(corrected, (len(tested) - place) * (one.p or 0.0)))
+        one.p = corrected
+
+
+def tables(found: Comparison) -> list[Table]:
+    """The tables of a comparison, at most 80 columns wide if the names of arms are short."""
+    levels = list(next(iter(found.arms.values())).calls_to)
+    rows, ratios = [], []
+    for name, arm in found.arms.items():
+        low, high = arm.after_interval
+        rows.append(
+            [
+                name,
+                str(len(arm.seeds)),
+                f"{arm.before:.2f}",
+                f"{arm.after:.2f} [{low:.2f}, {high:.2f}]",
+                f"{arm.calls:,.0f}",
+                f"{arm.tokens:,.0f}",
+                f"{arm.cpu_s:,.0f}",
+            ]
+        )
+        needed = [
+            f"{arm.calls_to[level]:,.0f}"
+            + (f" ({arm.missed[level]} never)" if arm.missed[level] else "")
+            for level in levels
+        ]
+        ratios.append([name, "calls", *needed])
+        for unit, by_level in (("calls", arm.calls_ratio), ("tokens", arm.tokens_ratio)):
+            if by_level:
+                cells = [_cell(by_level[level]) for level in levels]
+                ratios.append(["", f"{unit}/base", *cells])
+    return [
+        Table(
+            title="Held-out success",
+            columns=["arm", "seeds", "before", "after", "calls", "tokens", "CPU s"],
+            rows=rows,
+            note="means over seeds; 95 % interval over seeds and questions",
+        ),
+        Table(
+            title=f"Needed per success, relative to {found.baseline}",
+            columns=["arm", "", *levels],
+            rows=ratios,
+            left=[0, 1],
+            note="/base: ratio to the baseline, geometric mean over paired seeds, with its 95 % "
+            "interval; * p < 0.05, corrected by Holm",
+        ),
+    ]
+
+
+def _cell(ratio: Ratio) -> str:
+    star = "*" if ratio.p is not None and ratio.p < 0.05 else ""
+    if ratio.low is None:
+        return f"{ratio.value:.2f}"
+    return f"{ratio.value:.2f}{star}\n{ratio.low:.2f}-{ratio.high:.2f}"
+
+
+def plot(curves: Curves, target: Path) -> None:
+    """Plot mean success with 95 % bands over seeds and questions, against evaluations and against
+    tool calls."""
+    figure, (left, right) = panels(1, 2, (11, 4.4))
+    for number, (arm, by_seed) in enumerate(curves.items()):
+        color = f"C{number % 10}"
+        drawn = {seed: _drawn(curve, seed) for seed, curve in by_seed.items()}
+        count = min(len(curve.calls) for curve in by_seed.values())
+        _band(
+            left,
+            np.arange(count, dtype=np.float64),
+            [one[:, :count] for one in drawn.values()],
+            color,
+            arm,
+        )
+        shared = np.linspace(0, min(curve.calls[-1] for curve in by_seed.values()), 60)
+        along = [
+            np.stack([np.interp(shared, by_seed[seed].calls, one) for one in draws])
+            for seed, draws in drawn.items()
+        ]
+        _band(right, shared, along, color, arm)
+    left.set(xlabel="evaluations", ylabel="held-out success", ylim=(0, 1.02))
+    right.set(xlabel="tool calls", ylim=(0, 1.02))
+    target.write_bytes(png(figure, dpi=90))
+
+
+def _band(axes: Any, places: Floats, drawn: Sequence[Floats], color: str, arm: str) -> None:
+    """Plot a mean with its band. `drawn`: by seed, [draw, place]."""
+    stacked = np.stack(drawn, 1)
+    spans = np.array([_interval(stacked[:, :, place]) for place in range(len(places))])
+    axes.fill_between(places, spans[:, 0], spans[:, 1], color=color, alpha=0.15, lw=0)
+    label = f"{arm}, {len(drawn)} seed{'s' if len(drawn) > 1 else ''}"
+    axes.plot(places, stacked.mean((0, 1)), color=color, lw=2, label=label)
+
+
+def as_json(found: Comparison) -> bytes:
+    """The comparison as formatted JSON."""
+    return msgspec.json.format(msgspec.json.encode(found))

@@ -1,0 +1,476 @@
+"""The subject of an evaluation: a run, a checkpoint, a model directory, or an endpoint; and the
+parts of its evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.benchmarks import load_benchmark
+from agentenv.assembly.keys.cluster import FOLDER
+from agentenv.assembly.keys.evaluation import EvaluateConfig, QuestionSet, merged
+from agentenv.assembly.keys.help import refuse_verl_keys
+from agentenv.assembly.keys.rl import TABLES
+from agentenv.assembly.parts.assembly import (
+    Questions,
+    RolloutAssembly,
+    SetConfig,
+    load_set,
+    once,
+    prefixed,
+)
+from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.rundir import CONFIG_FILE
+from agentenv.assembly.serving.server_command import vllm_hint
+from agentenv.assembly.serving.servers import ServerFactory, fill_roles
+from agentenv.base.config import (
+    Reporter,
+    Tree,
+    blaming,
+    keys_in,
+    leave_out_old_kinds,
+    override_kinds,
+    read_toml,
+    resolver,
+)
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import find_on_hub, place_on_hub, read_eos_ids
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Task
+from agentenv.contract.engine import Engine, EngineStart
+from agentenv.data.rows import RowsConfig
+from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.token_routes import TokensEngine
+from agentenv.reference.helpers import Assist, assist_actor
+from agentenv.rollout.actor import Actor
+from agentenv.text.native import NativeConfig
+from agentenv.text.prompt import WITHOUT_TOOLS, PromptConfig
+from agentenv.text.renderer import Renderer
+
+C = TypeVar("C")
+
+LAST, START = "last", "start"  # choices of --checkpoint, besides BEST
+ADDRESS = re.compile(
+    r"((localhost|\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(:\d+)?|[\w.-]+:\d+|[\w-]+(\.[\w-]+)+(?=/v1))(/|$)"
+)
+SAMPLE_BYTES = 1 << 20  # of each end of a file of weights; training changes all weights
+
+
+class Subject(NamedTuple):
+    """The subject of a command. `raw`: the keys that it provides; `run`: the folder that {run}
+    stands for; `model`: the directory of model and tokenizer, None for an endpoint."""
+
+    name: str
+    raw: Tree
+    run: Path
+    model: Path | None
+
+
+def is_url(text: str) -> bool:
+    """Whether a subject is the URL of an endpoint. Raises ConfigError for an address without
+    http://."""
+    if ADDRESS.match(text) and not Path(text).exists():
+        raise ConfigError(f"{text}: no such directory; did you mean the endpoint http://{text}?")
+    return text.startswith(("http://", "https://"))
+
+
+def find_subject(
+    text: str,
+    *,
+    sets: Sequence[str] = (),
+    checkpoint: str = LAST,
+    model: str = "",
+    tokenizer: str = "",
+) -> Subject:
+    """The subject that `text` names. Of a run, `sets` chooses evaluation sets (default: the
+    reported one), and `checkpoint` is LAST, BEST, or START (the initial model). `model` and
+    `tokenizer` are only for an endpoint. Raises ConfigError, and DataError for a run without that
+    checkpoint."""
+    if is_url(text):
+        engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
+        return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
+    if model or tokenizer:
+        raise ConfigError(f"--model and --tokenizer require a URL; {text} is not one")
+    path = place_on_hub(text) or Path(text)
+    for run in (path, *list(path.absolute().parents)[:2]):
+        if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
+            break
+    else:
+        if (path / "checkpoints").is_dir():
+            raise DataError(f"{path}: this run has no checkpoint yet; is it still starting?")
+        return Subject(Path(text).absolute().name, {}, path, path)
+    raw, name = of_run(run, sets), run.absolute().name
+    if path == run / "checkpoints":
+        path = run
+    if path != run and not path.exists():
+        saved = [one.name for one in sorted((run / "checkpoints").glob("s*-*[0-9]"))]
+        raise DataError(f"{path}: no such checkpoint; the run has {', '.join(saved) or 'none'}")
+    if path != run and raw:
+        return Subject(f"{name}-{path.name}", raw, run, path)
+    if checkpoint == START:
+        began = saved_config(run)["model"]["path"]
+        return Subject(
+            f"{name}-{START}", raw, run, find_on_hub(began, "model") or resolver(run)(began)
+        )
+    try:
+        found = find_checkpoint(path, best=checkpoint == BEST)
+    except DataError as error:
+        raise DataError(
+            f"{error}; continue the run (--resume) until it has saved one, or evaluate its initial "
+            f"model: --checkpoint {START}"
+        ) from error
+    return Subject(f"{name}-{found.name}", raw, run, found)
+
+
+def check_directory(subject: Subject, text: str) -> None:
+    """Raises ConfigError if the subject that `text` names has weights, but no directory."""
+    if subject.model is not None and not subject.model.is_dir():
+        raise ConfigError(
+            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
+            "http(s)://HOST[:PORT]"
+        )
+
+
+def saved_config(run: Path) -> Tree:
+    """The stored configuration of a run."""
+    return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
+
+
+def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
+    """The keys of an evaluation from those of a run; empty for a run of agentenv sft or dpo.
+    Raises ConfigError for unknown sets."""
+    saved = saved_config(run)
+    if "eval" not in saved:
+        return {}
+    sets = saved["eval"]["sets"]
+    for name in names:
+        if name not in sets:
+            raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
+    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # a key of old runs
+    return evaluation_of(saved, [name for name in chosen if name in sets])
+
+
+def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:
+    """The keys of an evaluation of the sets `names` from those of a run. A set has the keys that
+    read its rows, and `more_keys`."""
+    sets = saved["eval"]["sets"]
+    keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
+    chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
+    return {
+        "env": saved["env"],
+        **{name: saved[name] for name in TABLES if saved.get(name) is not None},
+        "sets": chosen,
+        "prompt": saved.get("prompt", {}),
+        "renderer": saved.get("renderer", {"name": "tags"}),
+        "limits": saved["limits"],
+        "sampling": saved["sampling"]["eval"],
+        "engine": saved["engine"],
+        "roles": saved.get("roles", {}),
+        "seed": saved["run"]["seed"],
+    }
+
+
+def weights_digest(model: Path) -> str:
+    """A digest of the weights in a directory, from sizes and both ends of each file."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(model.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLE_BYTES))
+                file.seek(max(0, size - SAMPLE_BYTES))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"{model}: cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
+
+
+class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
+    """Builds the parts of an evaluation of `subject`. For an endpoint of chat messages, there is no
+    model."""
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        subject: Subject,
+        stack: AsyncExitStack,
+        report: Reporter,
+    ) -> None:
+        sets = {name: set_config(name, one) for name, one in config.sets.items()}
+        super().__init__(config, subject.run, stack, report, sets=sets)
+        self.servers = ServerFactory(lambda: self._log_folder, stack, report)
+        self.subject = subject
+        self.has_weights = config.engine.capabilities.has_weights
+
+    @cached_property
+    def _log_folder(self) -> Path:
+        """A temporary folder: the subject may be a model directory, which stays unchanged."""
+        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+        self.stack.push(partial(_remove_unless_failed, logs))
+        return logs
+
+    @cached_property
+    def logs(self) -> Path:
+        """The folder of the logs of environment processes."""
+        return self._log_folder / FOLDER
+
+    @once
+    async def model(self) -> Path | None:
+        """The directory of the model, or for an endpoint of its tokenizer; None without one."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            if self.subject.model is None:
+                raise ConfigError("engine.name: the engine for a URL is 'openai'")
+            return self.subject.model
+        if self.subject.model is not None:
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
+        return Path(engine.tokenizer) if engine.tokenizer else None
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Pieces of text that replace tokens, for an endpoint of chat messages."""
+        return Pieces()
+
+    @once
+    async def endpoint(self) -> ChatEngine | TokensEngine | None:
+        """The evaluated endpoint, after it has responded once; None: the engine is ours."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            return None
+        native = isinstance(self.config.renderer, NativeConfig)
+        model = await self.model()
+        endpoint: ChatEngine | TokensEngine
+        if model is None:
+            endpoint = ChatEngine(engine, self.pieces, native=native)
+        else:
+            eos_ids = await in_thread(read_eos_ids, model, await self.tokenizer())
+            endpoint = TokensEngine(engine, eos_ids)
+        self.stack.push_async_callback(endpoint.close)
+        await endpoint.start()
+        return endpoint
+
+    async def contexts(self) -> Sequence[int]:
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            length = endpoint.max_model_len
+            return [length] if length else []
+        model = await self.model()
+        assert model is not None
+        return [self.config.engine.max_context(model)]
+
+    async def renderer(self, prompt: PromptConfig) -> Renderer:
+        if await self.model() is not None:
+            return await super().renderer(prompt)
+        if not prompt.apply_chat_template or prompt.chat_template_kwargs:
+            raise ConfigError(
+                "prompt: an endpoint of chat messages applies its own template; remove "
+                "apply_chat_template and chat_template_kwargs (engine.extra_body = "
+                "{chat_template_kwargs = ...} works with vLLM and SGLang), or pass --tokenizer"
+            )
+        renderer, endpoint = self.config.renderer, await self.endpoint()
+        is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
+        if is_ours or isinstance(renderer, NativeConfig):
+            return ChatRenderer(self.pieces, native=True)
+        shown = renderer.tools_in_prompt
+        if shown == "several":  # the model was not trained on our tags
+            shown = "none" if prompt.template in WITHOUT_TOOLS else "all"
+        return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        rows = cast(QuestionSet, one.rows)
+        env_id, report = one.env.id, prefixed(self.report, one.key)
+        if rows.benchmark:
+            paths = [
+                self.resolve(path)
+                for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
+                if path  # if empty, load_benchmark raises with instructions
+            ]
+            tasks = await in_thread(
+                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
+                ends=self.ends, report=report, key=one.key,
+            )  # fmt: skip
+        else:
+            tasks = await load_set(
+                rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks or 0,
+                self.ends,
+            )  # fmt: skip
+        return with_own_names(tasks, report)
+
+    @once
+    async def helpers(self) -> Assist | None:
+        """The helpers of [assist]; None without the table. Raises ConfigError if the backtracer
+        needs to fork an environment that cannot be forked, or no environment has the debugger's
+        tool."""
+        config = fill_roles(self.config, await self.urls()).assist
+        if config is None:
+            return None
+        assist = Assist(config)
+        self.stack.push_async_callback(assist.close)
+        await assist.start()
+        fits = False
+        for name, one in (await self.questions()).items():
+            env = one.make_env(one.tasks[0])
+            fits |= assist.fits(env)
+            mode = env.fork_mode
+            await env.close()
+            if config.backtracer is not None and mode == "none":
+                raise ConfigError(
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
+                    "turn can be retried; remove the table"
+                )
+        if config.debugger is not None and not fits:
+            raise ConfigError(
+                f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; set "
+                "assist.debugger.tool to the tool that runs code, or remove the table"
+            )
+        return assist
+
+    @once
+    async def engine(self) -> Engine:
+        """The engine or endpoint, started."""
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            return endpoint
+        model = await self.model()
+        assert model is not None
+        if hint := await in_thread(vllm_hint, self.config.engine, len(self.servers.gpus.visible)):
+            self.report(hint)
+        limits = max(
+            (one.limits for one in self.sets.values()),
+            key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
+        )
+        start = EngineStart(
+            model=model,
+            tokenizer=await self.tokenizer(),
+            policy_version=0,
+            limits=limits,
+            stack=self.stack,
+            servers=self.servers,
+            seed=self.config.seed,
+        )
+        return await self.config.engine.start(start)
+
+    async def actor(self, name: str, engine: Engine) -> Actor:
+        """The actor of a set. Its seed does not depend on other sets."""
+        questions: Questions = (await self.questions())[name]
+        own, assist = questions.config, await self.helpers()
+        sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
+        make_env = await self.make_env(name)
+        actor = Actor(engine, questions.renderer, make_env, own.limits, sampling, seed)
+        if assist is not None:
+            assist_actor(actor, assist)
+        return actor
+
+    def seed(self, name: str) -> int:
+        """The sampling seed of a set."""
+        own = self.sets[name].sampling.seed
+        return self.config.seed if own is None else own
+
+
+def set_config(name: str, one: QuestionSet) -> SetConfig:
+    """The SetConfig of a set with all tables, see `resolve_sets`."""
+    assert one.env is not None
+    settings = (one.prompt, one.limits, one.sampling, one.num_samples)
+    return SetConfig(f"sets.{name}", one, one.env, *settings, one.python, one.search, one.grader)
+
+
+def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:
+    """The tasks with unique ids, which identify rows: a repeated id gets a number."""
+    seen: Counter[str] = Counter()
+    named = []
+    for task in tasks:
+        seen[task.id] += 1
+        again = seen[task.id] > 1
+        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
+    twice = sum(count - 1 for count in seen.values())
+    if twice:
+        report(f"{twice} questions have the id of an earlier one; a number is appended to each")
+    return named
+
+
+def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
+    """Remove the servers' logs, unless the command failed: they may show the reason."""
+    if failed is None:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def configured(
+    arguments: argparse.Namespace,
+    subject: Subject,
+    config_type: type[msgspec.Struct],
+    build: Callable[[Tree, str], C],
+    report: Reporter,
+) -> C:
+    """The configuration of a command from the keys of the subject, overridden by those of the file,
+    overridden by the command line. `build` takes the keys and their source for messages. Raises
+    ConfigError."""
+    given = None if arguments.config is None else read_toml(arguments.config)
+    source = str(arguments.subject if given is None else arguments.config)
+    return resolve(
+        subject, source, given, arguments.overrides, arguments.env, config_type, build, report
+    )
+
+
+def resolve(
+    subject: Subject,
+    source: str,
+    given: Tree | None,
+    overrides: Sequence[str],
+    env_id: str,
+    config_type: type[msgspec.Struct],
+    build: Callable[[Tree, str], C],
+    report: Reporter,
+) -> C:
+    """`configured` with the keys `given` instead of a file; messages call them `source`."""
+    raw = of_env(subject.raw, env_id, report)
+    if given is not None:
+        has_sets = given.get("sets") or given.get("data")
+        before = {k: v for k, v in raw.items() if k != "sets" or not has_sets}
+        raw = merged(before, given)
+        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), report)
+        if subject.model is None:
+            raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
+    if any(text.startswith("data=") for text in overrides):
+        raw = {key: value for key, value in raw.items() if key != "sets"}
+    if env_id:
+        raw = merged(raw, {"env": {"id": env_id}})
+    override_kinds(config_type, raw, overrides, report)
+    with blaming(source, overrides):
+        try:
+            return build(raw, source)
+        except ConfigError:
+            refuse_verl_keys(raw, source)
+            raise
+
+
+def of_env(raw: Tree, env_id: str, report: Reporter) -> Tree:
+    """The keys of a run for the environment `env_id`. If that is not the run's, without
+    environment-specific keys, which `report` reports."""
+    env = raw.get("env", {})
+    left = [key for key in ("kwargs", "tools") if env.get(key)]
+    if not left or env_id in ("", env["id"]):
+        return raw
+    keys = " and ".join(f"env.{key}" for key in left)
+    report(f"{keys} of the run are ignored: they belong to {env['id']}, not to {env_id}")
+    return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
+
+
+def _of_endpoint(raw: Tree) -> Tree:
+    """The engine keys of the file if they are for an endpoint, else none."""
+    engine = raw.get("engine") or {}
+    return engine if engine.get("name") == "openai" else {}

@@ -1,0 +1,330 @@
+"""A sweep: one training configuration, several arms, several seeds, and a folder of their runs.
+
+    FOLDER/sweep.json            arms, seeds, and the digest of the configuration
+    FOLDER/ARM/seed-N/           the run
+    FOLDER/ARM/seed-N.log        its output
+
+A run with a summary is finished and not repeated; an interrupted one is resumed with --resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct, field
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.config import load_config, read_toml
+from agentenv.base.disk import make_folder, write_whole
+from agentenv.base.errors import ConfigError
+from agentenv.base.offload import in_thread, start_process
+
+SWEEP_FILE = "sweep.json"
+START = "start"  # the arm from which the others start
+GRACE_S = 60.0  # for a run to save a checkpoint
+NAME = re.compile(r"[\w.+=-]+")
+State = Literal["finished", "interrupted", "new"]
+
+
+class SweepConfig(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A sweep file. Overrides are those of `agentenv train`; "{seed}" stands for the seed, and
+    "{start}" for the folder of the seed's start run."""
+
+    config: str  # training configuration, relative to this file
+    seeds: str | list[int]  # "0-4", "1,3", or a list
+    arms: dict[str, list[str]]  # overrides by name
+    overrides: list[str] = field(default_factory=list)  # of every run
+    start: list[str] | None = None  # overrides of one run per seed, before its arms
+    after_start: list[str] = field(default_factory=list)  # overrides of every arm
+    baseline: str = ""  # the baseline of `agentenv compare`; default: the first arm
+
+
+class Made(Struct):
+    """The content of sweep.json: the resolved sweep."""
+
+    config: str
+    config_digest: str
+    overrides: list[str]
+    arms: dict[str, list[str]]
+    seeds: list[int]
+    start: list[str] | None = None
+    after_start: list[str] = field(default_factory=list)
+    baseline: str = ""
+
+
+class SweepRun(NamedTuple):
+    """A run of a sweep: its arm, its seed, its folder."""
+
+    arm: str
+    seed: int
+    path: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def log(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.log")
+
+    def state(self) -> State:
+        """The state of the run, from its files."""
+        if (self.path / "summary.json").is_file():
+            return "finished"
+        return "interrupted" if (self.path / "config.json").is_file() else "new"
+
+    def __str__(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+
+def seeds_of(text: str | Sequence[int]) -> list[int]:
+    """The seeds of "200-202,207". Raises ConfigError."""
+    if not isinstance(text, str):
+        return list(dict.fromkeys(text))
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"seeds: {text!r}: expected numbers and ranges, such as 0-4,7")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(found))
+
+
+def grid(varied: Sequence[str]) -> dict[str, list[str]]:
+    """Arms for all combinations of KEY=VALUE,VALUE,...; commas in brackets or quotes do not
+    separate values. Raises ConfigError."""
+    axes = []
+    for one in varied:
+        key, equals, values = one.partition("=")
+        choices = [value.strip() for value in _split(values)]
+        if not (key.strip() and equals and all(choices)):
+            raise ConfigError(f"--vary {one}: expected key.sub=value,value,...")
+        axes.append([f"{key.strip()}={choice}" for choice in choices])
+    arms = {}
+    for chosen in product(*axes):
+        parts = [one.partition("=") for one in chosen]
+        name = "+".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts)
+        arms[re.sub(r"[^\w.+=-]+", "_", name)] = list(chosen)
+    return arms
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas outside brackets and quotes."""
+    depth, quote, part = 0, "", ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        depth += (char in "[{(") - (char in "]})")
+        if char == "," and not depth and not quote:
+            yield part
+            part = ""
+        else:
+            part += char
+    yield part
+
+
+def read_sweep(path: Path) -> SweepConfig:
+    """The sweep in a file. Raises ConfigError with the file's name."""
+    try:
+        found = msgspec.convert(read_toml(path), SweepConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; a sweep file has {_keys()}") from error
+    return msgspec.structs.replace(found, config=str((path.parent / found.config).resolve()))
+
+
+def _keys() -> str:
+    return ", ".join(SweepConfig.__struct_fields__)
+
+
+def is_sweep_file(path: Path) -> bool:
+    """Whether a TOML file is a sweep file, and not the configuration of a run."""
+    return "arms" in read_toml(path)
+
+
+def check(config: SweepConfig) -> Made:
+    """Check and resolve a sweep before anything starts. Raises ConfigError."""
+    path = Path(config.config)
+    if not config.arms:
+        raise ConfigError("a sweep needs at least one arm")
+    for name in config.arms:
+        if not NAME.fullmatch(name) or name == START:
+            raise ConfigError(
+                f"arms.{name}: a name has letters, digits and ._+=- and is not {START!r}"
+            )
+    if config.baseline and config.baseline not in config.arms:
+        raise ConfigError(f"baseline {config.baseline!r} is not an arm: {', '.join(config.arms)}")
+    seeds = seeds_of(config.seeds)
+    if not seeds:
+        raise ConfigError("seeds: a sweep needs at least one")
+    if config.start is None:
+        for one in [*config.after_start, *(one for arm in config.arms.values() for one in arm)]:
+            if "{start}" in one:
+                raise ConfigError(f"{one}: {{start}} requires the key `start`")
+    made = Made(
+        config=str(path),
+        config_digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        overrides=config.overrides,
+        arms=config.arms,
+        seeds=seeds,
+        start=config.start,
+        after_start=config.after_start,
+        baseline=config.baseline or next(iter(config.arms)),
+    )
+    for run in runs_of(path.parent, msgspec.structs.replace(made, seeds=seeds[:1])):
+        load_config(TrainConfig, path, run.overrides, report=lambda _: None)
+    return made
+
+
+def _filled(overrides: Sequence[str], seed: int, start: Path) -> tuple[str, ...]:
+    return tuple(
+        one.replace("{seed}", f"{seed}").replace("{start}", f"{start}") for one in overrides
+    )
+
+
+def read_made(folder: Path) -> Made:
+    """Read the sweep.json of a folder. Raises ConfigError."""
+    path = folder / SWEEP_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Made)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not a sweep: it has no {SWEEP_FILE}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; choose another --out") from error
+
+
+def remember(folder: Path, made: Made) -> Made:
+    """Write sweep.json, including arms and seeds of earlier commands. Raises ConfigError if the
+    folder has runs of another configuration, or an arm with other overrides."""
+    if (folder / SWEEP_FILE).exists():
+        old = read_made(folder)
+        problem = next(_differences(old, made), "")
+        if problem:
+            raise ConfigError(f"{folder} contains another sweep: {problem}; choose another --out")
+        made = msgspec.structs.replace(
+            made, arms=old.arms | made.arms, seeds=list(dict.fromkeys([*old.seeds, *made.seeds]))
+        )
+    make_folder(folder)
+    write_whole(folder / SWEEP_FILE, msgspec.json.format(msgspec.json.encode(made)))
+    return made
+
+
+def _differences(old: Made, new: Made) -> Iterator[str]:
+    if old.config_digest != new.config_digest:
+        yield f"{new.config} was changed, or differs from {old.config}"
+    for name in ("overrides", "start", "after_start"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"{name}: {getattr(old, name)} -> {getattr(new, name)}"
+    for arm in old.arms.keys() & new.arms.keys():
+        if old.arms[arm] != new.arms[arm]:
+            yield f"arms.{arm}: {old.arms[arm]} -> {new.arms[arm]}"
+
+
+def runs_of(folder: Path, made: Made) -> Iterator[SweepRun]:
+    """All runs of the sweep, seed by seed, the start run first."""
+    for seed in made.seeds:
+        start = (folder / START / f"seed-{seed}").resolve()
+        arms = {arm: [*made.after_start, *given] for arm, given in made.arms.items()}
+        if made.start is not None:
+            arms = {START: made.start, **arms}
+        for arm, overrides in arms.items():
+            filled = _filled([*made.overrides, *overrides], seed, start)
+            yield SweepRun(arm, seed, folder / arm / f"seed-{seed}", filled)
+
+
+Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last line
+
+
+class SweepRunner:
+    """Trains the runs, `jobs` at a time."""
+
+    def __init__(self, config: str, *, jobs: int, nice: int, report: Report) -> None:
+        self.config = config
+        self.nice = nice
+        self.report = report
+        self.failed: list[SweepRun] = []
+        self._slots = asyncio.Semaphore(jobs)
+        self._threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
+
+    async def run_all(self, runs: Iterable[SweepRun]) -> None:
+        """Train every unfinished run; the arms of a seed follow its start run."""
+        by_seed: dict[int, list[SweepRun]] = {}
+        for run in runs:
+            by_seed.setdefault(run.seed, []).append(run)
+        async with asyncio.TaskGroup() as group:
+            for same_seed in by_seed.values():
+                group.create_task(self._run_seed(same_seed))
+                await asyncio.sleep(0)  # seeds acquire slots in order
+
+    async def _run_seed(self, runs: Sequence[SweepRun]) -> None:
+        first = [run for run in runs if run.arm == START]
+        for run in first:
+            if not await self._run(run):
+                return
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                if run not in first:
+                    group.create_task(self._run(run))
+
+    async def _run(self, run: SweepRun) -> bool:
+        """Train a run; returns whether it is finished."""
+        if run.state() == "finished":
+            return True
+        async with self._slots:
+            code = await self._train(run)
+        if code == 0 and run.state() == "finished":
+            self.report(run, "finished", "")
+            return True
+        self.failed.append(run)
+        why = await in_thread(last_line, run.log)
+        self.report(run, f"failed with exit status {code}", why)
+        return False
+
+    async def _train(self, run: SweepRun) -> int:
+        """Train a run; returns the exit status. A cancellation interrupts the run, and waits until
+        it has saved a checkpoint."""
+        await in_thread(make_folder, run.path.parent)
+        command = [sys.executable, "-m", "agentenv.launchers", "train", self.config, *run.overrides]
+        command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
+        command += [f"run.name={run.path.name}"]
+        command += ["--resume"] if run.state() == "interrupted" else []
+        if self.nice:
+            command = ["nice", "-n", str(self.nice), *command]
+        with await in_thread(run.log.open, "ab") as log:
+            process = await start_process(
+                *command,
+                stdout=log,
+                stderr=log,
+                env={**self._threads, **os.environ},
+                start_new_session=True,
+            )
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            await _interrupt(process)
+            raise
+
+
+async def _interrupt(process: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.returncode is None:
+            os.killpg(process.pid, number)
+            try:
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
+            except TimeoutError:
+                continue
+
+
+def last_line(path: Path) -> str:
+    """The last non-empty line of a log."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,1 @@
+"""Reads runs and prepares them: viewer, checks, recipes. Only launchers import it."""

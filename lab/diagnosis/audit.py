@@ -1,0 +1,413 @@
+"""The audit of a run's rewards: `agentenv doctor audit RUN`.
+
+    regraded           the configured grader gives archived trajectories the same rewards
+    changed golds      a correct answer is wrong against another gold
+    second candidate   a correct answer is wrong next to another answer
+    failures           few trajectories failed, so that rewards are not those of a selection
+    jumps of reward    steps whose rewards differ much from those before, with samples
+
+A jump of the reward means that the policy has learned the task, or exploits a flaw of its grader;
+the samples show which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import TRAINED
+from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner, Skip
+from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.records import (
+    EvalRow,
+    calls_that_ran,
+    readable,
+    trajectory_rows,
+    written,
+)
+from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.base.config import build_config, resolver
+from agentenv.base.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.base.model_files import load_tokenizer, read_eos_ids
+from agentenv.base.offload import in_thread
+from agentenv.base.tree import Trajectory
+from agentenv.base.types import Task
+from agentenv.base.untrusted import decode
+from agentenv.contract.env import Grade, close_shared, graded
+from agentenv.data.rows import GOLD_KEY
+from agentenv.envs.grading.custom import ground_truth
+from agentenv.envs.grading.numbers import as_number
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.evaluation.regrade import Graders
+from agentenv.evaluation.run import segments_of
+from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
+from agentenv.lab.diagnosis.doctor import show
+from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
+from agentenv.text.renderer import TextCodec
+
+logger = logging.getLogger(__name__)
+
+NUM_BEFORE = 4  # maximum number of previous steps to compare a step with
+LEAST_BEFORE = 2
+FAR = 5.0  # standard errors; a larger difference is a jump
+LEAST_SHARE = 0.15  # of the range of rewards: minimum size of a jump
+NUM_GUESSED = 10  # correct trajectories to which a second candidate is added
+NUM_SHOWN = 2  # samples of a jump, and examples of a problem
+MAX_TEXT = 1500
+TOLERANCE = 1e-6
+
+
+class Graded(NamedTuple):
+    """A regraded trajectory; `again` is None if the grader failed, with the `problem`."""
+
+    step: int
+    tree: int
+    branch: str
+    task: Task
+    reward: float
+    again: Grade | None
+    problem: str
+    row: EvalRow
+
+
+class Jump(NamedTuple):
+    """A step whose mean reward differs by `z` standard errors from the mean of previous steps."""
+
+    step: int
+    before: float
+    mean: float
+    z: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments."""
+    parser = Parser(
+        prog="agentenv doctor audit",
+        description="Regrade the archived trajectories of a training run, against their gold "
+        "answers and against changed ones, and look for jumps in reward.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, with trees/")
+    parser.add_argument(
+        "--max-trees", type=int, default=100, metavar="N", help="trees to grade (default: 100)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.max_trees < 1:
+        parser.error("--max-trees must be at least 1")
+    view = View()
+    return exit_code_of(
+        lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
+    )
+
+
+async def _run(arguments: argparse.Namespace, view: View) -> int:
+    results, samples = await audit(arguments.run, arguments.max_trees)
+    if arguments.json:
+        found = {"verdicts": results, "samples": samples}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+    else:
+        for result in results:
+            show(result, view)
+        for text in samples:
+            view.console.print("")
+            view.console.print(text, markup=False, soft_wrap=True)
+    return EXIT_FAILED if any(one.state == "failed" for one in results) else 0
+
+
+async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
+    """The results, and sample trajectories of jumps as text. Raises DataError for a folder without
+    a run or trees."""
+    config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
+    if not any(step.entries for step in steps):
+        raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
+        regrader = await Regrader.of(config, run)
+        again = [
+            one
+            for step, entry in spread(steps, max_trees)
+            for one in await regrader.grade(step, entry)
+        ]
+        checks = [
+            Check("regraded", "measured", (), equal_rewards),
+            Check("changed golds", "measured", (), regrader.changed_golds),
+            Check("second candidate", "measured", (), regrader.second_guess),
+        ]
+        results = [one async for one in CheckRunner().run(checks, again)]
+    checks = [
+        Check("failures", "measured", (), few_failures),
+        Check("jumps of reward", "measured", (), no_jumps),
+    ]
+    results += [one async for one in CheckRunner().run(checks, steps)]
+    samples = [
+        text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
+    ]
+    return results, samples
+
+
+def fail(problem: str, remedy: str) -> NoReturn:
+    """Raises ConfigError for a failed check; "; " separates problem and remedy."""
+    raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The stored configuration of the run. Raises DataError."""
+    path = run / "config.json"
+    try:
+        plain = decode(path.read_bytes())
+    except (OSError, ForeignError) as error:
+        raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
+    return build_config(TrainConfig, plain, str(path))
+
+
+def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:
+    """At most `max_trees` trees, evenly spread over all steps."""
+    every = [(step, entry) for step in steps for entry in step.entries]
+    number = min(max_trees, len(every))
+    for place in range(number):
+        yield every[place * len(every) // number]
+
+
+class Regrader:
+    """Grades archived trajectories with the graders of a configuration."""
+
+    def __init__(self, graders: Graders, codec: TextCodec) -> None:
+        self.codec = codec
+        self._graders = graders
+
+    @classmethod
+    async def of(cls, config: TrainConfig, run: Path) -> Regrader:
+        """The regrader for the run in this folder."""
+        if config.roles:
+            raise ConfigError(
+                "roles: the graders of this run use models that the run started; start them with "
+                "agentenv serve and set their URLs, or audit without a judge"
+            )
+        model = find_checkpoint(run)
+        tokenizer = await in_thread(load_tokenizer, model, False)
+        codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
+        return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
+
+    async def grade(self, step: Step, entry: Entry) -> list[Graded]:
+        """Regrade every trajectory of a tree that did not fail."""
+        kept = await in_thread(step.tree, entry)
+        return [
+            await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
+        ]
+
+    async def _grade(self, step: int, kept: KeptTree, path: Trajectory) -> Graded:
+        task = kept.tree.task
+        calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
+        row = EvalRow(
+            dataset=TRAINED,
+            task=task.id,
+            sample=0,
+            segments=segments_of(path.path, self.codec),
+            tool_calls=calls,
+            limit=None if path.leaf.limit is None else str(path.leaf.limit),
+        )
+        again, problem = await self.verdict(task, row)
+        leaf = path.leaf
+        return Graded(step, kept.tree.index, leaf.branch, task, path.reward, again, problem, row)
+
+    async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
+        """(grade, "") of a row against the answers of `task`, or (None, error)."""
+        try:
+            return await self._graders.grade(row, task), ""
+        except (GraderError, CrashError) as error:
+            return None, str(error)
+
+    async def second_guess(self, again: Sequence[Graded]) -> str:
+        """A correct answer becomes wrong next to another answer, in either order."""
+        right = [one for one in again if one.again is not None and one.again.success]
+        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
+        tried: list[Guess] = []
+        paid = []
+        for one in right[:NUM_GUESSED]:
+            guesses = await self._guesses(one, golds)
+            tried += guesses
+            place = f"tree {one.tree}, branch {one.branch}"
+            paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
+        if not tried:
+            raise Skip(
+                "no correct trajectory has an answer to which a second, wrong one could be added"
+            )
+        if paid:
+            fail(
+                f"{len(paid)} of {len(tried)} answers that name a second candidate besides the "
+                f"correct one are graded as correct ({', '.join(paid[:NUM_SHOWN])})",
+                remedy(tried),
+            )
+        return f"{len(tried)} answers with a second candidate are graded as wrong"
+
+    async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
+        """The trajectory's last message with two candidates in place of its answer, graded."""
+        grader, messages = await self._graders.of(TRAINED, one.task), written(one.row)
+        text = messages[-1].content if messages else ""
+        answer = final_answer(text)
+        place = text.rfind(answer) if answer else -1
+        if place < 0 or not one.task.answers:
+            return []
+
+        async def is_right(candidates: str) -> bool:
+            content = f"{text[:place]}{candidates}{text[place + len(answer) :]}"
+            hedged = [*messages[:-1], replace(messages[-1], content=content)]
+            try:
+                return (await graded(grader, one.task, hedged, calls_that_ran(one.row))).success
+            except (GraderError, CrashError):
+                return False  # an answer that the grader cannot read earns nothing
+
+        candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
+        return await guess_twice(is_right, answer, one.task.answers, candidates)
+
+    async def changed_golds(self, again: Sequence[Graded]) -> str:
+        """A correct answer becomes wrong against another gold."""
+        right = [one for one in again if one.again is not None and one.again.success]
+        if not right:
+            raise Skip("no trajectory is correct")
+        tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
+        num_tried, still = 0, []
+        for one in right:
+            task = with_another_gold(one.task, tasks)
+            if task is None:
+                continue
+            num_tried += 1
+            grade, _ = await self.verdict(task, one.row)
+            if grade is not None and grade.success:
+                still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+        if not num_tried:
+            raise Skip("no correct trajectory has a gold answer that could be changed")
+        if still:
+            fail(
+                f"{len(still)} of {num_tried} correct trajectories are also correct against a "
+                f"different gold answer ({', '.join(still[:NUM_SHOWN])})",
+                "the grader rewards answers regardless of the gold answer: choose a stricter one",
+            )
+        return f"{num_tried} correct trajectories are wrong against other gold answers"
+
+
+def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
+    """The task with a wrong gold. If its metadata has a separate ground truth, which a grader may
+    read, it gets that of another task; None if there is none."""
+    if not task.answers:
+        return None
+    golds = [one.answers[0] for one in tasks]
+    changed = replace(task, answers=(mutated(task.answers[0], golds, task.answers),))
+    if ground_truth(changed) == changed.answers[0]:
+        return changed
+    for other in tasks:
+        truth = ground_truth(other)
+        if truth != ground_truth(task) and other.answers != task.answers:
+            metadata = {**task.metadata, GOLD_KEY: truth}
+            metadata.pop("reward_model", None)
+            if "reward_model" in other.metadata:
+                metadata["reward_model"] = other.metadata["reward_model"]
+            return replace(task, answers=other.answers, metadata=metadata)
+    return None
+
+
+def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
+    """A wrong gold: the next number, else one of `golds` that is not `right`, else its negation."""
+    number = as_number(gold)
+    if number is not None:
+        return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
+    known = {one.strip().lower() for one in right}
+    return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
+
+
+async def equal_rewards(again: Sequence[Graded]) -> str:
+    """Regrading gives the same rewards."""
+    if not again:
+        raise Skip("no trajectory was graded")
+    wrong = []
+    for one in again:
+        place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
+        if one.again is None:
+            wrong.append(f"{place}: {one.problem}")
+        elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
+            wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
+    if wrong:
+        fail(
+            f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
+            "the grader, its keys or its services have changed since, or it is not deterministic",
+        )
+    return f"{len(again)} trajectories keep their rewards"
+
+
+# Steps.
+
+MAX_FAILED = 0.2  # share of the trajectories
+
+
+async def few_failures(steps: Sequence[Step]) -> str:
+    """Failed trajectories have no reward: with many of them, rewards describe a selection."""
+    entries = [entry for step in steps for entry in step.entries]
+    failed = sum(entry.num_failed for entry in entries)
+    ended = sum(entry.num_leaves for entry in entries)
+    found = f"{failed} of {ended} trajectories failed"
+    if failed > MAX_FAILED * ended:
+        fail(found, "fix the causes that run.log names; rewards and success are of the others only")
+    return found
+
+
+def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
+    """Steps whose mean reward differs from that of previous steps by more than FAR standard errors,
+    estimated from the variance of trees within a step."""
+    means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
+    every = [value for one in means for value in one]
+    span = max(every, default=0.0) - min(every, default=0.0)
+    spread_within = [variance(one) for one in means if len(one) > 1]
+    deviation = math.sqrt(fmean(spread_within)) if spread_within else 0.0
+    for place, now in enumerate(means):
+        before = [value for one in means[max(0, place - NUM_BEFORE) : place] for value in one]
+        if place < LEAST_BEFORE or len(now) < 2 or len(before) < 2:
+            continue
+        apart = fmean(now) - fmean(before)
+        error = deviation * math.sqrt(1 / len(now) + 1 / len(before))
+        error = max(error, 0.02 * span, 1e-9)
+        if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
+            yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
+
+
+async def no_jumps(steps: Sequence[Step]) -> str:
+    """No step has a jump of its reward."""
+    if len(steps) <= LEAST_BEFORE:
+        raise Skip(f"{len(steps)} steps are too few")
+    jumps = [f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in find_jumps(steps)]
+    if jumps:
+        fail(
+            ", ".join(jumps),
+            "read the samples below: did the policy learn the task, or exploit its grader? The "
+            "rest is in trajectories/",
+        )
+    return f"{len(steps)} steps, none with a jump"
+
+
+def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
+    """Trajectories of a jump as text: the best of a jump upward, the worst of one downward."""
+    (step,) = [one for one in steps if one.header.step == jump.step]
+    up = jump.mean > jump.before
+    entries = sorted(
+        (one for one in step.entries if one.rewards),
+        key=lambda one: fmean(one.rewards),
+        reverse=up,
+    )
+    for entry in entries[:NUM_SHOWN]:
+        rows: list[dict[str, Any]] = list(trajectory_rows(step.tree(entry).tree, codec.decode))
+        row = (max if up else min)(rows, key=lambda one: one["reward"])
+        parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
+        head = f"=== step {jump.step}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
+        yield f"{head}\n{readable(row)[:MAX_TEXT]}"

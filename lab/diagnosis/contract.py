@@ -1,0 +1,395 @@
+"""Contract checks of a run's parts: policy, renderer, engine and learner agree; environments, tools
+and graders conform; services answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from agentenv.assembly.parts.assembly import TRAINED, Assembly
+from agentenv.assembly.parts.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
+from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.base.deadline import within
+from agentenv.base.errors import (
+    ConfigError,
+    CrashError,
+    EnvError,
+    GraderError,
+    InfraError,
+    StallError,
+)
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Completion, Message, Task, ToolCall
+from agentenv.contract.env import Grader, graded, start_grader
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.envs.grading.reward import AnswerReward
+from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import Renderer, ToolSchemas
+from agentenv.text.tags import takes_object, written_arguments
+from agentenv.training.loop.parts import TrainingAssembly
+from agentenv.training.loop.publishing import ParityProbe, computes_in_float32, gap_limits
+
+ARGUMENT = "1"
+
+
+async def calls(assembly: TrainingAssembly) -> str:
+    """The parser returns the call that the renderer writes for each tool."""
+    renderers, episodes = await assembly.renderers(), await assembly.episodes()
+    renderer, (messages, info) = renderers[TRAINED], episodes[TRAINED]
+    tools = info.get("tools", ())
+    if not tools:
+        raise Skip("the environment has no tools")
+    prompt = renderer.prompt(messages, tools)
+    for tool in tools:
+        refuse_lost_call(renderer, prompt, tools, tool)
+    return ", ".join(str(tool["name"]) for tool in tools)
+
+
+def refuse_lost_call(
+    renderer: Renderer, prompt: Sequence[int], tools: ToolSchemas, tool: dict[str, Any]
+) -> None:
+    """Raises ConfigError if the parser does not recover a call of this tool."""
+    wanted = sample_call(tool, every=isinstance(renderer, NativeRenderer))
+    name, stop = wanted.name, None
+    if isinstance(renderer, NativeRenderer):
+        text = renderer.calling("", [wanted])
+    else:
+        text = f"<{name}>{written_arguments(wanted.arguments, tool)}</{name}>"
+        stop = f"</{name}>"
+    written = Completion(renderer.encode(text), [], [], "stop", [], stop)
+    found = renderer.parse(written, tools, prompt).tool_calls
+    if list(found) != [wanted]:
+        got = ", ".join(f"{one.name}({one.arguments})" for one in found) or "no call"
+        raise ConfigError(
+            f"the tool {name!r}: its call {text!r} is parsed as {got}; choose another "
+            "renderer.name, renderer.style or tool name"
+        )
+
+
+def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
+    """A call with a value for the first parameter; with `every`, or if the arguments are an object,
+    for all required parameters."""
+    parameters = tool.get("parameters", {})
+    names = list(parameters.get("properties", {}))
+    if every or takes_object(tool):
+        required = [name for name in names if name in parameters.get("required", names)]
+        kinds = {name: parameters["properties"][name].get("type") for name in required}
+        values = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
+        arguments = {name: values.get(str(kind), ARGUMENT) for name, kind in kinds.items()}
+        return ToolCall(str(tool["name"]), arguments)
+    return ToolCall(str(tool["name"]), dict.fromkeys(names[:1], ARGUMENT))
+
+
+async def special_tokens(assembly: TrainingAssembly) -> str:
+    """Special tokens and tags in tool results become ordinary text."""
+    renderers, episodes = await assembly.renderers(), await assembly.episodes()
+    renderer, (_, info) = renderers[TRAINED], episodes[TRAINED]
+    tokenizer, tools = renderer.tokenizer, info.get("tools", ())
+    texts = [str(one) for one in getattr(tokenizer, "all_special_tokens", ())]
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    texts += [text for text in added if text not in texts]
+    tags = [f"<{kind}{tool['name']}>" for tool in tools for kind in ("", "/")]
+    check_special(renderer, tools, [*texts, *tags, "</result>", "<answer>"])
+    return f"{len(texts)} special tokens, {len(tags) + 2} tags"
+
+
+def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) -> None:
+    """Raises ConfigError if one of the texts in a tool result becomes a special token or tag."""
+    name = str(tools[0]["name"]) if tools else "tool"
+    special = set(getattr(renderer.tokenizer, "all_special_ids", ()))
+
+    def of(text: str) -> tuple[int, str]:
+        ids = list(renderer.observation([Message("tool", text, name=name)], tools, 512))
+        return sum(one in special for one in ids), renderer.decode(ids)
+
+    harmless, _ = of("harmless")
+    for text in texts:
+        number, read = of(f"before {text} after")
+        frame = of("before  after")[1]
+        if number > harmless or read.count(text) > frame.count(text):
+            raise ConfigError(
+                f"the tool result {text!r} becomes a token or tag of the protocol; this is a bug "
+                "of the renderer: report it with the name of the tokenizer"
+            )
+
+
+async def packed_model(assembly: Assembly[Any]) -> str:
+    """The learner's computation of a small model of this family matches transformers."""
+    from agentenv.learners.trees.model_check import TOLERANCE, check_model  # loads torch
+
+    learner, model = assembly.config.learner, await assembly.model()
+    await in_thread(check_model, model, learner.context_parallel, is_flat=learner.is_flat)
+    return f"within {TOLERANCE:g} nats"
+
+
+async def adapters(assembly: Assembly[Any]) -> None:
+    """The adapters of [learner.lora] fit the model."""
+    lora = assembly.config.learner.lora
+    if lora is None:
+        raise Skip("no adapters are trained")
+    from agentenv.learners.lora import check_adapters  # loads torch
+
+    await in_thread(check_adapters, await assembly.model(), lora)
+
+
+async def parity(assembly: TrainingAssembly) -> str:
+    """Engine and learner compute the same log-probs."""
+    config = assembly.config
+    if isinstance(config.engine, ScriptedConfig):
+        raise Skip("the scripted engine has no model")
+    if config.resources.in_turn:
+        raise Skip("engine and learner alternate on their GPUs; the run checks its first publish")
+    learner, engine = await assembly.learner_and_engine()
+    probe = ParityProbe(engine, learner, await assembly.probe_prompts())
+    probe.start()
+    gap = await probe.finish()
+    if gap is None:
+        raise Skip("the engine did not answer in time")
+    message = f"{gap.mean:.2g} nats on average, at most {gap.max:.2g}, over {gap.num_tokens} tokens"
+    in_float32 = await in_thread(computes_in_float32, config)
+    allowed, stop = gap_limits(config.train, in_float32)
+    if gap.worst_mean > stop:
+        raise ConfigError(
+            f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "
+            f"train.stop_logprob_gap = {stop:g}; check for a different dtype, quantization or "
+            "model path"
+        )
+    if gap.worst_mean > allowed:
+        message += f" (beyond train.max_logprob_gap = {allowed:g}: the run will warn)"
+    return message
+
+
+# Environments, graders, services.
+
+NUM_GRADED = 8  # rows whose golds are graded
+NUM_GUESSED = 3  # rows whose golds get a second candidate
+SERVICE_S = 60.0
+
+
+async def grader_sanity(assembly: TrainingAssembly) -> str:
+    """The grader accepts the gold answer, also reformatted, and rejects that of another row, also
+    next to the gold answer."""
+    found = []
+    for maker, sets in await assembly.shared():
+        for name, tasks in sets.items():
+            found.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
+    return ", ".join(found)
+
+
+async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
+    """Raises ConfigError for a grader that misjudges answers."""
+    rows = distinct(tasks)
+    if len(rows) < 2:
+        raise Skip("no two rows have different answers")
+    env = make_env(rows[0])
+    try:
+        grader: Grader | None = getattr(env, "grader", None)
+        if grader is None:
+            raise Skip(f"{rows[0].env_id} has no grader")
+        await start_grader(grader)
+        for task, other in zip(rows, rows[1:] + rows[:1], strict=True):
+            gold = task.answers[0]
+            if not await is_right(grader, task, gold):
+                raise ConfigError(
+                    f"row {task.id}: the grader grades its own gold answer {gold!r} as wrong; does "
+                    "the gold answer have the form that the grader reads, and does grader.kind fit "
+                    "such answers?"
+                )
+            if await is_right(grader, task, other.answers[0]):
+                raise ConfigError(
+                    f"row {task.id}: the grader grades {other.answers[0]!r}, the gold answer of "
+                    f"row {other.id}, as correct instead of {gold!r}; any answer earns a reward: "
+                    "choose a stricter grader"
+                )
+        await refuse_two_guesses(grader, rows)
+        for task in rows:
+            gold = task.answers[0]
+            for spelled in respelled(gold):
+                if not await is_right(grader, task, spelled):
+                    raise ConfigError(
+                        f"row {task.id}: the grader grades its gold answer {gold!r}, written as "
+                        f"{spelled!r}, as wrong; correct answers in another form earn nothing: "
+                        f"{_more_lenient(grader)}"
+                    )
+    finally:
+        await env.close()
+    return (
+        f"{len(rows)} gold answers correct, shuffled ones and two in one answer wrong, reformatted "
+        "ones correct"
+    )
+
+
+async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
+    """Raises ConfigError for a grader that accepts an answer with two candidates."""
+    golds = [one.answers[0] for one in rows]
+    for task in rows[:NUM_GUESSED]:
+        guesses = await guess_twice(
+            partial(is_right, grader, task), task.answers[0], task.answers, golds
+        )
+        paid = [one.text for one in guesses if one.is_paid]
+        if paid:
+            shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
+            raise ConfigError(
+                f"row {task.id}: {len(paid)} of {len(guesses)} answers that name a second "
+                f"candidate besides the gold answer are graded as correct, such as {shown}; "
+                f"{remedy(guesses)}"
+            )
+
+
+def _more_lenient(grader: Grader) -> str:
+    """The remedy for a grader that accepts only one spelling."""
+    if isinstance(grader, AnswerReward):
+        return (
+            "grader.kind = 'layered' (without [grader], agentenv.envs.qa_grader.make_grader) reads "
+            "forms"
+        )
+    return f"let {type(grader).__name__} compare by agentenv.envs.grading.verdict.same_answer"
+
+
+def distinct(tasks: Sequence[Task]) -> list[Task]:
+    """At most NUM_GRADED rows with different answers."""
+    found: dict[str, Task] = {}
+    for task in tasks:
+        if task.answers:
+            found.setdefault(task.answers[0].strip().lower(), task)
+        if len(found) == NUM_GRADED:
+            break
+    return list(found.values())
+
+
+def respelled(gold: str) -> list[str]:
+    """Other spellings of the same answer."""
+    found = [f"  {gold} ", f"{gold}."]
+    if gold.upper() != gold and not any(one in gold for one in "\\$^_{"):
+        found.append(gold.upper())
+    return found
+
+
+async def is_right(grader: Grader, task: Task, answer: str) -> bool:
+    """Whether the grader accepts an answer in the usual format. Raises ConfigError if it fails."""
+    text = rf"<think>.</think><answer>\boxed{{{answer}}}</answer>"
+    try:
+        grade = await graded(grader, task, [Message("assistant", text)], {})
+    except (GraderError, CrashError) as error:
+        raise ConfigError(f"row {task.id}: the grader cannot grade {answer!r}: {error}") from error
+    if not math.isfinite(grade.reward):
+        raise ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
+    return grade.success
+
+
+def _searches_web(assembly: TrainingAssembly) -> bool:
+    search = assembly.config.search
+    return search is not None and isinstance(search.backend, WebConfig | RemoteSearchConfig)
+
+
+async def services(assembly: TrainingAssembly) -> str:
+    """The search service accepts the key, and its quota is not exhausted: one search."""
+    search = assembly.config.search
+    if search is None or not _searches_web(assembly):
+        raise Skip("no search service is configured")
+    backend = search.backend.build()
+    try:
+        hits = await within(SERVICE_S, "the search service", _one_search(backend))
+    except (InfraError, StallError, EnvError) as error:
+        raise ConfigError(
+            f"a search failed: {error}; check key, quota and network of the search service"
+        ) from error
+    finally:
+        await backend.close()
+    return f"a search returned {hits} results"
+
+
+async def _one_search(backend: object) -> int:
+    await backend.start()  # type: ignore[attr-defined]
+    return len(await backend.search(Query("capital of Peru", 3)))  # type: ignore[attr-defined]
+
+
+# Whether a grader rewards guessing: answers that name another candidate next to the correct one.
+# The other candidate is wrong by itself, is of the same kind (a number, words, yes or no) and
+# shares no word with the correct answer, so it is neither an alias nor a more exact form.
+
+IsRight = Callable[[str], Awaitable[bool]]
+
+JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
+MAX_TRIED = 8  # candidates; the first one that is wrong by itself is used
+OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_WORDS = re.compile(r"\w+")
+
+
+class Guess(NamedTuple):
+    """An answer with two candidates; `is_paid`: it was graded as correct."""
+
+    text: str
+    right_first: bool
+    is_paid: bool
+
+
+async def guess_twice(
+    is_right: IsRight, answer: str, golds: Sequence[str], candidates: Iterable[str]
+) -> list[Guess]:
+    """The correct answer joined with another candidate, in both orders, graded; empty if no
+    candidate is suitable."""
+    other = await _another(is_right, (answer, *golds), candidates)
+    if other is None:
+        return []
+    guesses = []
+    for joint in JOINTS:
+        for right_first, both in ((True, (answer, other)), (False, (other, answer))):
+            text = joint.join(both)
+            guesses.append(Guess(text, right_first, await is_right(text)))
+    return guesses
+
+
+async def _another(
+    is_right: IsRight, known: Sequence[str], candidates: Iterable[str]
+) -> str | None:
+    words = {word for text in known for word in _words(text)}
+    opposite = OPPOSITES.get(known[0].strip().lower())
+    found = [opposite] if opposite else [*dict.fromkeys(candidates)]
+    fitting = [
+        one for one in found if _kind(one) == _kind(known[0]) and words.isdisjoint(_words(one))
+    ]
+    for one in fitting[:MAX_TRIED]:
+        if not await is_right(one):
+            return one
+    return None
+
+
+def _words(text: str) -> set[str]:
+    return {*_WORDS.findall(text.lower())}
+
+
+def _kind(text: str) -> str:
+    if text.strip().lower() in OPPOSITES:
+        return "yes or no"
+    return "number" if any(letter.isdigit() for letter in text) else "words"
+
+
+def remedy(guesses: Sequence[Guess]) -> str:
+    """The remedy for a grader that rewards some of these guesses."""
+    orders = {one.right_first for one in guesses if one.is_paid}
+    if len(orders) == 2:
+        found = "it rewards guessing twice, which a policy learns"
+    else:
+        place = "first" if orders == {True} else "last"
+        found = f"of two candidates it reads only the {place}, so that an answer may list several"
+    return f'{found}: reject answers with two candidates, as kind = "layered" does'
+
+
+OF_MODEL = (
+    Check("packed model", "contract", RUNS, packed_model, MODEL),
+    Check("adapters", "contract", RUNS, adapters, MODEL),
+)
+CONTRACT = (
+    *OF_MODEL,
+    Check("calls come back", "contract", TRAIN, calls, after=EPISODES),
+    Check("special tokens in results", "contract", TRAIN, special_tokens, after=EPISODES),
+    Check("services", "contract", TRAIN, services, remote=True),
+    Check("grader sanity", "contract", TRAIN, grader_sanity, after=EPISODES),
+)

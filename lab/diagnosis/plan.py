@@ -1,0 +1,470 @@
+"""The processes of a run, their GPUs, and the memory needed on each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
+from agentenv.assembly.keys.evaluation import EvaluateConfig
+from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
+from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
+from agentenv.assembly.parts.memory import (
+    KNOWN,
+    RESERVE_BYTES,
+    Memory,
+    ModelShape,
+    bytes_of,
+    checkpoint_bytes,
+    embedded_memory,
+    find_shape,
+    learner_memory,
+    model_states,
+    passing_bytes,
+    server_memory,
+)
+from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
+from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
+from agentenv.base.config import RUN
+from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.types import Limits
+from agentenv.contract.engine import EngineConfig, LocalModel
+from agentenv.contract.server_config import LaunchConfig, RoleConfig
+from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.learners.optimizer import OptimizerConfig
+
+# A plan: a machine, its processes, and problems.
+
+
+class Process(Struct, frozen=True):
+    """A line of the plan: a process that is started `count` times, its GPUs, and its memory."""
+
+    name: str
+    count: int
+    gpus: list[str] = field(default_factory=list)
+    model: str = ""
+    memory: Memory = Memory()
+    note: str = ""
+
+    @property
+    def main_bytes(self) -> float:
+        """Main memory of all `count` processes; without GPUs, it includes GPU memory."""
+        on_gpu = 0.0 if self.gpus else self.memory.gpu_bytes
+        return self.count * (self.memory.host_bytes + on_gpu)
+
+
+class Plan(Struct):
+    """The processes of a run. `problems`: reasons why they cannot run; `missing`: missing inputs;
+    `made`: facts about output of the run; `advice`: improvements. All are lines of text."""
+
+    machine: PlannedMachine
+    processes: list[Process] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
+    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+
+    @property
+    def gpu_bytes(self) -> dict[str, float]:
+        """The peak memory of each GPU over both phases, which differ only if engine and learner
+        alternate."""
+        return {gpu: max(self.serving[gpu], self.training[gpu]) for gpu in self.serving}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the memory of every process with a model is estimated."""
+        return all(p.memory.gpu or p.memory.host for p in self.processes if p.model)
+
+    def add(self, process: Process, *, serving: float, training: float) -> None:
+        """Add a process with these bytes on each of its GPUs in each phase."""
+        self.processes.append(process)
+        for gpu in process.gpus:
+            self.serving[gpu] = self.serving.get(gpu, 0.0) + serving
+            self.training[gpu] = self.training.get(gpu, 0.0) + training
+
+
+def check_memory(plan: Plan) -> None:
+    """Add a problem for each GPU, or main memory, that is too small."""
+    size = plan.machine.gpu_bytes
+    for gpu, needed in sorted(plan.gpu_bytes.items()):
+        if needed <= size:
+            continue
+        names = [process.name for process in plan.processes if gpu in process.gpus]
+        advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks, "
+        advice += "learner.zero_stage or learner.context_parallel, set "
+        advice += "learner.activation_checkpointing or learner.offload"
+        plan.problems.append(
+            f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
+            + (f"; {advice}" if "learner rank" in names else "")
+        )
+        break  # the others have the same problem
+    needed = sum(process.main_bytes for process in plan.processes)
+    if plan.machine.main_bytes and needed > plan.machine.main_bytes:
+        plan.problems.append(
+            f"main memory: {needed / GIB:.1f} of {plan.machine.main_bytes / GIB:.1f} GiB are "
+            "needed" + ("" if plan.machine.num_gpus else "; --gpus N plans for a machine with GPUs")
+        )
+
+
+Resolve = Callable[[str], Path]
+NO_SHAPE = (
+    "not found, and its memory cannot be estimated: the path names no known model "
+    f"({', '.join(KNOWN)})"
+)
+
+
+AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
+
+
+HERE = "on this machine"
+
+
+def make_plan(config: AnyRun, machine: PlannedMachine, resolve: Resolve, model: str = "") -> Plan:
+    """The plan of a configuration. `model`: the path of the policy if the configuration does not
+    contain it; "" for an endpoint. Raises ConfigError for GPUs that are missing or claimed
+    twice."""
+    planner = _Planner(config, machine, resolve, model)
+    planner.add_all()
+    check_memory(planner.plan)
+    return planner.plan
+
+
+def rollouts_of(config: AnyRun) -> tuple[int, int]:
+    """Maximum number of tokens of a trajectory (prompt and response), and of in-flight
+    trajectories; 0 for a command without rollouts."""
+    if isinstance(config, TrainConfig):
+        trees = config.queue.groups_per_step * (config.queue.max_staleness + 1)
+        return _longest([config.limits]), trees * config.algorithm.group_size
+    if isinstance(config, EvaluateConfig):
+        own = [one.limits for one in config.sets.values()]
+        return _longest([config.limits, *own]), config.concurrency
+    return 0, 0
+
+
+def _longest(limits: list[Limits]) -> int:
+    return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
+
+
+def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
+    """Maximum number of checkpoints on the disk (the last ones, the best, that of the cold start,
+    and a partial one); and maximum bytes of other files, by the key that limits them."""
+    if isinstance(config, TrainConfig):
+        kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
+        log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+        files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
+        return config.checkpoint.keep_last + kept + 1, files
+    return config.checkpoint.keep_last + config.checkpoint.keep_best + 1, {}
+
+
+def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
+    """Tokens of a rank in the largest micro-batch: the learner's budget, or its share of the
+    longest path if that is larger."""
+    return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
+
+
+SMALL = 5e8  # weights; sharing gave 2.7 times the tokens/s at 135 M and 1,000 streams on an H200
+SHARE_GPUS = (
+    "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
+    "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
+)
+
+
+class _Planner:
+    def __init__(self, config: Any, machine: PlannedMachine, resolve: Resolve, model: str) -> None:
+        self.config, self.machine, self.resolve = config, machine, resolve
+        self.plan = Plan(machine)
+        self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
+        self.engine: EngineConfig | None = getattr(config, "engine", None)
+        self.resources: ResourcesConfig = getattr(config, "resources", ResourcesConfig())
+        self.colocated = self.resources.in_turn
+        self.learner: LearnerConfig | None = getattr(config, "learner", None)
+        if self.learner is not None:
+            self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
+        self.path: str = model if self.learner is None else config.model.path
+        self.num_tokens, self.num_paths = rollouts_of(config)
+        self.shape = self._policy_shape() if self.path else None
+        self.learner_bytes = 0.0  # of a rank on its GPU
+
+    def add_all(self) -> None:
+        """Add all processes, in the order in which a run assigns its GPUs."""
+        if self.path or self.num_tokens:
+            self._add_controller()
+        if self.learner is not None:
+            ranks: list[str] = []
+            if self.engine is not None:
+                ranks = learner_gpus(self.resources, self.engine, self.learner, self.gpus)
+            self._add_learner(self.learner, ranks)
+        for name, role in getattr(self.config, "roles", {}).items():
+            self._add_role(name, role)
+        self._add_engine()
+
+    # models
+
+    def _policy_shape(self) -> ModelShape | None:
+        place, key = self.resolve(self.path), f"model.path = {self.path}"
+        setup = self.config.run.setup if self.learner is not None else ""
+        if RUN in self.path and setup and not place.is_dir():
+            self.plan.made.append(f"{key}: made by {setup} at the start")
+            return None
+        if place.is_dir():
+            try:
+                place = find_checkpoint(place)
+            except AgentEnvError as error:
+                self.plan.missing.append(f"{key}: {error}")
+                return None
+        return self._shape(place, "model.path")
+
+    def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
+        """The shape of a model; adds a missing model to the plan."""
+        shape = find_shape(path, quantization)
+        if not path.is_dir():
+            why = shape.source if shape is not None else NO_SHAPE
+            self.plan.missing.append(f"{key} = {path}: {why}")
+        return shape
+
+    # processes
+
+    def _add_controller(self) -> None:
+        """Add the controller, with the two copies of weights in its shared memory, and workers."""
+        host: dict[str, float] = {}
+        if self.learner is not None and not self.resources.weights_dir:
+            copies = passing_bytes(self.shape, self.learner, self.engine)
+            if copies:
+                host["weights in transfer (/dev/shm)"] = copies
+        cluster = getattr(self.config, "cluster", None)
+        num_workers = getattr(cluster, "workers", 0)
+        is_wide = isinstance(cluster, WideCluster) and num_workers
+        where = "on nodes of the cluster" if is_wide else HERE
+        num_envs = self._num_env_workers()
+        work = "rollouts" if num_envs else "rollouts, tools, graders"
+        own = "queue, journal, evaluations" if num_workers else work
+        self.plan.processes.append(Process("controller", 1, memory=Memory({}, host), note=own))
+        if num_workers:
+            note = f"{work}; {where}"
+            self.plan.processes.append(Process("rollout worker", num_workers, note=note))
+        if num_envs:  # the controller has some too, for evaluations
+            number, note = num_envs * (1 + num_workers), f"tools, graders; {where}"
+            self.plan.processes.append(Process("environments", number, note=note))
+
+    def _num_env_workers(self) -> int:
+        """Environment processes per process with rollouts."""
+        sets = getattr(self.config, "sets", {}).values()
+        envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
+        return max(0 if env is None else env.workers for env in envs)
+
+    def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
+        """Add the learner's ranks, and lines on its files."""
+        config, algorithm = self.config, getattr(self.config, "algorithm", None)
+        reference = algorithm is not None and algorithm.needs_reference
+        tokens = microbatch_tokens(learner, self.num_tokens or config.data.max_length)
+        memory = Memory()
+        if self.shape is not None:
+            check_heads(self.shape.heads, learner.context_parallel)
+            memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
+            size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
+            self.plan.made.append(disk_line(size, *files_of(config)))
+            if self.colocated:
+                asleep = model_states(self.shape, learner).gpu_bytes
+                memory = Memory(memory.gpu, memory.host | {"sleeping part": asleep})
+        if self.machine.num_gpus and learner.launch == "local" and not ranks:
+            if learner.num_ranks > self.machine.num_gpus:
+                raise ConfigError(
+                    f"learner.num_ranks: {learner.num_ranks} ranks need a GPU each; there are "
+                    f"{self.machine.num_gpus}"
+                )
+            ranks = [str(number) for number in range(learner.num_ranks)]
+        sft = getattr(config, "sft", None)
+        if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
+            advice = rate_advice(sft.optimizer, self.shape.num_params)
+            self.plan.advice += [advice] if advice else []
+        note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
+        if learner.context_parallel > 1:
+            note += f", paths over {learner.context_parallel} ranks"
+        note += "; started externally" if learner.launch == "external" else ""
+        process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
+        serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
+        self.plan.add(process, serving=serving, training=memory.gpu_bytes)
+        self.learner_bytes = memory.gpu_bytes
+
+    def _add_engine(self) -> None:
+        """Add the processes of the engine."""
+        engine = self.engine
+        if engine is None:
+            return
+        if engine.runs_elsewhere:
+            self.plan.processes.append(Process("policy server", 0, note="already running"))
+            return
+        local, servers = engine.local_model, engine.launched
+        if local is None and servers is None:
+            return
+        needed = self.num_tokens
+        of_model = self.shape.context if self.shape is not None else 0
+        context = min(filter(None, (engine.max_model_len, of_model)), default=0)
+        if context and needed > context:
+            self.plan.problems.append(
+                f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context of "
+                f"{context} tokens"
+            )
+        if local is not None:
+            self._add_local(local, needed)
+        if servers is not None:
+            self._add_server(
+                "policy server", "engine.servers", servers, self.shape, context or needed,
+                self.path, policy=True,
+            )  # fmt: skip
+
+    def _add_local(self, local: LocalModel, num_tokens: int) -> None:
+        on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
+        memory = Memory()
+        if self.shape is not None:
+            size = bytes_of(local.dtype)
+            memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
+        note = "in the controller; its cache grows with use"
+        place = ["0"] if on_gpu else []
+        process = Process("embedded engine", 1, place, self.path, memory, note=note)
+        assert self.engine is not None
+        if hint := vllm_hint(self.engine, self.machine.num_gpus):
+            self.plan.advice.append(hint)
+        cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
+        self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
+
+    def _add_role(self, name: str, role: RoleConfig) -> None:
+        if role.url:
+            note = f"already running at {role.url}"
+            self.plan.processes.append(Process(f"{name} server", 0, note=note))
+            return
+        key = f"roles.{name}"
+        shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)
+        context = role.max_model_len or (shape.context if shape is not None else 0)
+        self._add_server(f"{name} server", key, role, shape, context, role.model)
+
+    def _add_server(
+        self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
+        path: str, *, policy: bool = False,
+    ) -> None:  # fmt: skip
+        """Add the servers of an engine or role, with their memory."""
+        number = config.count
+        b, size = bytes_of(config.dtype), self.machine.gpu_bytes
+        if not self.machine.num_gpus or config.device == "cpu":
+            weights = 0.0 if shape is None else shape.served_bytes(b)
+            host = Memory({}, {"weights": weights, "cache": CPU_CACHE_GIB * GIB})
+            self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
+            return
+        sleeps = policy and self.colocated
+        each = config.tensor_parallel_size * config.data_parallel_size
+        gpus = self.gpus.assign(
+            f"{key}.gpus",
+            config.gpus,
+            config.num_gpus,
+            borrows=policy and bool(self.resources.colocated),
+        )
+        budget = config.gpu_memory_share * size
+        on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
+        serving = on_each * budget
+        awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
+        if shape is None:
+            process = Process(name, number, gpus, path)
+            self.plan.add(process, serving=serving, training=awake)
+            return
+        memory, tokens = server_memory(shape, config, size)
+        weights = memory.gpu["weights"]
+        if sleeps:
+            assert self.engine is not None
+            drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
+            memory = Memory(memory.gpu, {} if drops else {"sleeping part": weights * each})
+        note = f"tensor parallel {config.tensor_parallel_size}, "
+        if config.data_parallel_size > 1:
+            note += f"data parallel {config.data_parallel_size}, "
+        note += f"{config.gpu_memory_share:g} of each GPU; keys and values of {tokens} tokens"
+        if tokens < context:
+            self.plan.problems.append(
+                f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
+                f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
+                f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
+                "tensor_parallel_size, or lower max_model_len"
+            )
+        process = Process(name, number, gpus, path, memory, note)
+        self.plan.add(process, serving=serving, training=awake)
+        if policy:
+            servers = number * config.data_parallel_size
+            room = tokens * servers
+            self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
+            is_vllm = self.engine is not None and self.engine.kind == "vllm"
+            if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
+                self.plan.advice.append(SHARE_GPUS)
+            if self.resources.colocated and self.learner_bytes:
+                fits = self.learner_bytes <= size - serving
+                self.plan.advice += self._colocation(fits=fits)
+
+    def _colocation(self, *, fits: bool) -> Iterator[str]:
+        """Advice on GPUs that engine and learner share; `fits`: both at once."""
+        assert self.engine is not None
+        if self.colocated and fits:
+            yield (
+                "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
+                "saves each step the time of sleeping and waking"
+            )
+        if self.engine.capabilities.can_map and self.engine.new_weights == "directory":
+            yield (
+                'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
+            )
+
+
+SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system
+
+
+def saving_line(size: float, finish_s: float) -> str:
+    """A line on the duration of a checkpoint, with a warning if finish_s is too short."""
+    needed_s = size / SAVED_PER_S
+    line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB/s"
+    if needed_s <= finish_s:
+        return line
+    return (
+        f"{line}, more than checkpoint.finish_s = {finish_s:g}: an interrupted run would not save "
+        f"its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
+    )
+
+
+def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
+    """A line on the maximum disk usage of a run: checkpoints, and files limited by keys; the
+    journal is negligible.
+    """
+    sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
+    parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
+    return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
+
+
+IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
+
+
+def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
+    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
+    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
+    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
+    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
+        return ""
+    return (
+        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
+        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
+        f"{usual:.0e}; watch sft/loss"
+    )
+
+
+def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
+    """A line that compares the maximum of in-flight tokens with the caches of all servers."""
+    most = num_paths * path_tokens
+    line = (
+        f"in flight: up to {num_paths} trajectories of at most {path_tokens} tokens, "
+        f"{most / 1e6:.1f} million not counting shared prefixes; the servers' caches hold "
+        f"{room / 1e6:.1f} million ({room / most:.0%})"
+    )
+    if room < most / 2:
+        line += "; beyond that new trees wait for old ones, and prefixes are recomputed"
+    return line

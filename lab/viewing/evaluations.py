@@ -1,0 +1,261 @@
+"""A stored evaluation in the viewer: its rows, figures, and the difference of two."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentenv.assembly.run.records import FAILED, EvalRow
+from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.untrusted import decode, decode_loose
+
+if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
+    from agentenv.evaluation.figures import QuestionRows
+
+CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
+
+COLUMNS = (
+    *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
+    *("limit", "failure", "calls", "turns", "sampled", "seconds", "judge"),
+)
+CHUNK = 16  # number of rows per response
+MAX_CHARS = 160  # of a question or an answer in the table
+SEARCH_S = 20.0
+SUMMARY_FILE = "summary.json"
+MAX_CHANGED = 200
+Figures = dict[str, Any]
+_NOTHING: Any = ()
+
+
+class _WithoutText(EvalRow):
+    """A row without its text, which is most of the file."""
+
+    segments: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
+    abandoned: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
+
+
+class Evaluation:
+    """A stored evaluation. Rows are cached without text, with their positions in the file."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self._lines = JsonLines(folder / ROWS_FILE)
+        self._lock = threading.Lock()
+        self._computing = threading.Lock()  # of figures, which several windows may request
+        self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
+        self._num_unreadable = 0
+        self._figures: tuple[int, Figures] | None = None  # size of the file, and its figures
+
+    def state(self) -> int:
+        return size_of(self.folder / ROWS_FILE)
+
+    def about(self) -> Figures:
+        """The subject and the configuration, from config.json."""
+        found: Figures = {"subject": {}, "config": {}}
+        with suppress(OSError, ForeignError, KeyError, TypeError):
+            saved = decode_loose((self.folder / CONFIG_FILE).read_bytes())
+            found = {"subject": saved["subject"], "config": saved["config"]}
+        return {"name": self.name, "folder": str(self.folder), **found}
+
+    def index(self) -> Figures:
+        """A row for each trajectory, grouped by question."""
+        rows = [_index_row(row) for row, _, _ in self._read()]
+        return {
+            **self.about(),
+            "columns": COLUMNS,
+            "chunk": CHUNK,
+            "rows": rows,
+            "num_unreadable": self._num_unreadable,
+        }
+
+    def chunk(self, number: int) -> list[Figures]:
+        """CHUNK whole rows, in the order of the index. Raises DataError."""
+        found = []
+        with (self.folder / ROWS_FILE).open("rb") as file:
+            for row, place, size in self._read()[number * CHUNK : (number + 1) * CHUNK]:
+                file.seek(place)
+                try:
+                    whole = decode(file.read(size), EvalRow)
+                except ForeignError as error:
+                    raise DataError(f"{self.folder}: row {row.key}: {error}") from error
+                found.append({name: getattr(whole, name) for name in EvalRow.__struct_fields__})
+        return found
+
+    def search(self, text: str) -> Figures:
+        """The positions, in the index, of rows that contain a text, ignoring case."""
+        wanted = text.casefold()
+        until = time.thread_time() + SEARCH_S
+        found, num_searched = [], 0
+        rows = self._read()
+        with (self.folder / ROWS_FILE).open("rb") as file:
+            for number, (_, place, size) in enumerate(rows):
+                if time.thread_time() > until:
+                    break
+                num_searched += 1
+                file.seek(place)
+                try:
+                    row = decode(file.read(size), EvalRow)
+                except ForeignError:
+                    continue
+                if any(wanted in one.casefold() for one in _all_texts(row)):
+                    found.append(number)
+        return {"rows": found, "num_searched": num_searched, "num_rows": len(rows)}
+
+    def figures(self) -> Figures:
+        """Estimates with intervals, over all questions and by group: those of the last report, if
+        no row is newer; else without scores and votes, which only a report computes."""
+        summary = self.folder / SUMMARY_FILE
+        rows = self.folder / ROWS_FILE
+        try:
+            if summary.stat().st_mtime >= rows.stat().st_mtime:
+                found: Figures = decode_loose(summary.read_bytes())
+                return found
+        except (OSError, ForeignError):
+            pass
+        from agentenv.evaluation.figures import summary_of
+
+        with self._computing:
+            state, known = self.state(), self._figures
+            if known is not None and known[0] == state:
+                return known[1]
+            questions = self.questions()
+            if not questions:
+                raise DataError(f"{self.folder} contains no rows yet")
+            figures: Figures = msgspec.to_builtins(summary_of(self.name, questions))
+            self._figures = state, figures
+            return figures
+
+    def questions(self) -> list[QuestionRows]:
+        """The rows by question, without their text."""
+        from agentenv.evaluation.figures import questions_of
+        from agentenv.evaluation.scores import known_votes
+
+        questions = questions_of(row for row, _, _ in self._read())
+        several = [question for question in questions if len(question.done) > 1]
+        votes = [known_votes(question.done) for question in several]
+        if None not in votes:  # votes of only some questions would be a biased sample
+            for question, one in zip(several, votes, strict=True):
+                question.votes = one
+        return questions
+
+    def _read(self) -> list[tuple[EvalRow, int, int]]:
+        """(row, position in the file, size) of each row, sorted by key."""
+        with self._lock:
+            place = self._lines.place
+            is_void, lines = self._lines.new()
+            if is_void:
+                self._rows, place, self._num_unreadable = {}, 0, 0
+            for line in lines:
+                try:
+                    row = decode(line, _WithoutText)
+                    row.segments, row.abandoned = _NOTHING, _NOTHING
+                    self._rows[row.key] = (row, place, len(line))
+                except ForeignError:
+                    self._num_unreadable += 1
+                place += len(line)
+            return [self._rows[key] for key in sorted(self._rows)]
+
+
+def compare(first: Evaluation, second: Evaluation) -> Figures:
+    """The paired comparison of two evaluations. Raises DataError without a shared question."""
+    from agentenv.evaluation import compare as paired
+
+    pairing = paired.pair_up(first.questions(), second.questions())
+    pairs, shared = paired.changed(pairing), [*pairing.pairs, *pairing.lost]
+    shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
+    sides = [[pair.first for pair in shared], [pair.second for pair in shared]]
+    found: Figures = msgspec.to_builtins(
+        {
+            "num_questions": len(pairing.pairs),
+            "only_first": pairing.only_first,
+            "only_second": pairing.only_second,
+            "failed": pairing.failed,
+            "sides": [paired.failed_of(side) for side in sides],
+            "success": paired.by_group(pairing),
+            "others": paired.other_differences(pairing),
+            "num_changed": len(pairs),
+            "changed": [
+                {
+                    "set": pair.dataset,
+                    "task": pair.first.rows[0].task,
+                    "kind": pair.kind,
+                    "question": pair.first.rows[0].question[:MAX_CHARS],
+                    "change": pair.change,
+                    "first": pair.first.rows[0].prediction[:MAX_CHARS],
+                    "second": pair.second.rows[0].prediction[:MAX_CHARS],
+                }
+                for pair in shown
+            ],
+        }
+    )
+    return found
+
+
+def _index_row(row: EvalRow) -> list[Any]:
+    return [
+        *(row.dataset, row.task, row.sample, row.kind),
+        *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
+        *(row.end, row.limit, row.failure_kind if row.end == FAILED else None),
+        *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
+        row.parts.get("judge"),
+    ]
+
+
+def _all_texts(row: EvalRow) -> Iterator[str]:
+    yield row.question
+    yield from row.answers
+    yield row.reason
+    yield row.error or ""
+    for segment in row.segments:
+        yield from (text for key, text in segment.items() if key != "role")
+
+
+# Files of JSON lines that may still be growing.
+
+
+class JsonLines:
+    """Reads a growing file incrementally; an incomplete last line is read later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = 0  # number of bytes read
+        self._file: tuple[int, int] | None = None  # device and inode
+
+    def new(self) -> tuple[bool, Iterator[bytes]]:
+        """(is_void, lines): the new complete lines. `is_void`: the file was replaced or truncated,
+        so that lines read before are invalid."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            is_void, self.place, self._file = self.place > 0, 0, None
+            return is_void, iter(())
+        file = found.st_dev, found.st_ino
+        is_void = self.place > 0 and (file != self._file or found.st_size < self.place)
+        if is_void:
+            self.place = 0
+        self._file = file
+        return is_void, self._read()
+
+    def _read(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.place += len(line)
+                yield line
+
+
+def size_of(path: Path) -> int:
+    """The size of a file in bytes; 0 if it is missing."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

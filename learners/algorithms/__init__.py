@@ -1,0 +1,1 @@
+"""Algorithms: plan, credit, loss. Torch-free until a loss is computed."""

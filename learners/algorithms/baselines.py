@@ -1,0 +1,192 @@
+"""The algorithms without forks: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO.
+
+Each rolls out independent trajectories; they differ in the advantage of a group, the clipping, or
+the aggregation of token losses. Does not load torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import field
+
+from agentenv.base.errors import ConfigError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Limit
+from agentenv.learners.algorithms.algorithm import (
+    TRUNCATED,
+    AggregationKey,
+    Algorithm,
+    ClipHigh,
+    ClipLow,
+    Clipped,
+    Grouped,
+    NormalizeByStd,
+    TruncatedKey,
+)
+from agentenv.learners.algorithms.credit import (
+    Floats,
+    TreeCredit,
+    Truncated,
+    group_advantages,
+    leave_one_out,
+    normalize_over_batch,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"):
+    """Group relative policy optimization (Shao 2024, arXiv 2402.03300, section 4.1).
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-6)
+        J = mean over tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    Differs from the paper: the token-mean and clip_high > clip_low are DAPO's (Yu 2025, arXiv
+    2503.14476, eq. 8), aggregation = "seq-mean-token-mean" and clip_high = 0.2 are GRPO's own;
+    no KL by default (kl_loss = 0.04 is the paper's); dual clip (Ye 2020), inf switches it off;
+    equal and single returns give exactly 0.
+    """
+
+
+class DrGRPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dr_grpo"):
+    """Dr. GRPO (Liu 2025, arXiv 2503.20783, section 3.2).
+
+        A_i = R_i - mean(R)
+        J = 1/N sum_i 1/L sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    No division by the group's deviation (it favors questions that are too easy or too hard),
+    none by a trajectory's own length (it favors long wrong answers): L is the constant
+    norm_length. Differs from the paper: dual clip, and L is no limit of the rollout.
+    """
+
+    aggregation: AggregationKey = "seq-mean-token-sum-norm"
+
+    def advantages(self, returns: Floats) -> Floats:
+        return group_advantages(returns, norm_by_std=False)
+
+
+OVERLONG: dict[Limit, Truncated] = {
+    **TRUNCATED,
+    Limit.RESPONSE_TOKENS: "mask",
+    Limit.TURN_TOKENS: "mask",
+}
+
+
+class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dapo"):
+    """Decoupled clip and dynamic sampling (Yu 2025, arXiv 2503.14476, section 3).
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-6)                       eq. 9
+        J = sum over all tokens of min(r A, clip(r, 1 - 0.2, 1 + 0.28) A) / number of tokens
+
+    Dynamic sampling (eq. 11): groups whose returns are all equal are replaced by later ones.
+    Overlong filter (3.4): trajectories cut by a token limit are masked. Soft punishment (eq. 13):
+    set overlong_tokens to the response length and overlong_buffer to its cache; the penalty
+    counts sampled tokens, not tool results. Differs from the paper: dual clip stays on, inf
+    switches it off; replacement takes the next questions in order, not a larger draw. Equal are
+    returns, so with the soft punishment a group that is all right or all wrong, but of unequal
+    lengths, is kept and learns from length alone (the paper asks for correctness). A masked
+    trajectory is in no mean and deviation either (the paper masks its loss only).
+    """
+
+    truncated: TruncatedKey = field(default_factory=OVERLONG.copy)
+    normalize_by_std: NormalizeByStd = True
+
+    @property
+    def refills(self) -> bool:
+        return True
+
+    @property
+    def default_truncated(self) -> dict[Limit, Truncated]:
+        return OVERLONG
+
+
+class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):
+    """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
+
+        A_i = R_i - mean of the other returns of the group
+        J = 1/N sum_i sum_t r A_i
+
+    A trajectory is one action, so its tokens add up (seq-mean-token-sum). Differs from the paper:
+    the ratio is clipped as in PPO, since one update takes several steps on asynchronous data; on
+    the first step on fresh data r = 1, and the gradient is REINFORCE's. The paper's KL in the
+    reward is kl_reward.
+    """
+
+    aggregation: AggregationKey = "seq-mean-token-sum"
+
+    def advantages(self, returns: Floats) -> Floats:
+        return leave_one_out(returns)
+
+
+class ReinforcePP(
+    Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="reinforce_pp"
+):
+    """REINFORCE++-baseline (Hu 2025, arXiv 2501.03262).
+
+        A'_i = R_i - mean(R of the group),   A_i = (A'_i - mean(A')) / (std(A') + 1e-6)
+
+    with mean and deviation over the policy tokens of all trajectories of an update. The loss is
+    PPO's; the paper's KL in the loss is kl_loss with kl_kind = "k2". Groups of equal returns are in
+    the statistics unless queue.equal_groups drops them. Differs from the paper: dual clip.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_reward > 0:
+            raise ConfigError(
+                "algorithm.kl_reward: reinforce_pp normalizes over the whole update and has its KL "
+                "in the loss; set kl_loss"
+            )
+
+    def advantages(self, returns: Floats) -> Floats:
+        return group_advantages(returns, norm_by_std=False)
+
+    def over_update(
+        self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
+    ) -> list[TreeCredit | None]:
+        return normalize_over_batch(trees, credits, self.credit_sharing)
+
+
+class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):
+    """Group sequence policy optimization (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
+
+        s_i = exp(mean over the policy tokens of trajectory i of log r)
+        J = mean over i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+
+    The gradient is that of GSPO-token (eq. 13) with equal advantages: a token shared by several
+    trajectories gets the sum of -A_i s_i over those that are not clipped. s_i needs all tokens
+    of a trajectory, which micro-batches may split, so a step computes log-probs in an extra pass.
+    Differs from the paper: log-ratios are bounded by +-20 per token.
+    """
+
+    aggregation: AggregationKey = "seq-mean-token-mean"
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+    normalize_by_std: NormalizeByStd = True
+
+    @property
+    def clips_sequences(self) -> bool:
+        return True
+
+
+class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
+    """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).
+
+        J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number
+
+    PPO drops tokens whose ratio leaves the band, which on stale data are the rare, uncertain
+    ones; a bounded weight keeps them. As in the paper the band is open below (clip_low 1) and
+    clip_high is the knob. Differs from the paper: the value reported is -sg(clip(r)) A.
+    """
+
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 1.0
+    normalize_by_std: NormalizeByStd = True
+
+    def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        from agentenv.learners.algorithms.losses import cispo_loss
+
+        return cispo_loss(ratio, advantages, self.clip_low, self.clip_high)

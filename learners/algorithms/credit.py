@@ -1,0 +1,261 @@
+"""Credit of shared tokens from the returns of a tree's leaves (numpy only).
+
+The leaves of a tree are the group. A token shared by d leaves has d advantages and one ratio;
+losses of PPO's kind are exact when the advantages are summed by sign, so the credit of a node is
+(adv_pos, adv_neg, weight): the sum of the positive and of the negative advantages of the leaves
+below it, and the number of those leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentenv.base.errors import ConfigError, place_of
+from agentenv.base.tree import Node, Trajectory, TrajectoryTree
+from agentenv.base.types import Limit
+
+Floats = NDArray[np.float64]
+Sharing = Literal["soft", "hard"]
+Truncated = Literal["score", "zero", "mask"]
+StepRewards = Literal["return", "to_go"]
+KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group of an update
+Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
+
+EPSILON = 1e-6
+ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
+MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer is too noisy
+
+
+@dataclass(frozen=True)
+class TreeCredit:
+    """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained.
+
+    `returns` and `advantages` hold the figures of each counted leaf at its node, nan elsewhere.
+    """
+
+    adv_pos: Floats
+    adv_neg: Floats
+    weight: Floats
+    returns: Floats
+    advantages: Floats
+
+    @property
+    def has_signal(self) -> bool:
+        """False when every advantage is exactly 0, as in a group whose returns are equal."""
+        return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
+
+
+def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
+    """The leaves in the group: neither failed nor masked."""
+    return [tree.nodes[index] for index in np.flatnonzero(~np.isnan(credit.advantages)).tolist()]
+
+
+def parents(tree: TrajectoryTree) -> NDArray[np.int64]:
+    """The previous node of each, across contexts; the root's is itself."""
+    found = [node.continues if node.parent is None else node.parent for node in tree.nodes]
+    return np.array([0 if one is None else one for one in found], np.int64)
+
+
+def are_equal(returns: Floats) -> bool:
+    """Whether none of the returns is better than another: they differ by rounding at most."""
+    low, high = float(returns.min()), float(returns.max())
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
+
+
+def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = True) -> Floats:
+    """(r - mean) / (std + 1e-6) over one group, std unbiased (GRPO, Shao 2024, section 4.1.2).
+
+    Without norm_by_std: r - mean (Dr. GRPO, Liu 2025). Equal rewards and single rewards give
+    exactly 0.
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.size < 2 or are_equal(values):
+        return np.zeros_like(values)
+    centered: Floats = values - values.mean()
+    if norm_by_std:
+        centered /= values.std(ddof=1) + EPSILON
+    return centered
+
+
+def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
+    """r_i - mean of the others, n / (n - 1) times r_i - mean (RLOO, Ahmadian 2024).
+
+    Equal rewards and single rewards give exactly 0.
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.size < 2 or are_equal(values):
+        return np.zeros_like(values)
+    scaled: Floats = (values - values.mean()) * (values.size / (values.size - 1.0))
+    return scaled
+
+
+def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (Yu 2025, eq. 13): 0 up to max_tokens - buffer, then down
+    linearly to -1 at max_tokens and beyond. max_tokens 0 switches it off; buffer > 0."""
+    if max_tokens == 0:
+        return 0.0
+    return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))
+
+
+def advantages_of(estimator: Estimator, returns: Floats) -> Floats:
+    """The advantages of a group, float64 [len(returns)]. Raises ConfigError for a user's estimator
+    that raises, or returns a wrong number of advantages or non-finite ones."""
+    name = getattr(estimator, "__qualname__", repr(estimator))
+    try:
+        found = np.asarray(estimator(returns), np.float64)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        if getattr(estimator, "__module__", "").startswith("agentenv."):
+            raise  # a bug of this project needs its traceback
+        why = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise ConfigError(f"{name} raised {why}; expected advantages(returns)") from error
+    problem = ""
+    if found.shape != returns.shape:
+        problem = f"an array of shape {found.shape} for {len(returns)} returns"
+    elif not np.isfinite(found).all():
+        problem = f"{found.tolist()} for the returns {returns.tolist()}"
+    if problem:
+        raise ConfigError(f"{name} returned {problem}; expected a finite number for each return")
+    return found
+
+
+def tree_credit(
+    tree: TrajectoryTree,
+    *,
+    group_size: int,
+    sharing: Sharing = "soft",
+    truncated: Mapping[Limit, Truncated] | None = None,
+    estimator: Estimator = group_advantages,
+    penalty: Callable[[Trajectory], float] | None = None,
+    step_rewards: StepRewards = "return",
+) -> TreeCredit | None:
+    """Credit of every node, or None if the group is too small to be normalized.
+
+    Failed leaves and cancelled trees do not count. A truncated leaf counts with its return
+    ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits not in the
+    mapping are scored. At least MIN_GROUP_FRACTION of group_size must remain. `penalty` is added to
+    each return. With step_rewards "to_go" a turn is not credited with the rewards of earlier turns
+    (`without_past`). `estimator` computes advantages from returns; those of equal returns, which
+    are only rounding errors, become 0. Soft sharing gives a token each leaf's own advantage, hard
+    sharing the mean over the leaves below it, with the same total weight (ARPO, Dong 2025, section
+    3.2).
+    """
+    modes = truncated or {}
+    leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
+    if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size or tree.is_cancelled:
+        return None
+    trajectories = [Trajectory(tree.history(leaf)) for leaf in leaves]
+    returns = np.array(
+        [0.0 if _mode(path.leaf, modes) == "zero" else path.reward for path in trajectories]
+    )
+    if penalty is not None:
+        returns += [penalty(path) for path in trajectories]
+    paths = [path.path for path in trajectories]
+    advantages = advantages_of(estimator, returns)
+    if are_equal(returns) and np.abs(advantages).max() <= EPSILON * max(1.0, abs(returns[0])):
+        advantages = np.zeros_like(returns)
+    if step_rewards == "return":
+        return spread(tree, paths, returns, advantages, sharing)
+    counts = np.array([_mode(path[-1], modes) != "zero" for path in paths], np.float64)
+    of_turns = without_past(paths, counts, returns, advantages)
+    return spread(tree, paths, returns, advantages, sharing, of_turns)
+
+
+def without_past(
+    paths: Sequence[Sequence[Node]], counts: Floats, returns: Floats, advantages: Floats
+) -> list[Floats]:
+    """Advantages of each turn of each path, from those of the whole paths.
+
+        A_it = A_i - c (past_it - mean of past_jt over all paths j that have a turn t)
+
+    past_it is the sum of the rewards of path i before turn t (0 for a leaf whose return counts as
+    zero: its entry of `counts` is 0), and c = dA / dR the scale of the estimator. Rewards before a
+    turn do not depend on its action, so the expected gradient is that of the whole return, with
+    less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only, A_it = A_i
+    exactly; a group of equal returns keeps advantages of 0.
+    """
+    spread_of_returns = float(np.ptp(returns))
+    scale = float(np.ptp(advantages)) / spread_of_returns if np.any(advantages) else 0.0
+    past = np.full((len(paths), max(map(len, paths))), np.nan)
+    for number, path in enumerate(paths):
+        before = np.cumsum([0.0, *(node.reward for node in path[:-1])])
+        past[number, : len(path)] = before * counts[number]
+    above = past - np.nanmean(past, axis=0)
+    return [
+        own - scale * row[: len(path)] if row[: len(path)].any() else np.full(len(path), own)
+        for own, row, path in zip(advantages, above, paths, strict=True)
+    ]
+
+
+def spread(
+    tree: TrajectoryTree,
+    paths: Sequence[Sequence[Node]],
+    returns: Floats,
+    advantages: Floats,
+    sharing: Sharing,
+    of_turns: Sequence[Floats] | None = None,
+) -> TreeCredit:
+    """Credit of every node from the values of the counted leaves, the last nodes of `paths`.
+    `of_turns` has an advantage for each node of each path, instead of one per path."""
+    adv_pos, adv_neg, weight = np.zeros((3, len(tree.nodes)))
+    leaf_figures = np.full((2, len(tree.nodes)), np.nan)
+    for number, path in enumerate(paths):
+        nodes = [node.index for node in path]
+        credit = advantages[number] if of_turns is None else of_turns[number]
+        adv_pos[nodes] += np.maximum(credit, 0.0)
+        adv_neg[nodes] += np.minimum(credit, 0.0)
+        weight[nodes] += 1.0
+        leaf_figures[:, nodes[-1]] = returns[number], advantages[number]
+    if sharing == "hard":
+        total = adv_pos + adv_neg
+        adv_pos, adv_neg = np.maximum(total, 0.0), np.minimum(total, 0.0)
+    return TreeCredit(adv_pos, adv_neg, weight, *leaf_figures)
+
+
+def normalize_over_batch(
+    trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None], sharing: Sharing
+) -> list[TreeCredit | None]:
+    """(A - mean) / (std + epsilon), statistics over the policy tokens of all trajectories
+    (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased. Trees whose credit is None are in no
+    statistics. A mean within rounding is 0.
+    """
+    parts = []
+    for tree, credit in zip(trees, credits, strict=True):
+        if credit is not None:
+            leaves = np.flatnonzero(~np.isnan(credit.advantages))
+            paths = [tree.history(tree.nodes[leaf]) for leaf in leaves.tolist()]
+            lengths = [sum(len(node.action_ids) for node in path) for path in paths]
+            parts.append((credit.advantages[leaves], np.array(lengths, np.float64), paths))
+    if not parts:
+        return list(credits)
+    advantages = np.concatenate([part[0] for part in parts])
+    counts = np.concatenate([part[1] for part in parts])
+    total = float(counts.sum())
+    mean = float((counts * advantages).sum()) / max(total, 1.0)
+    if abs(mean) <= ROUNDING * np.abs(advantages).max():
+        mean = 0.0
+    variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
+    scale = math.sqrt(variance) + EPSILON
+    out, remaining = list(credits), iter(parts)
+    for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
+        if credit is not None:
+            old, _, paths = next(remaining)
+            returns = credit.returns[~np.isnan(credit.returns)]
+            out[number] = spread(tree, paths, returns, (old - mean) / scale, sharing)
+    return out
+
+
+def _mode(leaf: Node, modes: Mapping[Limit, Truncated]) -> Truncated:
+    if leaf.end != "truncated" or leaf.limit is None:
+        return "score"
+    return modes.get(leaf.limit, "score")
+
+
+def _is_counted(leaf: Node, modes: Mapping[Limit, Truncated]) -> bool:
+    return leaf.end != "failed" and _mode(leaf, modes) != "mask"

@@ -1,0 +1,1 @@
+"""Learner ranks: their group, commands, training, checkpoints, weights."""

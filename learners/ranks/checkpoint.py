@@ -1,0 +1,396 @@
+"""Checkpoints of the learner: one file per rank, by parameter name, so that any number of ranks and
+any ZeRO stage can resume from them; bitwise exact if both are unchanged.
+
+    DIR/learner.json                   the figures of `SavedLearner`; written last
+    DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
+                                          NAME|reference if there is a reference policy
+
+Each rank writes its file tensor by tensor. A directory is written as DIR.partial, made durable and
+renamed. An older one of the same name is first renamed to DIR.old, so that at any time the older or
+the new one is complete.
+
+A fragment is a run of elements of one flattened parameter for which this rank has float32 weights
+and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2 the part
+in the rank's share of a flat group of parameters, at stage 3 the rank's part of each parameter.
+Names are the model's. DeepSpeed's public `safe_get_local_*` support only stage 3, and no state
+before the first step, so fragments read DeepSpeed's internal buffers.
+
+Safetensors files are written tensor by tensor, so that main memory has only one at a time; the
+library's `save_file` has the same result, but needs all tensors at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from agentenv.base.disk import finished_folder, naming, removing, replace_folder, sync, write_whole
+from agentenv.base.errors import DataError, LearnerError
+from agentenv.learners.learner import SAVED_FILE, SavedLearner, read_saved
+
+if TYPE_CHECKING:
+    from agentenv.learners.ranks.backend import RankBackend
+
+
+MASTER = "master"  # float32 weights
+REFERENCE = "reference"  # weights of the reference policy; other kinds are optimizer states
+
+LocalWeights = dict[str, tuple[int, Tensor]]  # by name, as of `local_weights`
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + size) of parameter `name`; `owner` is the optimizer's tensor, in
+    which they begin at `offset`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+    owner: Tensor
+    offset: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """This fragment in a tensor laid out as the owner."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+
+def fragments(backend: RankBackend) -> Iterator[Fragment]:
+    """The fragments of this rank, of trained parameters."""
+    stage = backend.stage
+    params = [
+        (name, param)
+        for name, param in backend.policy.model.named_parameters()
+        if param.requires_grad
+    ]
+    if stage == 0:
+        for name, param in params:
+            yield Fragment(name, tuple(param.shape), 0, param.numel(), param, 0)
+    elif stage < 3:
+        yield from _of_flat_groups(backend.optimizer, {id(param): name for name, param in params})
+    else:
+        for name, param in params:
+            group, offset, size = backend.optimizer.grad_position[
+                backend.optimizer.get_param_id(param)
+            ]
+            start = backend.rank * size
+            size = min(size, param.ds_numel - start)  # the last part is padded
+            if size > 0:
+                owner = backend.optimizer.fp32_partitioned_groups_flat[group]
+                yield Fragment(name, tuple(param.ds_shape), start, size, owner, offset)
+
+
+def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> Iterator[Fragment]:
+    for group, owner in zip(
+        optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+    ):
+        for param in group:
+            mapping = param._hp_mapping
+            if mapping is not None:
+                place, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+                shape = tuple(param.shape)
+                name = names[id(param)]
+                yield Fragment(name, shape, source.start, place.numel, owner, place.start)
+
+
+def moments(backend: RankBackend, fragment: Fragment) -> tuple[dict[str, Tensor], float | None]:
+    """Optimizer state of a fragment by kind, and its step count; empty before the first step."""
+    state = backend.base_optimizer.state.get(fragment.owner, {})
+    tensors = {
+        kind: fragment.view(value)
+        for kind, value in state.items()
+        if isinstance(value, Tensor) and value.numel() == fragment.owner.numel() and value.ndim
+    }
+    step = state.get("step")
+    return tensors, None if step is None else float(step)
+
+
+@torch.no_grad()
+def restore(backend: RankBackend, saved: Checkpoint) -> None:
+    """Set float32 weights, optimizer state and the weights in use from a checkpoint."""
+    state = backend.base_optimizer.state
+    state.clear()
+    for fragment in fragments(backend):
+        name, start, size = fragment.name, fragment.start, fragment.size
+        fragment.view(fragment.owner).copy_(saved.read(name, MASTER, start, size))
+        for kind in saved.kinds(name):
+            if kind not in state[fragment.owner]:
+                state[fragment.owner][kind] = torch.zeros_like(fragment.owner, requires_grad=False)
+            fragment.view(state[fragment.owner][kind]).copy_(saved.read(name, kind, start, size))
+        step = saved.step_of(name)
+        if step is not None:
+            state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
+    if backend.stage:
+        with changing_weights(
+            backend
+        ):  # the weights in use are the float32 ones, rounded to their dtype
+            for name, start, elements in local_weights(backend):
+                elements.copy_(saved.read(name, MASTER, start, elements.numel()))
+
+
+def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, first element and elements of each trained weight in the form for computation on this
+    rank: the whole weight at stages 0 to 2, the rank's part at stage 3."""
+    for name, param in backend.policy.model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if not hasattr(param, "ds_tensor"):
+            yield name, 0, param.detach().view(-1)
+            continue
+        start = backend.rank * param.ds_tensor.ds_numel
+        size = min(param.ds_tensor.ds_numel, param.ds_numel - start)  # the last part is padded
+        if size > 0:
+            yield name, start, param.ds_tensor.detach().view(-1)[:size]
+
+
+@contextmanager
+def changing_weights(backend: RankBackend) -> Iterator[None]:
+    """Around writes to the tensors of `local_weights`. Drops weights that stage 3 gathered; the
+    next forward pass gathers them again. Not collective."""
+    if backend.stage == 3:
+        backend.optimizer.checkpoint_event_prologue()
+    yield
+    if backend.stage == 3:
+        backend.optimizer.invalidate_secondary_tensor()
+
+
+SEPARATOR = "|"
+
+
+class Checkpoint:
+    """A checkpoint of `save`; tensors are mapped from the files, not loaded."""
+
+    def __init__(self, directory: Path) -> None:
+        directory = finished_folder(directory)
+        self.meta = read_saved(directory)
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._steps: dict[str, float] = {}
+        self._parts: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
+        for rank in range(self.meta.num_ranks):
+            path = directory / shard_name(rank, self.meta.num_ranks)
+            try:
+                self._index(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path}: cannot be read: {error}") from error
+
+    def _index(self, file: Any) -> None:
+        for name, entry in json.loads(file.metadata()["fragments"]).items():
+            self.shapes[name] = tuple(entry["shape"])
+            if entry["step"] is not None:
+                self._steps[name] = entry["step"]
+            for kind in entry["kinds"]:
+                part = (entry["start"], entry["size"], file)
+                self._parts.setdefault((name, kind), []).append(part)
+
+    def kinds(self, name: str) -> list[str]:
+        """Names of the optimizer's states of a parameter."""
+        known = (MASTER, REFERENCE)
+        return [kind for one, kind in self._parts if one == name and kind not in known]
+
+    def step_of(self, name: str) -> float | None:
+        """Number of optimizer steps in the parameter's state."""
+        return self._steps.get(name)
+
+    def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
+        """Elements [start, start + size) of a flattened parameter or its state, float32."""
+        out = torch.empty(size)
+        missing = size
+        for first, count, file in self._parts.get((name, kind), ()):
+            low, high = max(start, first), min(start + size, first + count)
+            if low < high:
+                part = file.get_slice(f"{name}{SEPARATOR}{kind}")[low - first : high - first]
+                out[low - start : high - start] = part
+                missing -= high - low
+        if missing:
+            raise DataError(
+                f"{self.directory}: has no {kind} of {name}; it belongs to a different model, or "
+                f"to optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
+                "weights only, set model.path to the checkpoint's folder"
+            )
+        return out
+
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
+        """Random generator states of a rank by device; empty for a rank that did not exist."""
+        if rank >= self.meta.num_ranks:
+            return {}
+        with safe_open(self.directory / shard_name(rank, self.meta.num_ranks), "pt") as file:
+            keys = [key for key in file.keys() if key.startswith("rng")]  # noqa: SIM118
+            return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
+
+
+def save(
+    backend: RankBackend, meta: SavedLearner, directory: Path, reference: LocalWeights | None = None
+) -> None:
+    """Write a checkpoint; collective. `reference` has the weights of the reference policy, if any.
+    Raises LearnerError on every rank if one fails."""
+    partial = directory.with_name(f"{directory.name}.partial")
+    on_all_ranks(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
+    on_all_ranks(backend, lambda: _write_shard(backend, partial, reference))
+    on_all_ranks(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
+
+
+def on_all_ranks(backend: RankBackend, work: Callable[[], None]) -> None:
+    """Run `work` on all ranks; an error on one rank raises on all."""
+    problem = ""
+    own: Exception | None = None
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        own, problem = error, f"rank {backend.rank}: {error}"
+    problems = [text for text in backend.gather(problem) if text]
+    if own is not None:
+        raise own
+    if problems:
+        raise LearnerError(problems[0])
+
+
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | None) -> None:
+    places: list[TensorPlace] = []
+    loads: list[Callable[[], Tensor]] = []
+    index = {}
+    if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
+        for fragment in fragments(backend):
+            states, step = moments(backend, fragment)
+            parts = {MASTER: fragment.view(fragment.owner), **states}
+            if reference is not None:
+                start, elements = reference[fragment.name]
+                parts[REFERENCE] = elements[fragment.start - start :][: fragment.size]
+            for kind, value in parts.items():
+                name = f"{fragment.name}{SEPARATOR}{kind}"
+                places.append(TensorPlace(name, torch.float32, tuple(value.shape)))
+                loads.append(value.float)
+            index[fragment.name] = {
+                "shape": fragment.shape,
+                "start": fragment.start,
+                "size": fragment.size,
+                "step": step,
+                "kinds": list(parts),
+            }
+    generators = {"rng_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["rng_cuda"] = torch.cuda.get_rng_state()
+    for name, state in generators.items():
+        places.append(TensorPlace(name, state.dtype, tuple(state.shape)))
+        loads.append(state.clone)
+    path = partial / shard_name(backend.rank, backend.num_ranks)
+    write_tensors(path, places, loads, {"fragments": json.dumps(index)})
+    sync(path)
+    with safe_open(path, "pt"):  # it can be opened again
+        pass
+
+
+def _finish(meta: SavedLearner, partial: Path, directory: Path) -> None:
+    write_whole(partial / SAVED_FILE, msgspec.json.format(msgspec.json.encode(meta)))
+    replace_folder(partial, directory)
+
+
+def shard_name(rank: int, num_ranks: int) -> str:
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+# Tensors of a model on disk: their names, dtypes and files.
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 8  # bytes, of the first tensor
+
+
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """The dtype of all floating-point tensors of a directory's safetensors files; None if they
+    differ, or if there are none."""
+    found = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    floating = {dtype for dtype in found if dtype is None or dtype.is_floating_point}
+    return floating.pop() if len(floating) == 1 else None
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Name, dtype and shape of a tensor, known before the tensor is there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Load = Callable[[], Tensor]
+
+
+def write_tensors(
+    path: Path, places: Iterable[TensorPlace], loads: Iterable[Load], metadata: Mapping[str, str]
+) -> None:
+    """Write the tensors from `loads`, on any device, to `places`, one after the other; a failure
+    leaves no file. Raises ValueError for a tensor that does not match its place."""
+    places = list(places)
+    header, starts = _layout(places, metadata)
+    with naming(path), removing(path), path.open("wb") as file:
+        file.write(header)
+        for place, load in zip(places, loads, strict=True):
+            file.seek(len(header) + starts[place.name])
+            _write(file, place, load())
+
+
+def _layout(places: list[TensorPlace], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header, and the offset of each tensor after it: the widest dtypes first, so that each is
+    aligned in a mapped file."""
+    index: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts: dict[str, int] = {}
+    end = 0
+    for place in sorted(places, key=lambda place: -place.dtype.itemsize):
+        start, end = end, end + place.num_bytes
+        starts[place.name] = start
+        index[place.name] = {
+            "dtype": NAMES[place.dtype],
+            "shape": list(place.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(index).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, starts
+
+
+def _write(file: BinaryIO, place: TensorPlace, tensor: Tensor) -> None:
+    if (tensor.dtype, tuple(tensor.shape)) != (place.dtype, place.shape):
+        raise ValueError(
+            f"{place.name}: expected {place.dtype} {place.shape}, got {tensor.dtype} "
+            f"{tuple(tensor.shape)}"
+        )
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    file.write(flat.view(torch.uint8).numpy().data)

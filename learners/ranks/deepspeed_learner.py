@@ -1,0 +1,468 @@
+"""The controller's learner: trees go to the ranks, metrics and published weights come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import SHOWN, ConfigError, EngineError, LearnerError
+from agentenv.base.model_files import read_model_config
+from agentenv.base.offload import in_thread
+from agentenv.base.tree import TrajectoryTree
+from agentenv.contract.weights import (
+    Address,
+    Group,
+    Manifest,
+    SharedWeights,
+    TransferError,
+    Wire,
+)
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.credit import CreditedTree
+from agentenv.learners.deepspeed_settings import deepspeed_settings
+from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score, check_heads
+from agentenv.learners.lora import check_installed
+from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.messages import R, RankCommand, RankDone
+from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
+from agentenv.learners.trees.batch import EncodedTree, computed, encode
+from agentenv.learners.trees.partition import (
+    Share,
+    assign,
+    idle_share,
+    minibatches,
+    partition,
+    write_back,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def report_skipped(
+    step: dict[str, float],
+    version: int,
+    trees: Sequence[TrajectoryTree],
+    encoded: list[EncodedTree],
+) -> None:
+    """Warn about a skipped optimizer step, and name the trees of its mini-batch with non-finite
+    values: then the batch is the cause, not the weights."""
+    names = ("behavior", "entropies", "adv_pos", "adv_neg", "weight")
+    blamed = [
+        f"{', '.join(wrong)} of tree {tree.index} ({tree.task.id})"
+        for tree, one in zip(trees, encoded, strict=True)
+        if (wrong := [name for name in names if not np.isfinite(one.floats(name)).all()])
+    ]
+    logger.warning(
+        "an optimizer step of policy version %d was skipped: its loss (%s) or gradient was not "
+        "finite; in its batch: %s",
+        *(version, step["loss"], "; ".join(blamed) or "every value is finite"),
+        extra=SHOWN,
+    )
+
+
+async def start_ranks(
+    config: LearnerConfig,
+    log_path: Path,
+    gpus: Sequence[str] = (),
+    remote: RemoteRanks | None = None,
+) -> RankGroup:
+    """The ranks, before they load a model; see `DeepSpeedLearner.start`."""
+    ranks = RankGroup(config, log_path, gpus, remote)
+    await ranks.start(config.start_timeout_s)
+    return ranks
+
+
+class DeepSpeedLearner:
+    """Trees in, metrics and weights out. Use `start`, then `close`. All methods raise LearnerError
+    when a rank fails, dies, or misses its deadline (RankGroup)."""
+
+    def __init__(self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup) -> None:
+        self.config = config
+        self.algorithm = algorithm
+        self.ranks = ranks
+        self._policy_version = 0
+        # Entered around every command; if engines share the GPUs, it takes the GPUs over.
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+
+    @classmethod
+    async def start(
+        cls,
+        config: LearnerConfig,
+        algorithm: Algorithm,
+        model_dir: Path,
+        log_path: Path,
+        *,
+        seed: int = 0,
+        gpus: Sequence[str] = (),
+        ranks: RankGroup | None = None,
+    ) -> DeepSpeedLearner:
+        """Start the ranks and load the model of a Hugging Face directory into them.
+
+        Rank 0 writes its log to `log_path`, the others next to it. `gpus` are those for ranks on
+        this machine, as in CUDA_VISIBLE_DEVICES; empty: all. `ranks` may be already started ones.
+        Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
+        a rank does not start.
+        """
+        _check(config, algorithm, model_dir)
+        if config.deepspeed_config:  # ranks may run in another directory
+            path = _absolute(Path(config.deepspeed_config))
+            config = replace(config, deepspeed_config=path)
+        ranks = ranks or await start_ranks(config, log_path, gpus)
+        learner = cls(config, algorithm, ranks)
+        try:
+            init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
+            await ranks.call([init] * config.num_ranks, config.start_timeout_s)
+        except BaseException:
+            await learner.close()
+            raise
+        return learner
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the latest published weights: the number of published updates."""
+        return self._policy_version
+
+    async def update(
+        self,
+        groups: Sequence[CreditedTree],
+        lr_scale: float = 1.0,
+        agreement: Agreement = "exact",
+        num_minibatches: int | None = None,
+    ) -> Metrics:
+        """Train on whole groups, distributed evenly over `num_minibatches`, by default as few as
+        groups_per_minibatch allows; without groups there is no step."""
+        if not groups:
+            return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
+        count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
+        cut = [in_order(one) for one in minibatches(groups, count)]
+        config, version = self.config, self._policy_version
+        encoded = [
+            await in_thread(encode_groups, one, version, config, self.algorithm) for one in cut
+        ]
+        partitions = [
+            await in_thread(partition, one, config.num_replicas, config.replica_tokens)
+            for one in encoded
+        ]
+        shards = zip(*(parts for parts, _ in partitions), strict=True)
+        commands = [wire.Update(list(shard), lr_scale, agreement) for shard in shards]
+        replies = await self._call_replicas(commands)
+        for step in replies[0].steps:
+            number = int(step["minibatch"])
+            trees = [tree for tree, _ in cut[number]]
+            report_skipped(step, self._policy_version, trees, encoded[number])
+        for number, (one, ours, (parts, _)) in enumerate(
+            zip(cut, encoded, partitions, strict=True)
+        ):
+            reported = ("entropies", "proximal", "logprobs")
+            found = [_shares(parts, replies, name, number) for name in reported]
+            await in_thread(write_back, one, ours, *found)
+        num_equal = sum(not credit.has_signal for _, credit in groups)
+        metrics = {
+            "num_trained": float(len(groups)),
+            "num_equal_groups": float(num_equal),
+            **replies[0].metrics,
+        }
+        unique = sum(tree.num_tokens for one in encoded for tree in computed(one))
+        num_computed = metrics.pop("num_computed_tokens")
+        if unique:
+            metrics["computed_over_unique"] = num_computed / (config.num_epochs_per_batch * unique)
+        if config.num_replicas > 1:
+            metrics["idle_share"] = idle_share([loads for _, loads in partitions])
+        return metrics
+
+    async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
+        """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
+        if not sequences:
+            return {"num_steps": 0.0}
+        replies = await self._spread(sequences, lambda own: wire.Imitate(own, lr_scale))
+        return replies[0][1].metrics
+
+    async def prefer(
+        self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
+    ) -> Metrics:
+        """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
+        if not pairs:
+            return {"num_steps": 0.0}
+        replies = await self._spread(pairs, lambda own: wire.Prefer(own, beta, lr_scale))
+        return replies[0][1].metrics
+
+    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
+        """Log-probs of given sequences under the current weights; trains nothing."""
+        if not sequences:
+            return []
+        scores = {
+            place: score
+            for shard, reply in await self._spread(sequences, wire.ScoreSequences)
+            for place, score in zip(shard, reply.scores, strict=True)
+        }
+        return [scores[place] for place in range(len(sequences))]
+
+    async def _spread(
+        self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], RankCommand[R]]
+    ) -> list[tuple[list[int], R]]:
+        """Assign whole trees to replicas; returns the tree indices and the answer of each."""
+        shards = assign(trees, self.config.num_replicas)
+        replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
+        return list(zip(shards, replies, strict=True))
+
+    async def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """Replace the optimizer by one without state, for instance between SFT and RL."""
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
+
+    async def save_optimizer(self, config: OptimizerConfig) -> None:
+        """As `reset_optimizer`, but keep the old state in the ranks' main memory, not in
+        checkpoints, until `restore_optimizer`."""
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
+
+    async def restore_optimizer(self, config: OptimizerConfig) -> None:
+        """Restore the saved state, which must belong to an optimizer of `config`."""
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
+
+    async def publish(self, directory: Path) -> Path:
+        """Write the weights as a Hugging Face directory and increment the policy version."""
+        await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
+        return directory
+
+    async def publish_adapter(self, directory: Path) -> Path:
+        """As `publish`, only the LoRA adapter, in peft's format."""
+        command = wire.WriteModel(_absolute(directory), publish=True, adapter_only=True)
+        await self.call_all(command)
+        return directory
+
+    async def sleep(self) -> None:
+        """Move everything to main memory and free the memory of the GPUs."""
+        await self._exchange([wire.Sleep(True)] * self.config.num_ranks)
+
+    async def wake(self) -> None:
+        """Allocate GPU memory again. A sleeping learner rejects all other commands."""
+        await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
+
+    async def warm_up(self) -> None:
+        """On GPUs, compile the code of the first update, without training."""
+        await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
+
+    async def call_asleep(self, command: RankCommand[RankDone]) -> None:
+        """A command that ranks also execute while they sleep, such as `ReleaseShared`."""
+        await self._exchange([command] * self.config.num_ranks)
+
+    async def export(self, directory: Path) -> Path:
+        """Write the same directory without a new version."""
+        await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
+        return directory
+
+    async def save(self, directory: Path) -> None:
+        """Write a checkpoint for a bitwise exact resume; atomic."""
+        await self.call_all(wire.Save(_absolute(directory)))
+
+    async def load(self, directory: Path) -> None:
+        """Resume from a checkpoint, its policy version included."""
+        await self.call_all(wire.Load(_absolute(directory)))
+
+    async def close(self) -> None:
+        """Stop the ranks. A pending call raises LearnerError. Idempotent."""
+        await self.ranks.close()
+
+    async def call_all(self, command: RankCommand[R], timeout_s: float | None = None) -> list[R]:
+        """One command for all ranks; their answers by rank."""
+        return await self._call([command] * self.config.num_ranks, timeout_s)
+
+    async def _call_replicas(self, commands: Sequence[RankCommand[R]]) -> list[R]:
+        """One command for all ranks of a replica; the answer of one of them."""
+        size = self.config.context_parallel
+        return (await self._call([one for one in commands for _ in range(size)]))[::size]
+
+    async def _call(
+        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
+    ) -> list[R]:
+        async with self.turn():
+            return await self._exchange(commands, timeout_s)
+
+    async def _exchange(
+        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
+    ) -> list[R]:
+        """Even a cancelled caller waits for the ranks, which cannot stop within a command; `close`
+        ends a command that takes too long."""
+        exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
+        replies = await uncancelled(exchange)
+        self._policy_version = replies[0].policy_version
+        return replies
+
+
+def in_order(groups: Sequence[CreditedTree]) -> list[CreditedTree]:
+    """The groups of a mini-batch, those without a signal last."""
+    return sorted(groups, key=lambda group: not group[1].has_signal)
+
+
+def encode_groups(
+    groups: Sequence[CreditedTree], version: int, config: LearnerConfig, algorithm: Algorithm
+) -> list[EncodedTree]:
+    """The groups for the ranks. Groups without a gradient are counted, but not computed."""
+    is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
+    return [
+        replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
+        for tree, credit in groups
+    ]
+
+
+def _shares(
+    parts: Sequence[Sequence[EncodedTree]],
+    replies: Sequence[wire.RankUpdated],
+    name: str,
+    minibatch: int,
+) -> list[Share]:
+    """Each rank's trees in a mini-batch, and the values that it reported for them."""
+    reported = [getattr(reply, name) for reply in replies]
+    return [(one, of[minibatch] if of else []) for one, of in zip(parts, reported, strict=True)]
+
+
+def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
+    if getattr(algorithm, "compat", "none") == "reference" and not algorithm.is_released:
+        raise ConfigError(
+            'algorithm.compat = "reference": train with `agentenv.reference.algorithms.released`'
+        )
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
+    if config.backend == "deepspeed":
+        try:
+            deepspeed_settings(config.resolved(on_gpu=True))
+        except ConfigError:  # the ranks may have only CPUs, and check again
+            deepspeed_settings(config.resolved(on_gpu=False))
+    if config.lora is not None:
+        check_installed()
+    num_heads = read_model_config(model_dir).get("num_attention_heads")
+    if isinstance(num_heads, int):
+        check_heads(num_heads, config.context_parallel)
+
+
+def _absolute(path: Path) -> str:
+    return os.path.abspath(path)
+
+
+# The controller's side of a broadcast; see `agentenv.contract.weights`.
+
+SLACK_S = 60.0  # added to deadlines, so that ranks time out by themselves first
+
+
+class LearnerSender:
+    """A Sender. Call `publish` first, once per update; directories are created in `folder`. `port`
+    and `interface` are those of the group; see `agentenv.learners.ranks.messages.OpenGroup`."""
+
+    def __init__(
+        self,
+        learner: DeepSpeedLearner,
+        folder: Path,
+        timeout_s: float,
+        port: int = 0,
+        interface: str = "",
+    ) -> None:
+        self.learner = learner
+        self.folder = folder.absolute()
+        self.timeout_s = timeout_s
+        self.port, self.interface = port, interface
+        self._manifest = Manifest([])
+        self._written: Path | None = None
+        self._writing = asyncio.Lock()
+
+    async def publish(self) -> int:
+        """Make the learner's weights its next policy version; returns the number."""
+        reply = (await self.learner.call_all(wire.Announce()))[0]
+        self._manifest = Manifest(reply.buckets)
+        self._written = None
+        return reply.policy_version
+
+    async def manifest(self) -> Manifest:
+        return self._manifest
+
+    async def open(self, kind: Wire = "torch") -> Address:
+        command = wire.OpenGroup(self.timeout_s, kind, self.port, self.interface)
+        reply = (await self.learner.call_all(command))[0]
+        _check_answers(reply)
+        assert reply.address is not None
+        return reply.address
+
+    async def join(self, group: Group) -> None:
+        limit = 2 * self.timeout_s + SLACK_S  # the store's deadline, then the group's
+        replies = await self.learner.call_all(wire.JoinGroup(group), limit)
+        _check_answers(replies[0])
+
+    async def send(self) -> None:
+        _check_answers((await self.learner.call_all(wire.SendWeights()))[0])
+
+    async def leave(self) -> None:
+        await self.learner.call_all(wire.LeaveGroup())
+
+    async def abort(self) -> None:
+        self.learner.ranks.interrupt()
+
+    async def write(self) -> Path:
+        async with self._writing:
+            if self._written is None:
+                path = self.folder / f"v{self.learner.policy_version}"
+                command = wire.WriteModel(str(path), publish=False, unmoved=True)
+                try:
+                    await self.learner.call_all(command)
+                except LearnerError as error:  # training itself reports a lost learner
+                    raise EngineError(f"writing the weights failed: {error}") from error
+                self._written = path
+            return self._written
+
+
+class MemorySender:
+    """A SharedSender: ranks share weights in memory with servers of their machine. Call `publish`
+    first, once per update; directories are created in `folder`; `num_readers` servers share each
+    GPU."""
+
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
+        self.learner, self.folder = learner, folder.absolute()
+        self._num_readers = num_readers
+        self.weights = SharedWeights([], [], [], [], 0, {})
+        self.num_failures = 0
+        self.falling_asleep: asyncio.Future[None] | None = None  # the learner's
+        self._version = 0
+        self._written: Path | None = None
+        self._writing = asyncio.Lock()
+
+    async def publish(self, *, sleeps_next: bool) -> int:
+        """Make the learner's weights its next policy version; returns the number. Raises
+        TransferError, without a new version, if they cannot be shared."""
+        replies = await self.learner.call_all(wire.ShareWeights(sleeps_next, self._num_readers))
+        _check_answers(replies[0])
+        found = [reply.shared for reply in replies if reply.shared is not None]
+        memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
+        has_room = all(one.has_room for one in found)
+        self.weights = replace(found[0], memory=memory, has_room=has_room)
+        self._version, self._written = replies[0].policy_version, None
+        return self._version
+
+    async def release(self) -> None:
+        if self.falling_asleep is not None:
+            await asyncio.shield(self.falling_asleep)
+        await self.learner.call_asleep(wire.ReleaseShared())
+
+    async def write(self) -> Path:
+        async with self._writing:
+            if self._written is None:
+                version = self._version
+                path = self.folder / f"v{version}"
+                try:
+                    await self.learner.call_asleep(wire.WriteShared(str(path), version))
+                except LearnerError as error:  # training itself reports a lost learner
+                    raise EngineError(f"writing the weights failed: {error}") from error
+                if version != self._version:
+                    raise EngineError("the learner has moved on to newer weights")
+                self._written = path
+            return self._written
+
+
+def _check_answers(reply: wire.RankTransfer) -> None:
+    if reply.problem:
+        raise TransferError(reply.problem)

@@ -1,0 +1,442 @@
+"""Export of Hugging Face directories for engines and users, tensor by tensor.
+
+Main memory has only one tensor at a time in addition to the rank's own; at ZeRO stage 3 weights are
+gathered bucket by bucket. With adapters the directory has the merged model, and DIR/adapter the
+adapter.
+
+A directory is complete when it has model.safetensors or model.safetensors.index.json.
+
+`export` creates one from a checkpoint without ranks, reading weights by name:
+
+    CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
+    CHECKPOINT/trainer/    float32 weights, one file per rank
+
+Names are those of published models, which transformers and engines read. A parameter in memory may
+be several tensors on disk: transformers keeps the experts of a layer as one parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, dtype
+
+from agentenv.base.disk import removing, sync, write_whole
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import (
+    GENERATION,
+    WEIGHTS_SUFFIXES,
+    load_tokenizer,
+    read_model_config,
+    read_object,
+)
+from agentenv.learners.lora import (
+    ADAPTER,
+    ADAPTER_FOLDER,
+    disk_shapes,
+    factors,
+    is_adapter,
+    merged,
+    on_disk,
+    plain_name,
+    write_adapter,
+)
+from agentenv.learners.ranks.checkpoint import (
+    DTYPES,
+    MASTER,
+    Checkpoint,
+    TensorPlace,
+    write_tensors,
+)
+
+if TYPE_CHECKING:
+    from agentenv.learners.ranks.backend import RankBackend
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
+NOT_OF_THE_MODEL = ("state.json",)
+MAX_SHARD_BYTES = 5 << 30
+BUCKET_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class WeightEntry(TensorPlace):
+    """A tensor of the directory, and a function that returns it while `params` are gathered."""
+
+    tensor: Callable[[], Tensor]
+    params: Sequence[Any] = ()
+
+
+def write_model(
+    backend: RankBackend, source: Path, directory: Path, *, durable: bool = False
+) -> None:
+    """Write the policy as a Hugging Face directory; collective, rank 0 writes.
+
+    Files other than weights (tokenizer, chat template, generation_config) come from `source`.
+    A `durable` directory survives a crash of the machine, also has the adapter, and is checked:
+    DataError names a file that cannot be opened.
+    """
+    whole = gathered(backend.policy.model)
+    if backend.rank == 0:
+        copy_files(source, directory, backend.config.dtype)
+        write_weights(entries(backend.policy.model), whole, directory, durable=durable)
+    for _ in whole:  # the other ranks take part in the gathers
+        pass
+    if backend.config.lora is not None and durable:
+        write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
+    if backend.rank == 0 and durable:
+        check_written(directory)
+
+
+def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> None:
+    """Write the adapter in peft's format, complete once its adapter_config.json exists; collective,
+    rank 0 writes. `source` is the frozen model."""
+    named = backend.policy.model.named_parameters()
+    adapter = {name: param for name, param in named if is_adapter(name)}
+    with _whole(list(adapter.values())):
+        if backend.rank == 0:
+            copies = {name: param.detach().cpu().clone() for name, param in adapter.items()}
+            assert backend.config.lora is not None
+            write_adapter(directory, backend.config.lora, copies, str(source))
+
+
+class ParamParts:
+    """The tensors on disk of one parameter of a model, each a separate copy.
+
+    `whole` returns the parameter; it is called only once if each tensor is taken once.
+    """
+
+    def __init__(self, model: Any, name: str, whole: Callable[[], Tensor]) -> None:
+        self._make = lambda: on_disk(model, name, whole())
+        self._left: dict[str, Tensor] = {}
+
+    def take(self, name: str) -> Tensor:
+        if name not in self._left:
+            self._left = self._make()  # type: ignore[no-untyped-call]
+        return torch.clone(self._left.pop(name))
+
+
+def entries(model: Any) -> Iterator[WeightEntry]:
+    """The entries of a model: tied weights once, under their first name; adapters merged."""
+    for name, param in list(model.named_parameters()):
+        if is_adapter(name):
+            continue
+        found = factors(model, name)
+
+        def tensor(param: Tensor = param, found: Any = found) -> Tensor:
+            if found is not None:
+                return merged(param, *found)
+            return param.detach()
+
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        needed = (param, *(found[:2] if found else ()))
+        yield from _entries_of(model, plain_name(name), param.dtype, shape, tensor, needed)
+    everywhere = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, buffer in model.state_dict().items():
+        if name not in everywhere:
+            shape = tuple(buffer.shape)
+            yield from _entries_of(model, name, buffer.dtype, shape, buffer.detach)
+
+
+def _entries_of(
+    model: Any,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    tensor: Callable[[], Tensor],
+    needed: Sequence[Any] = (),
+) -> Iterator[WeightEntry]:
+    """The entries of one parameter or buffer of the model."""
+    shapes = disk_shapes(model, name, shape, dtype)
+    if len(shapes) == 1:
+        (disk,) = shapes
+        yield WeightEntry(disk, dtype, shape, tensor, needed)
+        return
+    parts = ParamParts(model, name, tensor)
+    for disk, part in shapes.items():
+        yield WeightEntry(disk, dtype, part, partial(parts.take, disk), needed)
+
+
+def gathered(model: Any) -> Iterator[WeightEntry]:
+    """The entries, gathered during iteration; collective at ZeRO stage 3."""
+    for bucket in buckets(entries(model), BUCKET_BYTES):
+        needed = {id(param): param for entry in bucket for param in entry.params}
+        with _whole([*needed.values()]):
+            yield from bucket
+
+
+def buckets(entries: Iterable[WeightEntry], max_bytes: int) -> Iterator[list[WeightEntry]]:
+    """Groups of neighboring entries of at most max_bytes; a larger entry is alone, and parts of one
+    parameter stay together, since it is gathered at once."""
+    bucket: list[WeightEntry] = []
+    size = 0
+    for entry in entries:
+        owners = [one.params[0] for one in (*bucket[-1:], entry) if one.params]
+        is_part = len(owners) == 2 and owners[0] is owners[1]  # of one parameter
+        if bucket and size + entry.num_bytes > max_bytes and not is_part:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += entry.num_bytes
+    if bucket:
+        yield bucket
+
+
+def _whole(params: list[Any]) -> AbstractContextManager[Any]:
+    """Gather the parameters during the block; collective at ZeRO stage 3."""
+    if not any(hasattr(param, "ds_id") for param in params):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params)
+    return context
+
+
+def write_weights(
+    planned: Iterable[WeightEntry],
+    entries: Iterable[WeightEntry],
+    directory: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = False,
+) -> None:
+    """Write safetensors of at most max_shard_bytes, then the index if there are several.
+
+    `planned` has the same entries without reading their tensors; it determines the contents of each
+    shard in advance.
+    """
+    shards = list(buckets(planned, max_shard_bytes)) or [[]]
+    given = iter(entries)
+    partials = [directory / f"model-{number:05d}.partial" for number in range(1, len(shards) + 1)]
+    with removing(*partials):
+        for path, places in zip(partials, shards, strict=True):
+            loads = (entry.tensor for entry in islice(given, len(places)))
+            write_tensors(path, places, loads, {"format": "pt"})
+            if durable:
+                sync(path)
+        _name_shards(partials, shards, directory)
+    if durable:
+        sync(directory)
+
+
+def _name_shards(partials: list[Path], shards: list[list[WeightEntry]], directory: Path) -> None:
+    for stale in directory.glob("model*.safetensors"):
+        stale.unlink()
+    if len(shards) == 1:
+        (directory / INDEX).unlink(missing_ok=True)
+        os.replace(partials[0], directory / WEIGHTS)
+        return
+    places: dict[str, str] = {}
+    for number, (path, shard) in enumerate(zip(partials, shards, strict=True), 1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(path, directory / final)
+        places |= dict.fromkeys((place.name for place in shard), final)
+    total = sum(place.num_bytes for shard in shards for place in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def copy_files(source: Path, directory: Path, dtype: str) -> None:
+    """Copy all files of `source` except weights; config.json gets the dtype of the written ones.
+
+    Each copy is a separate file, even if `source` has links, as the hub's cache does: libraries and
+    editors rewrite such files in place, and a hard link would change every other directory. Raises
+    DataError for a broken link.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    inside = [path for name in FOLDERS for path in (source / name).glob("*")]
+    for path in [*source.iterdir(), *inside]:
+        target = directory / path.relative_to(source)
+        if path.name.endswith(WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+            continue
+        if not path.exists():
+            raise DataError(f"{path}: this link is broken; download or copy the model again")
+        if not path.is_file() or target.exists():
+            continue
+        target.parent.mkdir(exist_ok=True)
+        if path.name == "config.json":
+            write_whole(target, _config_with(path, dtype))
+        else:
+            shutil.copyfile(path, target)
+
+
+def check_written(directory: Path) -> None:
+    """Open the files that users of a model directory open: configurations, tokenizer, and the
+    header of each file of weights. Raises DataError for a file that cannot be opened."""
+    read_model_config(directory)
+    generation = directory / GENERATION
+    if generation.is_file():
+        read_object(generation, "generation configuration")
+    if (directory / "tokenizer.json").is_file():
+        load_tokenizer(directory)
+    WeightFiles(directory).check()
+    for path in (directory / ADAPTER_FOLDER).glob("*.safetensors"):
+        _open(path)
+
+
+def _open(path: Path) -> Any:
+    """A file of weights, after reading its header. Raises DataError."""
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: its tensors cannot be read: {error}") from error
+
+
+def _config_with(path: Path, dtype: str) -> str:
+    config = read_object(path, "model configuration")
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype
+    if "torch_dtype" not in config:
+        config["dtype"] = dtype
+    return json.dumps(config, indent=2) + "\n"
+
+
+TRAINER = "trainer"
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face directory, mapped from its files."""
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / INDEX
+        if index.is_file():
+            places = read_object(index, "index of weights").get("weight_map")
+            if not isinstance(places, dict):
+                raise DataError(f"{index}: has no weight_map")
+            files = {name: directory / str(file) for name, file in places.items()}
+        elif (directory / WEIGHTS).is_file():
+            names = _open(directory / WEIGHTS).keys()
+            files = dict.fromkeys(names, directory / WEIGHTS)
+        else:
+            raise DataError(f"{directory}: contains neither {WEIGHTS} nor {INDEX}")
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> dtype:
+        return DTYPES[self._file(name).get_slice(name).get_dtype()]
+
+    def tensor(self, name: str) -> Tensor:
+        found: Tensor = self._file(name).get_tensor(name)
+        return found
+
+    def check(self) -> None:
+        """Raises DataError for a file that cannot be opened, or lacks a tensor of the index."""
+        held = {path: set(_open(path).keys()) for path in set(self._files.values())}
+        for name, path in self._files.items():
+            if name not in held[path]:
+                raise DataError(f"{path}: lacks the tensor {name}, which the index places there")
+
+    def _file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path]
+
+
+def export(
+    checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write `out` from a checkpoint's directory, from its float32 weights if they exist.
+
+    With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
+    checkpoint is incomplete.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if out.exists() and any(out.iterdir()):
+        raise DataError(f"{out} is not empty; choose another folder")
+    if not (checkpoint / "config.json").is_file():
+        raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
+    saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
+    copy_files(checkpoint, out, dtype)
+    weights = WeightFiles(_base_of(checkpoint, saved))
+    wanted = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    fused = {} if saved is None else _fused(saved, model)
+    kept = {  # unchanged: float32 biases of routers
+        disk
+        for name, buffer in model.named_buffers()
+        for disk in disk_shapes(model, name, tuple(buffer.shape), buffer.dtype)
+    }
+
+    def tensor(name: str) -> Tensor:
+        if name in fused:
+            found = fused[name].take(name)
+        else:
+            found = weights.tensor(name) if saved is None else trained(saved, weights, name)
+        return found.to(written(name))
+
+    def written(name: str) -> torch.dtype:
+        before = weights.dtype(name)
+        return wanted if before.is_floating_point and name not in kept else before
+
+    entries = [
+        WeightEntry(name, written(name), weights.shape(name), partial(tensor, name))
+        for name in weights.names()
+    ]
+    write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
+    if saved is not None and saved.meta.lora is not None:
+        adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
+        write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
+    check_written(out)
+
+
+def _fused(saved: Checkpoint, model: Any) -> dict[str, ParamParts]:
+    """Trained weights with other names in memory, by their names on disk."""
+    found: dict[str, ParamParts] = {}
+    for name, shape in saved.shapes.items():
+        shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
+        if shapes and list(shapes) != [name]:
+            found |= dict.fromkeys(shapes, ParamParts(model, name, partial(whole, saved, name)))
+    return found
+
+
+def whole(saved: Checkpoint, name: str) -> Tensor:
+    """A parameter from all ranks' files, float32."""
+    shape = saved.shapes[name]
+    return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
+
+
+def trained(saved: Checkpoint, weights: WeightFiles, name: str) -> Tensor:
+    """A weight of the checkpoint: trained, merged with its adapter, or original."""
+    if name in saved.shapes:
+        return whole(saved, name)
+    layer, lora = name.removesuffix(".weight"), saved.meta.lora
+    pair = [f"{layer}.lora_{part}.{ADAPTER}.weight" for part in ("A", "B")]
+    if lora is None or pair[0] not in saved.shapes:
+        return weights.tensor(name)
+    lora_a, lora_b = (whole(saved, factor) for factor in pair)
+    return merged(weights.tensor(name).float(), lora_a, lora_b, lora.alpha / lora.r)
+
+
+def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
+    """The directory of the original weights, or of the written ones."""
+    if saved is None or saved.meta.lora is None:
+        return checkpoint
+    base = Path(saved.meta.base_model)
+    if not base.is_dir():
+        raise DataError(
+            f"{base}: the adapters' base model no longer exists; the merged model is in the "
+            "checkpoint itself"
+        )
+    return base

@@ -1,0 +1,320 @@
+"""Messages between the controller and a learner rank, and their environment variables.
+
+Messages are tagged Structs in length-prefixed msgpack frames:
+
+    frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
+
+Each rank connects, sends the Hello of a worker (agentenv/processes/worker_group.py), and answers
+each command with the reply that the command's class names, or with RankFailed. The trees of an
+Update are sent before it, one by one, so that no single frame has a whole update. The transport is
+TCP, so that a rank may run on another machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Generic, Literal, TypeVar, Union
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from agentenv.base.errors import ConfigError
+from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wire
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.learner import Agreement, LearnerConfig, Score
+from agentenv.learners.optimizer import OptimizerConfig
+from agentenv.learners.trees.batch import EncodedTree
+from agentenv.processes.link import frame_of
+
+ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
+TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
+BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # lets local ranks import the backend early
+
+
+class RankMessage(Struct, tag=True, tag_field="type"):
+    """Base of the messages; the class name is the type."""
+
+
+# Of a rank
+
+
+class RankFailed(RankMessage):
+    """The command raised an error; the rank keeps its state and continues."""
+
+    error: str
+    traceback: str
+
+
+class RankDone(RankMessage, kw_only=True):
+    """The command was executed; base of the replies with results."""
+
+    policy_version: int = 0  # after the command
+
+
+class RankMetrics(RankDone):
+    """Metrics of optimizer steps."""
+
+    metrics: dict[str, float]
+
+
+class RankUpdated(RankMetrics):
+    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". The rest by
+    mini-batch and tree; see agentenv.learners.trees.partition."""
+
+    steps: list[dict[str, float]] = []
+    entropies: list[list[bytes]] = []
+    proximal: list[list[bytes]] = []
+    logprobs: list[list[bytes]] = []
+
+
+class RankScores(RankDone):
+    """The scores of the sequences, in order."""
+
+    scores: list[Score]
+
+
+class RankManifest(RankDone):
+    """What SendWeights will broadcast, in order."""
+
+    buckets: list[Bucket]
+
+
+class RankTransfer(RankDone):
+    """`problem`: the failure of a transfer of weights, which is not a failure of the rank."""
+
+    problem: str
+
+
+class RankAddress(RankTransfer):
+    """`address`: of the rendezvous store, on rank 0."""
+
+    address: Address | None
+
+
+class RankShared(RankTransfer):
+    """`shared`: handles of this rank's copy, if it has one."""
+
+    shared: SharedWeights | None
+
+
+# Of the controller
+
+R = TypeVar("R", bound=RankDone)
+
+
+class RankCommand(RankMessage, Generic[R]):
+    """A command, whose reply is an R or RankFailed."""
+
+
+class RankNotice(RankMessage):
+    """A message without reply."""
+
+
+class Init(RankCommand[RankDone]):
+    """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
+    classes of other packages."""
+
+    config: LearnerConfig
+    algorithm_class: str
+    algorithm: msgspec.Raw
+    model_dir: str
+    seed: int
+    store: str = ""
+
+    @classmethod
+    def of(
+        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
+    ) -> Init:
+        """The message for an algorithm object."""
+        kind = type(algorithm)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the name is the class's
+        return cls(config, path, raw, model_dir, seed, store)
+
+    def make_algorithm(self) -> Algorithm:
+        """Decode the algorithm. Raises ConfigError if the rank cannot import its module."""
+        module, _, name = self.algorithm_class.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
+                "install its module where the rank runs"
+            ) from error
+        algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
+        return algorithm
+
+
+class Update(RankCommand[RankUpdated]):
+    """An update, with one optimizer step per mini-batch. On the wire it follows its trees and has
+    only `sizes`, the number of trees of each mini-batch; see `messages_of`."""
+
+    minibatches: list[list[EncodedTree]]
+    lr_scale: float
+    agreement: Agreement = "exact"
+    sizes: list[int] = []
+
+
+class Tree(RankNotice):
+    """The next tree of the following Update."""
+
+    tree: EncodedTree
+
+
+class Imitate(RankCommand[RankMetrics]):
+    sequences: list[EncodedTree]
+    lr_scale: float
+
+
+class Prefer(RankCommand[RankMetrics]):
+    """One optimizer step of DPO on pairs (`agentenv.learners.ranks.dpo`)."""
+
+    pairs: list[EncodedTree]
+    beta: float
+    lr_scale: float
+
+
+class ScoreSequences(RankCommand[RankScores]):
+    """Log-probs of sequences under the current weights."""
+
+    sequences: list[EncodedTree]
+
+
+class WarmUp(RankCommand[RankDone]):
+    """Compile the code of the first update on GPUs, without other effects."""
+
+    device: str = "cuda"
+
+
+class ResetOptimizer(RankCommand[RankDone]):
+    """Drop the optimizer's state, or save it, or restore it."""
+
+    config: OptimizerConfig
+    state: Literal["drop", "set_aside", "take_back"] = "drop"
+
+
+class WriteModel(RankCommand[RankDone]):
+    """Write a model directory. Publishing increments the policy version, exporting does not.
+    `unmoved`: rejected if the weights have changed since the last published version.
+    `adapter_only`: write only the LoRA adapter."""
+
+    directory: str
+    publish: bool
+    unmoved: bool = False
+    adapter_only: bool = False
+
+
+class Announce(RankCommand[RankManifest]):
+    """Increment the policy version, whose weights will be broadcast."""
+
+
+class OpenGroup(RankCommand[RankAddress]):
+    """Open a rendezvous store for the servers and rank 0. `port`: of the store, 0: any free one;
+    `interface`: the network interface of its address, empty: that of the controller's
+    connection."""
+
+    timeout_s: float
+    wire: Wire = "torch"
+    port: int = 0
+    interface: str = ""
+
+
+class JoinGroup(RankCommand[RankTransfer]):
+    """Rank 0 joins."""
+
+    group: Group
+
+
+class SendWeights(RankCommand[RankTransfer]):
+    """All ranks gather, rank 0 broadcasts."""
+
+
+class LeaveGroup(RankCommand[RankDone]):
+    pass
+
+
+class ShareWeights(RankCommand[RankShared]):
+    """Increment the policy version, and copy its weights to memory that servers of the machine can
+    read (agentenv/learners/ranks/shared.py). With a problem, which all ranks report, the version is
+    unchanged. `sleeps_next`: the ranks then sleep with the copy in place; `num_readers`: servers
+    that share a GPU."""
+
+    sleeps_next: bool
+    num_readers: int
+
+
+class ReleaseShared(RankCommand[RankDone]):
+    """Release the copy after the last read. Sleeping ranks also execute this and the next
+    command."""
+
+
+class WriteShared(RankCommand[RankDone]):
+    """Write the directory of the last shared weights; rejected unless they have this
+    `policy_version`."""
+
+    directory: str
+    policy_version: int
+
+
+class AbortTransfer(RankNotice):
+    """Abort a running JoinGroup or SendWeights; ignored if it is late."""
+
+
+class Sleep(RankCommand[RankDone]):
+    """Free the memory of the device (`asleep`), or allocate it again. A sleeping rank rejects most
+    other commands."""
+
+    asleep: bool
+
+
+class Save(RankCommand[RankDone]):
+    directory: str
+
+
+class Load(RankCommand[RankDone]):
+    directory: str
+
+
+class StopRank(RankNotice):
+    pass
+
+
+def pack_frame(message: RankMessage) -> bytes:
+    """A message in wire format."""
+    return frame_of(msgspec.msgpack.encode(message))
+
+
+def messages_of(command: RankCommand[Any]) -> Iterator[RankMessage]:
+    """The messages of a command: its trees, then the command itself."""
+    if isinstance(command, Update):
+        yield from (Tree(tree) for trees in command.minibatches for tree in trees)
+        command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
+    yield command
+
+
+def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCommand[R]:
+    """The whole command, from the message and the preceding trees."""
+    if not isinstance(command, Update):
+        return command
+    rest = iter(trees)
+    whole = [[*islice(rest, size)] for size in command.sizes]
+    found: Any = replace(command, minibatches=whole, sizes=[])
+    return found  # type: ignore[no-any-return]
+
+
+Reply = (
+    RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankAddress
+    | RankShared | RankFailed
+)  # fmt: skip
+unpack_reply = msgspec.msgpack.Decoder(Reply).decode
+_SENT: Any = Union[(*RankCommand.__subclasses__(), *RankNotice.__subclasses__())]
+_of_controller: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SENT)
+
+
+def unpack_command(body: bytes) -> RankCommand[Any] | RankNotice:
+    """The message of the controller in the body of a frame."""
+    found: RankCommand[Any] | RankNotice = _of_controller.decode(body)
+    return found

@@ -1,0 +1,258 @@
+"""A learner rank: model, optimizer and counters, and the execution of the controller's commands.
+
+The order of the stack, from the controller to the weights: `deepspeed_learner` (trees in, metrics
+and published weights out) -> `rank_group` (all ranks) -> `rank_process` (one process) -> `rank`
+(its commands) -> `trainer` (updates) -> `backend` (DeepSpeed or torch) -> `policy` (the model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from agentenv.base.errors import LearnerError
+from agentenv.learners.learner import SavedLearner
+from agentenv.learners.lora import add_adapters
+from agentenv.learners.ranks import checkpoint
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.backend import DeepSpeedBackend, TorchBackend, device_of_rank
+from agentenv.learners.ranks.broadcast import Broadcaster
+from agentenv.learners.ranks.dpo import prefer
+from agentenv.learners.ranks.export import write_adapter_only, write_model
+from agentenv.learners.ranks.messages import R
+from agentenv.learners.ranks.shared import SharedCopy
+from agentenv.learners.ranks.trainer import HostMemory, OffloadedMemory, Trainer
+from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.trees.policy import Policy, use_liger
+
+WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
+
+
+class Rank:
+    """Model, optimizer and counters of a rank, and its commands. `policy_version` counts published
+    updates."""
+
+    def __init__(
+        self,
+        init: wire.Init,
+        interrupted: Callable[[], bool] = lambda: False,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """`interrupted` and `host`: see Broadcaster."""
+        config = init.config.resolved(on_gpu=device_of_rank().type == "cuda")
+        init = replace(init, config=config)
+        torch.set_num_threads(config.num_threads)
+        self.config = config
+        self.source = Path(init.model_dir)
+        torch.manual_seed(init.seed)  # for equal adapters on all ranks
+        self.backend = make_backend(init)
+        if self.backend.num_ranks > 1:
+            torch.manual_seed(init.seed + self.backend.rank)
+        self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
+        self.broadcaster = Broadcaster(self.backend, interrupted, host)
+        self.policy_version = 0
+        self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
+        self._host = HostMemory()
+        self.shared = SharedCopy(self.backend, self._host)
+
+    def run(self, command: wire.RankCommand[R]) -> R:
+        """Execute one command; the process reports its errors as RankFailed."""
+        if self._offloaded is not None and not isinstance(command, WHILE_ASLEEP):
+            raise LearnerError(f"cannot run {type(command).__name__}: the learner is offloaded")
+        try:
+            reply: R = COMMANDS[type(command)](self, command)
+        except Exception:
+            if isinstance(command, wire.Update | wire.Imitate | wire.Prefer):
+                self.backend.abandon()
+            raise
+        reply.policy_version = self.policy_version
+        return reply
+
+    # Training
+
+    def update(self, command: wire.Update) -> wire.RankUpdated:
+        trainer = self.trainer
+        metrics = trainer.update(command.minibatches, command.lr_scale, command.agreement)
+        values = trainer.entropies, trainer.proximal, trainer.logprobs
+        return wire.RankUpdated(metrics, list(trainer.skipped_steps), *values)
+
+    def imitate(self, command: wire.Imitate) -> wire.RankMetrics:
+        return wire.RankMetrics(self.trainer.imitate(command.sequences, command.lr_scale))
+
+    def prefer(self, command: wire.Prefer) -> wire.RankMetrics:
+        metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
+        return wire.RankMetrics(metrics)
+
+    def score(self, command: wire.ScoreSequences) -> wire.RankScores:
+        return wire.RankScores(self.trainer.score(command.sequences))
+
+    def warm_up(self, command: wire.WarmUp) -> wire.RankDone:
+        if self.backend.device.type == command.device:
+            self.trainer.warm_up()
+        return wire.RankDone()
+
+    def reset_optimizer(self, command: wire.ResetOptimizer) -> wire.RankDone:
+        if command.state == "set_aside":
+            self.backend.save_state()
+        self.backend.reset_optimizer(command.config)
+        if command.state == "take_back":
+            self.backend.restore_state()
+        return wire.RankDone()
+
+    def sleep(self, command: wire.Sleep) -> wire.RankDone:
+        if command.asleep and self._offloaded is None:
+            reference = self.trainer.reference.weights or {}
+            self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
+        elif not command.asleep and self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        return wire.RankDone()
+
+    # Weights
+
+    def write(self, command: wire.WriteModel) -> wire.RankDone:
+        if command.unmoved and self.trainer.moved:
+            raise LearnerError("the learner's weights are no longer the published ones")
+        directory = Path(command.directory)
+        if command.adapter_only:
+            write_adapter_only(self.backend, self.source, directory)
+        else:  # an export survives a crash of the machine
+            write_model(self.backend, self.source, directory, durable=not command.publish)
+        if command.publish:
+            self.count_version()
+        return wire.RankDone()
+
+    def announce(self, _: wire.Announce) -> wire.RankManifest:
+        manifest = self.broadcaster.manifest()
+        self.count_version()
+        return wire.RankManifest(manifest)
+
+    def open_group(self, command: wire.OpenGroup) -> wire.RankAddress:
+        address, problem = self.broadcaster.open(command)
+        return wire.RankAddress(problem, address)
+
+    def join_group(self, command: wire.JoinGroup) -> wire.RankTransfer:
+        return wire.RankTransfer(self.broadcaster.join(command.group))
+
+    def send_weights(self, _: wire.SendWeights) -> wire.RankTransfer:
+        return wire.RankTransfer(self.broadcaster.send())
+
+    def leave_group(self, _: wire.LeaveGroup) -> wire.RankDone:
+        self.broadcaster.leave()
+        return wire.RankDone()
+
+    def share(self, command: wire.ShareWeights) -> wire.RankShared:
+        shared, problem = self.shared.publish(
+            sleeps_next=command.sleeps_next, num_readers=command.num_readers
+        )
+        if not problem:
+            self.count_version()
+            self.shared.policy_version = self.policy_version
+        return wire.RankShared(problem, shared)
+
+    def release_shared(self, _: wire.ReleaseShared) -> wire.RankDone:
+        self.shared.release()
+        return wire.RankDone()
+
+    def write_shared(self, command: wire.WriteShared) -> wire.RankDone:
+        if self.shared.policy_version != command.policy_version:
+            raise LearnerError("the learner has moved on to newer weights")
+        self.shared.write(self.source, Path(command.directory))
+        return wire.RankDone()
+
+    def count_version(self) -> None:
+        """Make the current weights the next policy version."""
+        self.policy_version += 1
+        self.trainer.moved = False
+
+    # Checkpoints
+
+    def save(self, command: wire.Save) -> wire.RankDone:
+        """Write a checkpoint for a bitwise exact resume."""
+        config, reference = self.config, self.trainer.reference
+        meta = SavedLearner(
+            num_ranks=self.backend.num_ranks,
+            zero_stage=self.backend.stage,
+            dtype=config.dtype,
+            optimizer=config.optimizer,
+            policy_version=self.policy_version,
+            optimizer_step=self.trainer.optimizer_step,
+            moved=self.trainer.moved,
+            base_model=str(self.source),
+            reference_updates=reference.num_updates,
+            lora=config.lora,
+            trials=self.trainer.layouts.trials,
+        )
+        checkpoint.save(self.backend, meta, Path(command.directory), reference.weights)
+        return wire.RankDone()
+
+    def load(self, command: wire.Load) -> wire.RankDone:
+        """Resume from a checkpoint of any number of ranks and any ZeRO stage."""
+        saved = checkpoint.Checkpoint(Path(command.directory))
+        checkpoint.restore(self.backend, saved)
+        states = saved.rng_states(self.backend.rank)
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        self.trainer.reference.load(saved)
+        self.trainer.layouts.trials = saved.meta.trials
+        self.policy_version = saved.meta.policy_version
+        self.trainer.optimizer_step = saved.meta.optimizer_step
+        self.trainer.moved = saved.meta.moved
+        return wire.RankDone()
+
+
+COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
+    wire.Update: Rank.update,
+    wire.Imitate: Rank.imitate,
+    wire.Prefer: Rank.prefer,
+    wire.ScoreSequences: Rank.score,
+    wire.WarmUp: Rank.warm_up,
+    wire.ResetOptimizer: Rank.reset_optimizer,
+    wire.Sleep: Rank.sleep,
+    wire.WriteModel: Rank.write,
+    wire.Announce: Rank.announce,
+    wire.OpenGroup: Rank.open_group,
+    wire.JoinGroup: Rank.join_group,
+    wire.SendWeights: Rank.send_weights,
+    wire.LeaveGroup: Rank.leave_group,
+    wire.ShareWeights: Rank.share,
+    wire.ReleaseShared: Rank.release_shared,
+    wire.WriteShared: Rank.write_shared,
+    wire.Save: Rank.save,
+    wire.Load: Rank.load,
+}
+
+
+def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
+    """Load the model and start the configured backend. Raises ConfigError for an unsupported
+    model."""
+    config = init.config
+    transformers_logging.disable_progress_bar()
+    check_model(
+        Path(init.model_dir),
+        config.context_parallel,
+        compiled=config.compile,
+        is_flat=config.is_flat,
+    )
+    # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
+    model = AutoModelForCausalLM.from_pretrained(
+        init.model_dir,
+        dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
+        attn_implementation="sdpa",
+    ).eval()
+    dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
+    if config.fused == "liger":
+        use_liger(model)
+    policy = Policy(model, checkpointing=config.activation_checkpointing, compiled=config.compile)
+    if config.router_loss:
+        policy.balance_experts()
+    kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
+    return kind(policy, config, dropouts)

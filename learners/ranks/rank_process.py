@@ -1,0 +1,273 @@
+"""The process of one learner rank, which executes the controller's commands.
+
+    python -m agentenv.learners.ranks.rank_process
+
+Environment variables have the controller's address and a secret token (`learners.messages`), and
+the rank's number, from torchrun, the DeepSpeed launcher or Slurm (`find_position`). `join_ranks`
+joins the ranks, `serve` lets the `Rank` execute the commands. The process ends when the
+controller stops it, dies, or closes the connection; the controller handles keyboard interrupts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from agentenv.base.disk import DIR_KEY, explain
+from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.untrusted import packed
+from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.trees.batch import EncodedTree
+from agentenv.processes.link import frame_of, receive_frame
+from agentenv.processes.worker_group import Hello
+
+RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+class Position(Struct, frozen=True):
+    """The rank of this process, overall and on its machine."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    master: str  # host:port from the launcher; empty: rank 0 opens a store
+
+
+def find_position(environ: Mapping[str, str]) -> Position:
+    """The position from the launcher; a single rank without a launcher. Raises ConfigError for
+    incomplete variables."""
+    rank, num_ranks = _first(environ, RANK), _first(environ, NUM_RANKS)
+    if (rank is None) != (num_ranks is None):
+        raise ConfigError(
+            "a learner rank needs both of RANK and WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) "
+            "in its environment, or neither"
+        )
+    if rank is not None and not 0 <= rank < (num_ranks or 0):
+        raise ConfigError(f"a learner rank has RANK = {rank} of WORLD_SIZE = {num_ranks}")
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return Position(
+        rank or 0,
+        num_ranks or 1,
+        _first(environ, LOCAL_RANK) or 0,
+        f"{address}:{port}" if address and port else "",
+    )
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if environ.get(name):
+            return int(environ[name])
+    return None
+
+
+def open_store(position: Position) -> TCPStore | None:
+    """The rendezvous store, on rank 0; None if the launcher has one, and for a single rank."""
+    if position.rank or position.num_ranks == 1 or position.master:
+        return None
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join_ranks(
+    position: Position, own_store: TCPStore | None, store_address: str, timeout_s: float
+) -> None:
+    """Join the process group; returns when all ranks have joined. `own_store`: from `open_store`;
+    `store_address`: host:port of rank 0's store, from the controller. Idempotent."""
+    if dist.is_initialized():  # this Init replaces the model of an earlier one
+        return
+    has_gpu = torch.cuda.is_available()
+    # Slurm may show each rank only its own GPU.
+    device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
+    names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
+    for name, value in names.items():
+        os.environ[name] = str(value)
+    if has_gpu:
+        torch.cuda.set_device(device)
+    host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
+    # Without these, DeepSpeed searches for MPI.
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", port)
+    if position.num_ranks == 1:
+        store: Store | None = HashStore()
+    elif position.master:
+        store = None  # torch uses the launcher's variables
+    else:
+        store = own_store or TCPStore(host, int(port), is_master=False)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        store=store,
+        rank=position.rank if store is not None else -1,
+        world_size=position.num_ranks if store is not None else -1,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def own_address(connection: socket.socket, controller: str) -> str:
+    """This machine's address as others see it."""
+    address = str(connection.getsockname()[0])
+    is_seen = not address.startswith("127.") or controller.startswith("127.")
+    return address if is_seen else socket.gethostname()
+
+
+PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
+ORPHAN_POLL_S = 1.0
+ORPHAN_GRACE_S = 3.0  # for the main thread to end by itself
+OUT_OF_MEMORY = (
+    "ran out of memory ({}); lower learner.max_tokens_per_microbatch, raise learner.zero_stage or "
+    "learner.context_parallel, or set learner.activation_checkpointing or learner.offload"
+)
+
+
+def serve(
+    connection: socket.socket, join: Callable[[str, float], None], host: str = "127.0.0.1"
+) -> None:
+    """Execute commands until Stop or the end of the connection. `join`: `join_ranks` as a function
+    of a store's address and a timeout in seconds; `host`: this machine's address."""
+    rank: Rank | None = None
+    trees: list[EncodedTree] = []  # of the following command
+    while True:
+        command = receive(connection)
+        if command is None or isinstance(command, wire.StopRank):
+            return
+        if isinstance(command, wire.Tree):
+            trees.append(command.tree)
+            continue
+        if isinstance(command, wire.RankNotice):  # an abort that is late
+            continue
+        reply: wire.RankMessage
+        try:
+            if isinstance(command, wire.Init):
+                join(command.store, command.config.command_timeout_s)
+                rank = Rank(command, partial(interrupted, connection), host)
+                gc.freeze()  # exclude 400,000 objects of modules from the collections at each sleep
+                reply = wire.RankDone()
+            elif rank is None:
+                reply = wire.RankFailed("the first command must be Init", "")
+            else:
+                ahead, trees = trees, []
+                reply = rank.run(wire.with_trees(ahead, command))
+        except Exception as error:  # the command boundary: the controller decides
+            text = traceback.format_exc()
+            with suppress(OSError):  # the disk of the log is full
+                sys.stderr.write(text)
+                sys.stderr.flush()
+            reply = failure(error, text)
+        connection.sendall(wire.pack_frame(reply))
+
+
+def interrupted(connection: socket.socket) -> bool:
+    """True if the controller aborts the running command; it sends nothing else during a
+    command."""
+    readable = select.select([connection], [], [], 0)[0]
+    return bool(readable) and isinstance(receive(connection), wire.AbortTransfer | None)
+
+
+def failure(error: Exception, text: str) -> wire.RankFailed:
+    """The reply for an error. An AgentEnvError or a system error such as a full disk needs no
+    traceback, even if torch wraps it in another error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, AgentEnvError):
+            return wire.RankFailed(str(cause), "")
+        is_cpu_allocator = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or is_cpu_allocator:
+            reason = (str(cause) or "out of memory").splitlines()[0]
+            return wire.RankFailed(OUT_OF_MEMORY.format(reason), "")
+        if isinstance(cause, OSError) and cause.strerror:
+            return wire.RankFailed(
+                f"{cause.filename or 'writing a file'}: {explain(cause, DIR_KEY)}", ""
+            )
+        cause = cause.__cause__ or cause.__context__
+    return wire.RankFailed(f"{type(error).__name__}: {error}", text)
+
+
+def receive(connection: socket.socket) -> wire.RankCommand[Any] | wire.RankNotice | None:
+    """The next message, or None at the end of the connection."""
+    with suppress(EOFError):
+        return wire.unpack_command(receive_frame(connection))
+    return None
+
+
+def end_with_controller(connection: socket.socket) -> None:
+    """End a process that would wait forever for other ranks after the end of the controller."""
+    while True:
+        time.sleep(ORPHAN_POLL_S)
+        try:
+            readable = select.select([connection], [], [], 0)[0]
+            gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the main thread has read it
+            continue
+        except (OSError, ValueError):  # closed by the main thread, or broken
+            gone = True
+        if gone:
+            time.sleep(ORPHAN_GRACE_S)
+            os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # writes the stack of a hung rank to its log
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set: a learner rank needs it to reach its controller")
+    host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
+    position = find_position(os.environ)
+    store = open_store(position)
+    with connect(host, int(port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own = own_address(connection, host)
+        hello = Hello(
+            token=os.environ.pop(wire.TOKEN_VARIABLE),
+            number=position.rank,
+            pid=os.getpid(),
+            total=position.num_ranks,
+            host=socket.gethostname(),
+            store="" if store is None else f"{own}:{store.port}",
+        )
+        connection.sendall(frame_of(packed(hello)))
+        threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
+        if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
+            import deepspeed  # noqa: F401 - while the controller checks its configuration
+        try:
+            serve(connection, partial(join_ranks, position, store), own)
+        except ConnectionError:  # the controller has ended
+            sys.exit(1)
+    sys.stderr.flush()
+    os._exit(0)  # leaving the group could wait for ranks that have ended
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """Connect to the controller, which may start later: retry for some minutes."""
+    for _ in range(600):
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            time.sleep(0.5)
+    return socket.create_connection((host, port))
+
+
+if __name__ == "__main__":
+    main()

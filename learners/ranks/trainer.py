@@ -1,0 +1,508 @@
+"""Training on a rank: updates, imitation and scoring of encoded trees, for any backend.
+
+`Reference` is the reference policy of a KL term.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentenv.learners.algorithms.algorithm import Algorithm
+from agentenv.learners.algorithms.credit import Floats
+from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
+from agentenv.learners.ranks.backend import RankBackend
+from agentenv.learners.ranks.checkpoint import (
+    REFERENCE,
+    Checkpoint,
+    LocalWeights,
+    changing_weights,
+    local_weights,
+)
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed, from_arrays
+from agentenv.learners.trees.layouts import Layouts
+from agentenv.learners.trees.minibatch import MiniBatch, over_all, prepare, ratios
+from agentenv.learners.trees.partition import MicroBatch, split_by_tree
+
+GIB = 2**30
+
+
+class Reference:
+    """The reference policy of a KL term: a copy from its first use, so that it is the initial
+    policy of RL, renewed every `every` updates (0: never).
+
+    There is no second model. A rank keeps a copy of its trained weights: all of them at ZeRO stages
+    0 to 2, its part at stage 3, only the adapter with LoRA. Its weights are exchanged with the
+    policy's while the reference scores.
+    """
+
+    def __init__(self, backend: RankBackend, every: int) -> None:
+        self.backend = backend
+        self.every = every
+        self.num_updates = 0
+        self.weights: LocalWeights | None = None
+
+    def begin_update(self) -> None:
+        """Call this at the start of an update, before its first step."""
+        due = self.every and self.num_updates % self.every == 0
+        if self.weights is None or due:
+            self.weights = {
+                name: (start, elements.clone())
+                for name, start, elements in local_weights(self.backend)
+            }
+        self.num_updates += 1
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block, the backend computes with the reference's weights; steps are not
+        allowed."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        assert self.weights is not None
+        with changing_weights(self.backend):
+            for name, _, elements in local_weights(self.backend):
+                kept = self.weights[name][1]
+                other = elements.clone()
+                elements.copy_(kept)
+                kept.copy_(other)
+
+    def load(self, saved: Checkpoint) -> None:
+        """Restore the reference from a checkpoint; checkpoints before its first use have none."""
+        self.num_updates, self.weights = saved.meta.reference_updates, None
+        if self.num_updates:
+            self.weights = {
+                name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
+                for name, start, elements in local_weights(self.backend)
+            }
+
+
+WARM_UP_SIZES = 96, 160  # tokens of a node: the second size makes torch compile for all
+
+
+def forked_tree(size: int) -> EncodedTree:
+    """A prompt and two continuations of `size` tokens each."""
+    token_ids = [index % 7 for index in range(3 * size)]
+    action = np.arange(3 * size) >= size
+    return from_arrays(token_ids, action, [0, size, 2 * size], [-1, 0, 0], weight=[1.0] * 3)
+
+
+NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"}  # by layout
+
+
+class Trainer:
+    """Trains on a rank. `optimizer_step` counts all steps; `moved`: the weights have changed since
+    they were published, so that no token belongs to the current policy."""
+
+    def __init__(self, backend: RankBackend, algorithm: Algorithm, config: LearnerConfig) -> None:
+        self.backend = backend
+        self.algorithm = algorithm
+        self.config = config
+        self.optimizer_step = 0
+        self.moved = False
+        self.agreement: Agreement = "exact"  # of the engine's values, in the running update
+        self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
+        # Of the last update, by mini-batch and tree; nan where they are the engine's.
+        self.entropies: list[list[bytes]] = []
+        self.proximal: list[list[bytes]] = []
+        self.logprobs: list[list[bytes]] = []
+        self.reference = Reference(backend, algorithm.reference_every)
+        self.layouts = Layouts(backend.config, backend.policy, backend.device)
+
+    def update(
+        self,
+        minibatches: Sequence[Sequence[EncodedTree]],
+        lr_scale: float,
+        agreement: Agreement = "exact",
+    ) -> Metrics:
+        """One optimizer step per mini-batch, with zero gradients if no group has a signal. First
+        recomputes the log-probs of stale tokens, or of all if the engine's differ from the
+        learner's."""
+        start_wall, start_cpu = time.perf_counter(), time.process_time()
+        self.agreement = agreement
+        steps = []
+        own = [tree for minibatch in minibatches for tree in computed(minibatch)]
+        with self.layouts.update("policy", own, self.backend.gather):
+            prepared = self._prepare_all(minibatches)
+            for epoch in range(self.config.num_epochs_per_batch):
+                for number, minibatch in enumerate(prepared):
+                    place = {"minibatch": float(number), "epoch": float(epoch)}
+                    steps.append((place, self._policy_step(minibatch, lr_scale)))
+        self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
+        self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
+        self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
+        self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
+        metrics = over_steps([step for _, step in steps])
+        metrics |= means(self.backend.gather_replicas(behavior_ratios(prepared)))
+        counts = [
+            [one.num_computed, one.tokens.weight[: one.num_computed].sum(), one.is_measured.sum()]
+            for one in prepared
+        ]
+        sums = over_all(np.sum(counts, axis=0), self.backend.gather_replicas).tolist()
+        names = ("num_tokens", "num_flat_tokens", "num_proximal_tokens")
+        metrics |= dict(zip(names, map(float, sums), strict=True))
+        return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
+
+    def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
+        """One step on the negative log-likelihood, averaged over the weights of all tokens."""
+        start_wall, start_cpu = time.perf_counter(), time.process_time()
+        weight = ActionTokens.of(sequences).weight
+        total = float(over_all(weight.sum(), self.backend.gather_replicas))
+        loss_sum = 0.0
+        with self.layouts.update("imitation", sequences, self.backend.gather):
+            batches = self.layouts.pack(sequences)
+            num_computed = self._num_computed(batches)
+            for batch in self.layouts.timed(self.backend.passes(batches)):
+                logprobs, _, _ = self.backend.forward(batch)
+                picked = torch.from_numpy(weight[batch.index]).to(logprobs)
+                loss = -(picked * logprobs).sum() / total
+                self.backend.backward(self._with_router(loss, batch, num_computed))
+                loss_sum += float(loss.detach())
+        loss_sum = sum(self.backend.gather_replicas(loss_sum))
+        metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
+        return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
+
+    def warm_up(self) -> None:
+        """Run forward and backward passes on forked trees of two sizes, so that a GPU compiles its
+        kernels now; takes no step, and restores the random generators."""
+        device = self.backend.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for size in WARM_UP_SIZES:
+                trees = [forked_tree(size)]
+                for batch in self.backend.passes(self.layouts.pack(trees)):
+                    logprobs, entropies, _ = self.backend.forward(batch)
+                    self.backend.backward(0.0 * (logprobs.sum() + entropies.sum()))
+                self.figures(trees)
+            self.backend.skip()
+        gpu_peak(self.backend)  # reset here
+
+    def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
+        """The scores of each sequence's predicted tokens, in order."""
+        figures = self.figures(sequences)
+        if not sequences:
+            return []
+        cuts = np.cumsum([sequence.num_action_tokens for sequence in sequences])[:-1]
+        parts = (np.split(values, cuts) for values in figures)
+        return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
+
+    @torch.no_grad()
+    def figures(self, trees: Sequence[EncodedTree]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
+        `ActionTokens`, under the backend's current weights."""
+        count = sum(tree.num_action_tokens for tree in trees)
+        found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
+        for batch in self.backend.passes(self.layouts.pack(trees)):
+            for array, values in zip(found, self.backend.forward(batch), strict=True):
+                array[batch.index] = values.cpu().numpy()
+        return found
+
+    def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
+        """Before the first step: log-probs of the current weights, and of the reference if the
+        algorithm has one."""
+        references: list[Floats | None] = [None] * len(minibatches)
+        if self.algorithm.needs_reference:
+            self.reference.begin_update()
+            with self.reference.in_place():
+                references = [self.figures(trees)[0] for trees in minibatches]
+        return [self._prepare(*pair) for pair in zip(minibatches, references, strict=True)]
+
+    def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
+        tokens = ActionTokens.of(trees)
+        proximal, entropies = tokens.behavior.copy(), tokens.entropies.copy()
+        flags = [self._needs_proximal(tree) for tree in trees]
+        needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]
+        counts = [tree.num_action_tokens for tree in trees]
+        is_needed = np.repeat(flags, counts).astype(np.bool_)
+        if any(self.backend.gather_replicas(bool(needed))):
+            proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
+        gather, rest = self.backend.gather_replicas, (reference, self.algorithm)
+        return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
+
+    def _needs_proximal(self, tree: EncodedTree) -> bool:
+        """Whether log-probs and entropies under the current weights are needed; a counted tree
+        needs only entropies."""
+        algorithm = self.algorithm
+        has_entropies = bool(tree.entropies) and self.agreement == "exact"
+        return (
+            self.moved
+            or self.config.proximal == "always"
+            or self.agreement == "unknown"
+            or tree.max_staleness > 0
+            or algorithm.token_mask is not None  # a mask would see only ratios of 1
+            or algorithm.sequence_mask is not None
+            or (algorithm.needs_entropies and not has_entropies)
+        ) and (algorithm.needs_entropies or not tree.is_counted)
+
+    def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:
+        terms = None
+        if self.algorithm.clips_sequences:
+            current = minibatch.proximal.copy()
+            current[: minibatch.num_computed] = self.figures(computed(minibatch.trees))[0]
+            terms = minibatch.terms(self.algorithm, current, self.backend.gather_replicas)
+        sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
+        maxima: dict[str, float] = {}
+        batches = self.layouts.pack(computed(minibatch.trees))
+        num_computed = self._num_computed(batches)
+        for batch in self.layouts.timed(self.backend.passes(batches)):
+            logprobs, entropies, _ = self.backend.forward(batch)
+            minibatch.record(batch.index, logprobs, entropies)
+            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
+            loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
+            self.backend.backward(self._with_router(loss, batch, num_computed))
+            sums["num_computed_tokens"] += len(batch.token_ids)
+            if batch.layout != "tree":
+                sums[NUM_TOKENS[batch.layout]] += len(batch.token_ids)
+            for name, value in metrics.items():
+                if name.endswith("_max"):
+                    maxima[name] = max(maxima.get(name, -math.inf), float(value))
+                else:
+                    sums[name] += float(value)  # type: ignore[assignment]
+        sums, maxima = over_ranks(self.backend.gather_replicas((sums, maxima)))
+        step = self.step(lr_scale, sums["loss"])
+        return {**minibatch.metrics, **sums, **maxima, **step}
+
+    def _num_computed(self, batches: Sequence[MicroBatch]) -> float:
+        """Tokens that all ranks compute, if the router's loss is an average over them."""
+        if not self.config.router_loss:
+            return 0.0
+        return float(sum(self.backend.gather(sum(len(batch.token_ids) for batch in batches))))
+
+    def _with_router(self, loss: Tensor, batch: MicroBatch, num_computed: float) -> Tensor:
+        """The loss plus the micro-batch's load-balancing loss, weighted by its share of the
+        computed tokens."""
+        found = self.backend.policy.router_loss
+        if not self.config.router_loss or found is None:
+            return loss
+        return loss + self.config.router_loss * len(batch.token_ids) / num_computed * found
+
+    def step(self, lr_scale: float, loss: float) -> Metrics:
+        """Step unless the loss or the gradient is not finite; a clamp can hide a non-finite value
+        in one of them."""
+        grad_norm = math.nan
+        if math.isfinite(loss):
+            grad_norm = self.backend.step(lr_scale)
+        else:
+            self.backend.skip()
+        skipped = not math.isfinite(grad_norm)
+        self.optimizer_step += not skipped
+        self.moved = self.moved or not skipped
+        return {"grad_norm": grad_norm, "num_steps": 1.0 - skipped, "num_skipped": float(skipped)}
+
+
+def times(start_wall: float, start_cpu: float) -> Metrics:
+    """Seconds since the start of a command: wall time, and CPU time of this process."""
+    return {"wall_s": time.perf_counter() - start_wall, "cpu_s": time.process_time() - start_cpu}
+
+
+def gpu_peak(backend: RankBackend) -> Metrics:
+    """Peak GiB of the fullest rank's GPU since the last call: of tensors, and of torch's allocator;
+    CUDA's context comes on top. Empty on the CPU."""
+    if backend.device.type != "cuda":
+        return {}
+    device = backend.device
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = (max(one) / GIB for one in zip(*backend.gather(peaks), strict=True))
+    return {"gpu_allocated_gib": allocated, "gpu_reserved_gib": reserved}
+
+
+def over_steps(steps: Sequence[Metrics]) -> Metrics:
+    """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
+
+    def reduce(name: str) -> float:
+        values = [step[name] for step in steps if name in step]
+        if name.startswith("num_"):
+            return sum(values)
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: reduce(name) for name in names}
+
+
+def over_ranks(
+    parts: Sequence[tuple[Counter[str], dict[str, float]]],
+) -> tuple[Counter[str], dict[str, float]]:
+    """Sums and maxima over all ranks; ranks without tokens have none."""
+    sums: Counter[str] = Counter()
+    maxima: dict[str, float] = {}
+    for part, highest in parts:
+        sums.update(part)
+        maxima |= {n: max(value, maxima.get(n, -math.inf)) for n, value in highest.items()}
+    return sums, maxima
+
+
+def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
+    """Means from the sums and counts of all ranks."""
+    names = sorted({name for part in parts for name in part})
+    found = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
+    return {name: float(total / count) for name, (total, count) in found.items()}
+
+
+def behavior_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, int]]:
+    """Sum of proximal / behavior over the trained tokens whose proximal log-prob was computed, and
+    their number, by staleness in published updates."""
+    staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
+    ratio = np.concatenate(
+        [ratios(one.proximal, one.tokens.behavior)[one.is_measured] for one in minibatches]
+    )
+    return {
+        f"behaviour_ratio/staleness_{age}": (
+            float(ratio[staleness == age].sum()),
+            int((staleness == age).sum()),
+        )
+        for age in np.unique(staleness).tolist()
+    }
+
+
+# The memory of a rank's device, freed while engines use the device.
+
+
+PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
+
+
+class HostMemory:
+    """Main memory for a rank's copies during its sleep.
+
+    It is reused for later sleeps, since its allocation takes longer than a copy; for a GPU it is
+    page-locked if the system allows it, which makes copies several times as fast.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}  # bytes, by their number
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes] for a copy of data on `device`."""
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            self._lock(found, device)
+        return found
+
+    def _lock(self, memory: Tensor, device: torch.device) -> None:
+        """Page-lock the memory; torch's own page-locked memory would take up to twice as much,
+        since it rounds sizes to powers of two."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = memory.data_ptr()
+        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
+            # Later data at these addresses would be copied to the old pages.
+            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+            return
+        with contextlib.suppress(RuntimeError):  # CUDA would report the failure to the next kernel
+            torch.zeros(1, device=device)
+
+    def release(self, memory: Tensor) -> None:
+        """Return unused memory for later copies."""
+        self._free.setdefault(memory.nbytes, []).append(memory)
+
+
+class OffloadedMemory:
+    """The memory of a rank's device, freed temporarily for engines that share the device.
+
+    The tensors of model, optimizer and reference are copied to main memory, and their storages on
+    the device are freed; `restore` fills the same storages again. Views, such as the parameters in
+    ZeRO's flat buffers, remain valid, so that this works at all stages, including stage 0 and plain
+    torch, which DeepSpeed's `offload_states` does not support. Tensors that DeepSpeed keeps in main
+    memory (learner.offload), and storages that cannot be freed, such as CPU weights mapped from a
+    file, are unchanged. DeepSpeed's buckets are unused between commands: they are freed without a
+    copy.
+    """
+
+    def __init__(
+        self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
+    ) -> None:
+        """Free the backend's memory on its device, and that of tensors in `others`."""
+        self._memory = memory or HostMemory()
+        self._device = backend.device
+        self._kept = [
+            (storage, self._memory.take(storage.nbytes(), self._device))
+            for storage in self._storages(held_tensors(backend, *others))
+        ]
+        self._empty = [(s, s.nbytes()) for s in self._storages(buckets(backend))]
+        for storage, copy in self._kept:
+            copy.copy_(_as_bytes(storage, self._device), non_blocking=True)
+        self._wait()
+        for storage in (*(s for s, _ in self._kept), *(s for s, _ in self._empty)):
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            gc.collect()
+            # A workspace of 32 MB would retain the gigabytes of its allocator block.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Restore everything on the device."""
+        for storage, num_bytes in self._empty:
+            storage.resize_(num_bytes)
+        for storage, copy in self._kept:
+            storage.resize_(copy.nbytes)
+            _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
+        self._wait()
+        for _, copy in self._kept:
+            self._memory.release(copy)
+        self._kept, self._empty = [], []
+
+    def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage.size() and storage.resizable():
+                found[storage.data_ptr()] = storage
+        return list(found.values())
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def buckets(backend: RankBackend) -> Iterator[Tensor]:
+    """DeepSpeed's buckets for the reduction of gradients."""
+    for bucket in getattr(backend.optimizer, "ipg_buckets", {}).values():
+        yield from _tensors(bucket.buffer)
+
+
+def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
+    """All tensors of the backend between two commands, with duplicates."""
+    for param in backend.policy.parameters():
+        yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
+        if param.grad is not None:
+            yield param.grad
+    yield from backend.policy.buffers()
+    for optimizer in (backend.optimizer, backend.base_optimizer):
+        yield from _tensors(vars(optimizer))
+    for other in others:
+        yield from _tensors(other)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: itself, or in nested lists, tuples, sets and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _tensors(pair)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,1 @@
+"""Trees as batches of packed tokens, and the policy that scores them."""

@@ -1,0 +1,502 @@
+"""Partition of trees over the learner's ranks and micro-batches, and the return of results.
+
+Whole trees are assigned first, in decreasing order of cost, each to the rank with the least cost so
+far (Graham 1969). Then, while it reduces the largest load, trajectories of one tree move from the
+most to the least loaded rank. That rank gets a part of the tree: the tokens on the paths to its
+trajectories. A token is trained on the rank with the first trajectory through it; other ranks
+compute it again as context, which the costs include.
+
+The results are log-probs, and exact entropies of trees without entropies: an engine in another
+process reports only lower bounds, and only where forks are decided; the learner computes exact ones
+anyway when it trains a token. numpy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
+from typing import Any, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import ArrayLike, NDArray
+
+from agentenv.base.tree import Node, Scored, TrajectoryTree
+from agentenv.learners.algorithms.credit import CreditedTree, Floats, TreeCredit
+from agentenv.learners.trees.batch import (
+    EncodedTree,
+    Layout,
+    Longs,
+    WholeTree,
+    computed,
+    encoded_nodes,
+    from_arrays,
+    leaf_ranges,
+    path_sums,
+)
+
+PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention, for about 1e9 weights
+MIN_GAIN = 0.003  # minimum reduction of the largest load by a move, as a share
+PER_TOKEN, PER_NODE = ("behavior", "entropies"), ("adv_pos", "adv_neg", "weight")
+
+T = TypeVar("T")
+
+Shard = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its leaves in pre-order
+
+
+def cost(tree: EncodedTree) -> float:
+    """The work of a tree, in tokens: its tokens, and its pairs of a token and a visible one."""
+    sizes = tree.sizes.astype(np.float64)
+    above = path_sums(sizes, tree.ints("parents")) - sizes
+    num_pairs = float((sizes * above + sizes * (sizes + 1) / 2).sum())
+    return tree.num_tokens + PAIR_COST * num_pairs
+
+
+def assign(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
+    """Indices of the whole trees of each rank, ascending. A rank may get none."""
+    return _largest_first([cost(tree) for tree in trees], num_ranks)
+
+
+def _largest_first(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
+    for place in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, rank = heapq.heappop(ranks)
+        shards[rank].append(place)
+        heapq.heappush(ranks, (total + costs[place], rank))
+    return [sorted(shard) for shard in shards]
+
+
+class Paths:
+    """Costs of sets of trajectories of a tree, computed in micro-batches of `max_tokens`.
+
+    `sizes` has the number of tokens of each node, in pre-order, `parents` the indices of the
+    parents, -1 for the root.
+    """
+
+    def __init__(self, sizes: ArrayLike, parents: Sequence[int], max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        lengths, costs = [0] * len(parents), [0.0] * len(parents)  # of the path to a node's end
+        is_leaf = [True] * len(parents)
+        for i, (size, parent) in enumerate(zip(np.asarray(sizes).tolist(), parents, strict=True)):
+            above, before = (lengths[parent], costs[parent]) if parent >= 0 else (0, 0.0)
+            lengths[i] = above + size
+            costs[i] = before + size + PAIR_COST * size * (above + 1 + lengths[i]) / 2
+            if parent >= 0:
+                is_leaf[parent] = False
+        leaves = [i for i, here in enumerate(is_leaf) if here]
+        # The node after a leaf is a child of the last node that the leaf shares with the next one.
+        forks = [parents[leaf + 1] for leaf in leaves[:-1]]
+        self._path = [(lengths[i], costs[i]) for i in leaves]
+        self._shared = [(0, 0.0), *((lengths[i], costs[i]) for i in forks)]
+        self._costs: dict[tuple[int, ...], float] = {(): 0.0}
+
+    @property
+    def leaves(self) -> list[int]:
+        """All leaves."""
+        return list(range(len(self._path)))
+
+    def cost(self, leaves: Sequence[int]) -> float:
+        """The cost of these ascending leaves; tokens shared by neighbors count once per
+        micro-batch."""
+        key = tuple(leaves)
+        if key not in self._costs:
+            self._costs[key] = self._sum(key)
+        return self._costs[key]
+
+    def _sum(self, leaves: tuple[int, ...]) -> float:
+        total, used, before = 0.0, self.max_tokens, -1
+        for leaf in leaves:
+            length, own = self._path[leaf]
+            shared, saved = min(self._shared[before + 1 : leaf + 1])
+            if used + length - shared > self.max_tokens:  # another micro-batch
+                used, shared, saved = 0, 0, 0.0
+            used += length - shared
+            total += own - saved
+            before = leaf
+        return total
+
+
+def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
+    """The trajectories of each rank; a rank may get none."""
+    assigned = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
+    shards: list[Shard] = [{place: trees[place].leaves for place in places} for places in assigned]
+    loads = [load(shard, trees) for shard in shards]
+    while (move := _best_move(shards, loads, trees)) is not None:
+        source, target = shards[move.source], shards[move.target]
+        source[move.tree] = move.kept
+        if not move.kept:
+            del source[move.tree]
+        target[move.tree] = sorted(target.get(move.tree, []) + move.moved)
+        loads[move.source], loads[move.target] = move.loads
+    return shards
+
+
+def load(shard: Shard, trees: Sequence[Paths]) -> float:
+    """Cost of a rank's shard."""
+    return sum(trees[place].cost(leaves) for place, leaves in shard.items())
+
+
+def idle_share(steps: Sequence[Sequence[float]]) -> float:
+    """The share of time that ranks wait for the most loaded one, from their loads in each optimizer
+    step."""
+    num_ranks, most = len(steps[0]), sum(max(loads) for loads in steps)
+    return 1.0 - sum(sum(loads) for loads in steps) / (num_ranks * most) if most else 0.0
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A move of trajectories of a tree to another rank; `loads` are those of both ranks
+    afterwards."""
+
+    source: int
+    target: int
+    tree: int
+    kept: list[int]
+    moved: list[int]
+    loads: tuple[float, float]
+
+
+def _best_move(
+    shards: Sequence[Shard], loads: Sequence[float], trees: Sequence[Paths]
+) -> _Move | None:
+    """The move with the largest reduction of the largest load: the first or the last trajectories
+    of one of its trees go to the least loaded rank. None if no move reduces it by MIN_GAIN."""
+    source, target = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
+    best, bound = None, loads[source] * (1.0 - MIN_GAIN)
+    if source == target:
+        return None
+    for place, leaves in shards[source].items():
+        tree, there = trees[place], shards[target].get(place, [])
+        rest = loads[source] - tree.cost(leaves)
+        other = loads[target] - tree.cost(there)
+        halves = [(leaves[:i], leaves[i:]) for i in range(len(leaves) + 1)]
+        for kept, moved in (*halves, *(half[::-1] for half in halves)):
+            left = rest + tree.cost(kept)
+            if left >= bound:
+                continue
+            got = other + tree.cost(sorted(there + moved))
+            if got < bound:
+                bound = max(left, got)
+                best = _Move(source, target, place, kept, moved, (left, got))
+    return best
+
+
+def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
+    """`count` runs of neighboring groups, as even as possible; fewer if there are fewer groups."""
+    count = min(count, len(groups))
+    cuts = [len(groups) * i // count for i in range(count + 1)] if count else []
+    return [groups[start:stop] for start, stop in pairwise(cuts)]
+
+
+def partition(
+    trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
+) -> tuple[list[list[EncodedTree]], list[float]]:
+    """Trees and parts of trees of each rank, and their costs; `max_tokens` is that of a
+    micro-batch. A single rank gets the trees themselves. Counted trees, which come last, stay whole
+    and cost nothing."""
+    counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
+    shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
+    shards = assign_paths(shapes, num_ranks)
+    homes = {
+        place: rank for rank, shard in enumerate(shards) for place in shard if 0 in shard[place]
+    }
+    parts = [
+        [part(trees[i], shard[i], i, is_home=homes[i] == rank) for i in sorted(shard)]
+        for rank, shard in enumerate(shards)
+    ]
+    for mine, places in zip(parts, assign(counted, num_ranks), strict=True):
+        mine += [counted[place] for place in places]
+    return parts, [load(shard, shapes) for shard in shards]
+
+
+def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool) -> EncodedTree:
+    """The part of a tree, which is number `number` in a mini-batch, with the paths to `leaves`; the
+    tree itself for all leaves. It trains the tokens whose first leaf is in `leaves`."""
+    sizes, parents, owner = tree.sizes, tree.ints("parents"), tree.owner
+    is_leaf, first, last = leaf_ranges(parents.astype(np.int64))
+    if len(leaves) == is_leaf.sum():
+        return tree
+    chosen = np.isin(np.arange(is_leaf.sum()), leaves)
+    before = np.concatenate(([0], np.cumsum(chosen)))  # chosen leaves before each one
+    leads = before[last] > before[first]  # a node to one of them
+    is_mine = chosen[first]  # a node whose tokens are trained here
+    here, trained = np.flatnonzero(leads[owner]), is_mine[owner[tree.actions()]]
+    own_sizes = np.where(leads, sizes, 0)
+    counts = np.bincount(owner[tree.actions()], minlength=len(sizes))
+    whole = WholeTree(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
+    figures = {name: tree.floats(name)[trained] for name in PER_TOKEN if getattr(tree, name)}
+    figures |= {name: np.where(is_mine, tree.floats(name), 0.0) for name in PER_NODE}
+    encoded = from_arrays(
+        tree.ints("token_ids")[here],
+        (tree.actions() & is_mine[owner])[here],
+        np.cumsum(own_sizes) - own_sizes,
+        parents,
+        tree.ints("staleness")[trained],
+        returns=tree.floats("returns"),
+        advantages=tree.floats("advantages"),
+        **figures,
+    )
+    return replace(encoded, whole=whole)
+
+
+def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
+    """Drop the engine's entropies, after the decisions on forks."""
+    for tree in trees:
+        for node in tree.nodes:
+            node.entropies = array("f")
+
+
+Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, values of each
+
+
+def split_by_tree(trees: Sequence[EncodedTree], figures: Floats) -> list[bytes]:
+    """Values of trained tokens, tree after tree: float32 bytes for each tree."""
+    cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
+    parts = np.split(figures.astype(np.float32), cuts) if trees else []
+    return [part.tobytes() for part in parts]
+
+
+def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:
+    """Values of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
+    where no rank reported any. `shares`: for each rank its trees and parts of trees, and their
+    `split_by_tree`."""
+    found = [np.full(tree.num_action_tokens, nan, np.float32) for tree in encoded]
+    whole = {id(tree): number for number, tree in enumerate(encoded)}
+    for parts, figures in shares:
+        for part, values in zip(parts, figures, strict=False):
+            number = whole[id(part)] if part.whole is None else part.whole.number
+            if values:
+                places = trained_places(part, encoded[number])
+                found[number][places] = np.frombuffer(values, np.float32)
+    return found
+
+
+def write_back(
+    groups: Sequence[CreditedTree],
+    encoded: Sequence[EncodedTree],
+    entropies: Sequence[Share],
+    proximal: Sequence[Share] = (),
+    logprobs: Sequence[Share] = (),
+) -> None:
+    """Write the ranks' values into the trees of a mini-batch: into `scored`, and entropies into the
+    nodes of trees without any. Untrained tokens get nan."""
+    found = zip(*(gathered(encoded, one) for one in (entropies, proximal, logprobs)), strict=True)
+    for (tree, credit), one, (exact, before, first) in zip(groups, encoded, found, strict=True):
+        tree.scored = [Scored() for _ in tree.nodes]
+        for node, values in _by_node(tree, credit, before):
+            tree.scored[node.index].proximal = values
+        for node, values in _by_node(tree, credit, first):
+            tree.scored[node.index].logprobs = values
+        if not one.entropies:
+            for node in tree.nodes:
+                node.entropies = array("f", [nan]) * len(node.action_ids)
+        for node, values in _by_node(tree, credit, exact):
+            if one.entropies:
+                tree.scored[node.index].entropies = values
+            else:
+                node.entropies = values
+
+
+def _by_node(
+    tree: TrajectoryTree, credit: TreeCredit, figures: NDArray[np.float32]
+) -> Iterator[tuple[Node, array[float]]]:
+    """Trained nodes with the values of their tokens; empty if no rank reported on the tree."""
+    start = 0
+    for node in encoded_nodes(tree, credit) if not np.isnan(figures).all() else ():
+        stop = start + len(node.action_ids)
+        yield node, array("f", figures[start:stop].tobytes())
+        start = stop
+
+
+def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
+    """The indices, among a tree's trained tokens, of those of a part: a part trains all tokens of a
+    node or none."""
+    ours, theirs = (one.owner[one.actions()] for one in (tree, part))
+    return np.flatnonzero(np.isin(ours, theirs))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Trees and parts of trees side by side; see `agentenv.learners.trees.batch` for pred, depth
+    and end.
+
+    token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
+    source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
+    its id; index: int64 [tokens], its place in ActionTokens. A padded one is `rows` rows of equal
+    length, one after the other.
+    """
+
+    token_ids: Longs
+    position_ids: Longs
+    end: Longs
+    source: Longs
+    targets: Longs
+    index: Longs
+    layout: Layout = "tree"
+    rows: int = 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and a visible one."""
+        return int((self.end - np.arange(len(self.end))).sum())
+
+    @property
+    def paths(self) -> Longs:
+        """Lengths of the paths that end with each segment, a run of tokens between forks."""
+        last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)
+        lengths: Longs = self.position_ids[last] + 1
+        return lengths
+
+
+@dataclass(frozen=True)
+class TreePiece:
+    """Tokens of one tree, ancestors first; `trained` marks those with a loss in this piece."""
+
+    tree: int
+    tokens: Longs
+    trained: NDArray[np.bool_]
+
+
+def pack(
+    trees: Sequence[EncodedTree], max_tokens: int, layout: Layout = "tree"
+) -> list[MicroBatch]:
+    """Pack trees into micro-batches of at most max_tokens tokens.
+
+    A tree stays whole unless it is larger; then it is cut (`cut`). A longer single path is a
+    separate micro-batch. First fit by decreasing size, without padding. Padded: each trajectory is
+    a row, as long as the longest of its micro-batch; rows of similar length are together. A shared
+    token is computed in all of its rows and trained in one.
+    """
+    most = 0 if layout == "padded" else max_tokens
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
+    group = _in_rows if layout == "padded" else _first_fit
+    batches = group(pieces, max_tokens)
+    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
+    found = [_assemble(trees, batch, first_action) for batch in batches]
+    if layout == "padded":
+        return [_pad(*pair) for pair in zip(found, batches, strict=True)]
+    return [dataclasses.replace(one, layout=layout) for one in found]
+
+
+def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
+    batches: list[list[TreePiece]] = []
+    left: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -len(piece.tokens)):
+        size = len(piece.tokens)
+        place = next((i for i, room in enumerate(left) if size <= room), len(batches))
+        if place == len(batches):
+            batches.append([])
+            left.append(max_tokens)
+        batches[place].append(piece)
+        left[place] -= size
+    return batches
+
+
+def _in_rows(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
+    batches: list[list[TreePiece]] = []
+    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
+        if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
+            batches.append([])
+        batches[-1].append(piece)
+    return batches
+
+
+def _pad(batch: MicroBatch, pieces: Sequence[TreePiece]) -> MicroBatch:
+    """The micro-batch of these pieces, in ascending order of their length, in rows."""
+    sizes = np.array([len(piece.tokens) for piece in pieces])
+    rows, length = len(sizes), int(sizes[-1])
+    row = np.arange(rows)
+    place = np.arange(sizes.sum()) + np.repeat(row * length - np.cumsum(sizes) + sizes, sizes)
+    token_ids = np.zeros(rows * length, np.int64)
+    token_ids[place] = batch.token_ids
+    return dataclasses.replace(
+        batch,
+        token_ids=token_ids,
+        position_ids=np.tile(np.arange(length), rows),
+        end=np.repeat((row + 1) * length, length),
+        source=place[batch.source],
+        layout="padded",
+        rows=rows,
+    )
+
+
+def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
+    """Pieces of at most max_tokens tokens, or one path, that train each token exactly once.
+
+    A tree that is too large is cut below a node: neighboring children stay together as far as they
+    fit, and each piece repeats the path to them.
+    """
+    starts, parents = tree.ints("starts").tolist(), tree.ints("parents").tolist()
+    stops = [*starts[1:], tree.num_tokens]
+    children: list[list[int]] = [[] for _ in starts]
+    last = list(stops)  # exclusive end of each node's subtree, in tokens
+    for i in range(len(starts) - 1, 0, -1):
+        children[parents[i]].insert(0, i)
+        last[parents[i]] = max(last[parents[i]], last[i])
+    action = tree.actions().copy()  # not trained yet
+    pieces: list[TreePiece] = []
+
+    def emit(path: list[int], start: int, stop: int) -> None:
+        spans = [np.arange(starts[node], stops[node]) for node in path]
+        tokens = np.concatenate([*spans, np.arange(start, stop)])
+        trained = action[tokens]
+        action[tokens] = False
+        if trained.any():
+            pieces.append(TreePiece(number, tokens, trained))
+
+    todo: list[tuple[int, list[int], int]] = [(0, [], 0)]  # node, path to it, its tokens
+    while todo:
+        node, path, above = todo.pop()
+        if not children[node] or above + last[node] - starts[node] <= max_tokens:
+            emit(path, starts[node], last[node])
+            continue
+        path, above = [*path, node], above + stops[node] - starts[node]
+        room = max_tokens - above
+        first = stop = starts[children[node][0]]
+        for child in children[node]:
+            if last[child] - first > room and stop > first:
+                emit(path, first, stop)
+                first = stop
+            stop = last[child]
+            if stop - first > room:
+                todo.append((child, path, above))
+                first = stop
+        if stop > first:
+            emit(path, first, stop)
+    return pieces
+
+
+def _assemble(
+    trees: Sequence[EncodedTree], pieces: list[TreePiece], first_action: NDArray[np.int64]
+) -> MicroBatch:
+    """One micro-batch of these pieces, in their order."""
+    columns: list[tuple[NDArray[Any], ...]] = []
+    offset = 0
+    for piece in pieces:
+        tree, tokens = trees[piece.tree], piece.tokens
+        place = np.full(tree.num_tokens, -1)  # token of the tree -> place in the micro-batch
+        place[tokens] = np.arange(offset, offset + len(tokens))
+        trained = tokens[piece.trained]
+        ordinal = np.cumsum(tree.actions()) - 1
+        token_ids = tree.ints("token_ids")
+        columns.append(
+            (
+                token_ids[tokens],
+                tree.ints("depth")[tokens],
+                offset + np.searchsorted(tokens, tree.ints("end")[tokens]),
+                place[tree.ints("pred")[trained]],
+                token_ids[trained],
+                first_action[piece.tree] + ordinal[trained],
+            )
+        )
+        offset += len(tokens)
+    ids, positions, end, source, targets, index = (
+        np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
+    )
+    return MicroBatch(ids, positions, end, source, targets, index)

@@ -1,1 +1,0 @@
-"""The work of the commands: training, evaluation, fine-tuning, viewing, exports, checks."""

@@ -1,0 +1,293 @@
+"""The audit of rewards: regrading against the gold and against another one, and jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import Grade
+from agentenv.envs.grading.custom import ground_truth
+from agentenv.envs.grading.layers import Layered
+from agentenv.lab.diagnosis import audit as audits
+from agentenv.lab.diagnosis.audit import (
+    audit,
+    few_failures,
+    find_jumps,
+    mutated,
+    no_jumps,
+    with_another_gold,
+)
+from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
+from agentenv.launchers import doctor, train
+from agentenv.rollout.archive import Entry, Step, StepHeader
+from tests.support.rank_here import rank_here
+
+
+def step(number: int, *rewards: Sequence[float]) -> Step:
+    """A step whose trees have these rewards."""
+    header = StepHeader(number, number, 1, "", 8, len(rewards))
+    entries = [
+        Entry(tree, f"t{tree}", "all", "trained", "", list(own), len(own), 0, 0, 1, 0, 9, 5, 0, 0)
+        for tree, own in enumerate(rewards)
+    ]
+    return Step(Path("nowhere"), header, entries, is_whole=True)
+
+
+def steady(number: int, shift: float = 0.0) -> Step:
+    return step(number, *([0.1 * (tree % 4) + shift] * 2 for tree in range(8)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "jumps"),
+    [
+        ([steady(n) for n in range(1, 7)], []),
+        ([steady(n, 0.02 * n) for n in range(1, 7)], []),  # it learns
+        ([*(steady(n) for n in range(1, 5)), steady(5, 0.6)], [5]),
+        ([*(steady(n, 0.6) for n in range(1, 5)), steady(5)], [5]),
+        ([steady(1), steady(2, 0.6)], []),  # too few before it
+    ],
+)
+async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
+    assert [one.step for one in find_jumps(steps)] == jumps
+    check = Check("jumps", "measured", (), no_jumps)
+    (verdict,) = [one async for one in CheckRunner().run([check], steps)]
+    expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
+    assert verdict.state == expected
+    assert ("samples" in verdict.remedy) is bool(jumps)
+
+
+@pytest.mark.parametrize(("num_failed", "state"), [(0, "passed"), (2, "passed"), (3, "failed")])
+async def test_rewards_of_a_selection_of_the_trajectories_are_reported(
+    num_failed: int, state: str
+) -> None:
+    """Failed trajectories have no reward: a policy that learns to fail would seem to learn."""
+    few = step(1, [1.0] * 5, [1.0] * 5)
+    few.entries[0] = replace(few.entries[0], num_failed=num_failed)
+    check = Check("failures", "measured", (), few_failures)
+    (verdict,) = [one async for one in CheckRunner().run([check], [few])]
+    assert verdict.state == state
+    assert f"{num_failed} of 10 trajectories failed" in verdict.message
+    assert ("run.log" in verdict.remedy) is (state == "failed")
+
+
+@pytest.mark.parametrize(
+    ("gold", "others", "expected"),
+    [
+        ("41", ["41"], "42"),
+        ("1,240", [], "1241"),
+        ("Lima", ["lima", "Quito"], "Quito"),
+        ("Lima", [], "not Lima"),
+    ],
+)
+def test_a_gold_is_mutated_into_a_wrong_answer(gold: str, others: list[str], expected: str) -> None:
+    assert mutated(gold, others, [gold]) == expected
+
+
+def test_the_ground_truth_of_a_row_is_mutated_with_its_gold() -> None:
+    def task(number: int, **metadata: Any) -> Task:
+        return Task(f"t{number}", "e", "?", (str(number),), metadata=metadata)
+
+    rows = [task(n, ground_truth={"target": n, "numbers": [n, 1]}) for n in (3, 4)]
+    changed = with_another_gold(rows[0], rows)
+    assert changed is not None
+    assert ground_truth(changed) == ground_truth(rows[1])
+    assert changed.id == "t3"
+    assert with_another_gold(rows[0], rows[:1]) is None, "there is no other one"
+    nested = [task(n, reward_model={"ground_truth": {"target": n}}) for n in (3, 4)]
+    changed = with_another_gold(nested[1], nested)
+    assert changed is not None
+    assert ground_truth(changed) == {"target": 3}
+    changed = with_another_gold(task(41), [task(41)])
+    assert changed is not None
+    assert ground_truth(changed) == "42"
+
+
+def audited(run: Path) -> dict[str, CheckResult]:
+    verdicts, _ = asyncio.run(audit(run, 100))
+    return {one.name: one for one in verdicts}
+
+
+class Other:
+    """ExactMatch with grades altered by `change`."""
+
+    def __init__(self, inner: Any, change: Any) -> None:
+        self.inner, self.change = inner, change
+
+    async def grade(self, task: Task, written: Sequence[Message], calls: Any) -> Grade:
+        grade: Grade = await self.inner.grade(task, written, calls)
+        changed: Grade = self.change(grade)
+        return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "failed", "remedy"),
+    [
+        (lambda grade: grade, [], ""),
+        (lambda grade: Grade(2 * grade.reward, grade.success), ["regraded"], "changed since"),
+        (lambda grade: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
+    ],
+)
+def test_rewards_that_ignore_the_golds_are_found(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, change: Any, failed: list[str], remedy: str
+) -> None:
+    import my_env  # type: ignore[import-not-found]
+
+    exact = my_env.ExactMatch
+    monkeypatch.setattr(my_env, "ExactMatch", lambda: Other(exact(), change))
+    found = audited(finished)
+    assert [name for name, one in found.items() if one.state == "failed"] == failed
+    for name in failed:
+        assert remedy in found[name].remedy
+    assert found["regraded"].message
+
+
+# graders of a user's own, by verl's form
+OWN = r"""
+import re
+
+def said(text):
+    return re.search(r"<answer>(?:.boxed.)?(.*?)[}]?</answer>", text, re.S)[1]
+
+def contains(solution_str, ground_truth):
+    return float(str(ground_truth).lower() in said(solution_str).lower())
+
+def whole(solution_str, ground_truth):
+    return float(str(ground_truth).lower() == said(solution_str).strip(" .").lower())
+
+def last(solution_str, ground_truth):
+    return float(str(ground_truth).lower() == re.findall(r"\w+", said(solution_str))[-1].lower())
+"""
+READ_OWN = """
+import my_env
+from agentenv import register
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.envs.grading.reward import make_grader
+
+class OwnlyGraded(my_env.WarehouseEnv):
+    def __init__(self, task, grader=None):
+        super().__init__(task)
+        self.grader = make_grader(grader)
+
+register("me/OwnlyGraded-v0", "my_own_env:OwnlyGraded")
+"""
+
+
+def own_grader(folder: Path, name: str) -> list[str]:
+    (folder / "own_grader.py").write_text(OWN)
+    return [f"grader.path={folder}/own_grader.py", f"grader.name={name}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_paid", "remedy"),
+    [
+        ("contains", True, "it rewards guessing twice"),
+        ("last", True, "it reads only the last"),
+        ("whole", False, ""),
+    ],
+)
+def test_a_custom_grader_that_rewards_two_guesses_is_found(
+    warehouse: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    is_paid: bool,
+    remedy: str,
+) -> None:
+    (warehouse.parent / "my_own_env.py").write_text(READ_OWN)
+    keys = ["env.id=me/OwnlyGraded-v0", "env.module=my_own_env", *own_grader(tmp_path, name)]
+    code = doctor.main(["--config", str(warehouse), *keys, "--quick", "--offline", "--json"])
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    sanity = found["grader sanity"]
+    assert sanity["state"] == ("failed" if is_paid else "passed"), sanity
+    assert remedy in sanity["remedy"]
+    if is_paid:
+        assert code == 1
+        assert (
+            "name a second candidate besides the gold answer "
+            "are graded as correct" in sanity["message"]
+        )
+
+    overrides = [*keys, f"run.name=own-{name}", "train.num_steps=1"]
+    with rank_here():
+        assert train.main([str(warehouse), *overrides]) == 0
+    capsys.readouterr()
+    run = warehouse.parent / "runs" / f"own-{name}"
+    assert doctor.main(["audit", str(run), "--json"]) == int(is_paid)
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    states = {one["name"]: one["state"] for one in verdicts}
+    assert states == {
+        "regraded": "passed",
+        "changed golds": "passed",
+        "second candidate": "failed" if is_paid else "passed",
+        "jumps of reward": "skipped",
+        "failures": "passed",
+    }
+    (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
+    assert remedy in verdict["remedy"]
+    numbers = [int(text) for text in re.findall(r"\d+", verdict["message"])]
+    assert numbers[0] > 0
+    if is_paid:
+        assert numbers[0] == numbers[1] * {"contains": 1, "last": 1 / 2}[name]
+
+
+@pytest.mark.parametrize(
+    ("answer", "candidates", "other"),
+    [
+        ("Lima", ["the city of Lima", "Quito"], "Quito"),
+        ("1912", ["May 1912", "Paris", "1913"], "1913"),
+        ("yes", ["Lima"], "no"),
+        ("Paris", ["1945"], ""),
+        ("Paris", ["City of light"], ""),  # right by itself
+        ("Paris", [], ""),
+    ],
+)
+async def test_a_second_candidate_is_wrong_and_of_the_same_kind(
+    answer: str, candidates: list[str], other: str
+) -> None:
+    layered = Layered(math=False)
+    golds = [answer, "City of Light"] if answer == "Paris" else [answer]
+
+    async def is_right(text: str) -> bool:
+        return (await layered.verdict("", text, golds)).right
+
+    guesses = await guess_twice(is_right, answer, [answer], candidates)
+    assert len(guesses) == (2 * len(JOINTS) if other else 0)
+    assert not [one for one in guesses if one.is_paid]
+    assert all(other in one.text for one in guesses)
+
+
+async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
+    async def first(text: str) -> bool:
+        return text.startswith("Lima")
+
+    guesses = await guess_twice(first, "Lima", ["Lima"], ["Quito"])
+    assert "it reads only the first" in remedy(guesses)
+
+
+def test_a_jump_is_reported_with_its_trajectories(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audits, "FAR", -1.0)
+    monkeypatch.setattr(audits, "LEAST_SHARE", -1.0)
+    assert doctor.main(["audit", str(finished)]) == 1
+    said = capsys.readouterr().out
+    assert "=== step" in said
+    assert "policy | " in said
+    assert doctor.main(["audit", str(finished), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["samples"]
+
+
+def test_a_folder_without_a_run_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["audit", str(tmp_path)]) == 2
+    assert "expected the folder of a run" in " ".join(capsys.readouterr().err.split())

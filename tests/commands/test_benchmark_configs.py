@@ -1,0 +1,152 @@
+"""The shipped evaluations: every benchmark of the papers with its published settings."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentenv.assembly.keys.benchmarks import BENCHMARKS, ENV_ID
+from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.serving.servers import check_roles
+from agentenv.base.config import load_config
+from agentenv.envs.search.keys import SearchConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def load(name: str) -> EvaluateConfig:
+    path = CONFIGS / f"{name}.toml"
+    return resolve_sets(tomllib.loads(path.read_text()), str(path))
+
+
+@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search"])
+def test_sampling_and_limits_are_the_published_ones(name: str) -> None:
+    config = load(name)
+    check_roles(config)
+    assert config.concurrency == 50
+    for one in config.sets.values():
+        assert one.sampling is not None
+        assert one.limits is not None
+        assert one.env is not None
+        assert (one.sampling.temperature, one.sampling.top_p) == (0.6, 0.95)
+        assert one.sampling.repetition_penalty == 1.1
+        assert (one.limits.max_turn_tokens, one.limits.max_seconds) == (4096, 1500)
+        assert one.limits.on_limit == "result"
+        assert one.max_tasks is None, "as many as the papers ask"
+        calls = {tool.name: tool.max_calls for tool in one.env.tools}
+        assert calls == {"search": 10, "python": 5}, "both tools, of every set"
+    judge = config.roles["judge"]
+    assert (judge.tensor_parallel_size, len(judge.gpus)) == (4, 4)
+
+
+def test_together_the_configurations_cover_every_benchmark() -> None:
+    sets = [*load("eval_reasoning").sets.items(), *load("eval_deep_search").sets.items()]
+    assert {one.benchmark for _, one in sets} == set(BENCHMARKS)
+    for name, one in sets:
+        spec = BENCHMARKS[one.benchmark]
+        assert name == spec.name
+        assert one.env is not None
+        assert one.env.id == ENV_ID
+        assert one.grader is not None
+        assert (one.grader.kind, one.grader.reward) == ("judge", "answer")
+
+
+def test_the_ten_sets_of_table_1_are_evaluated_over_bing_snippets() -> None:
+    """Paper, appendix C.3: the top 10 snippets of Bing, in training and in testing."""
+    sets = load("eval_reasoning").sets
+    ten = "aime24 aime25 math500 gsm8k math webwalker hotpotqa 2wiki musique bamboogle"
+    assert set(sets) == set(ten.split())
+    training = load_config(TrainConfig, CONFIGS / "arpo_reasoning_7b.toml").search
+    for one in sets.values():
+        assert isinstance(one.search, SearchConfig)
+        assert isinstance(training, SearchConfig)
+        assert one.search.backend == training.backend
+        assert one.search.sizes == training.sizes
+        assert one.search.sizes.mode == "snippets"
+        for search in (one.search, training):
+            assert (search.max_results, search.max_chars_per_result) == (10, 1000)
+    samples = {name: one.num_samples for name, one in sets.items() if one.num_samples != 1}
+    assert samples == {"aime24": 32, "aime25": 32}
+
+
+def test_webwalker_of_table_2_has_the_browser_agent() -> None:
+    sets = load("eval_deep_search").sets
+    for one in sets.values():
+        assert isinstance(one.search, SearchConfig)
+        assert one.search.sizes.mode == "summaries"
+        assert one.num_samples == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("eval_reasoning", "arpo_reasoning_7b"),
+        ("eval_deep_search", "arpo_deep_search_8b"),
+        ("eval_tool_star", "arpo_reasoning_7b"),
+    ],
+)
+def test_the_prompt_is_that_of_the_training_file(name: str, data: str) -> None:
+    trained = load_config(TrainConfig, CONFIGS / f"{data}.toml").data.train
+    for key, one in load(name).sets.items():
+        assert one.prompt.template == ("chinese" if key == "xbench" else trained)
+
+
+def test_tool_star_searches_wikipedia_for_its_four_sets_and_bing_for_the_others() -> None:
+    """run.py of its evaluation, line 240: five passages of the retriever, or deep_search."""
+    sets = load("eval_tool_star").sets
+    for name, one in sets.items():
+        assert one.env is not None
+        assert {tool.name: tool.max_calls for tool in one.env.tools} == {"search": 3, "python": 3}
+        assert one.num_samples == 1, "greedy"
+        search = one.search
+        assert isinstance(search, SearchConfig)
+        found = (type(search.backend).__name__, search.sizes.mode, search.max_results)
+        if name in ("hotpotqa", "2wiki", "musique", "bamboogle"):
+            assert found == ("RemoteSearchConfig", "snippets", 5)
+            assert search.sizes.form == "passages"
+        else:
+            assert found == ("WebConfig", "summaries", 10)
+            assert search.sizes.window_chars == 6_000
+    assert len(sets) == 12
+
+
+def documented_rows() -> dict[str, dict[str, str]]:
+    """The table of docs/evaluation.md about the three files: cells by file and row."""
+    text = (CONFIGS.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    table = text.partition("each number in them names its source:\n\n")[2].partition("\n\n")[0]
+    head, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    ]
+    files = [cell.strip("`").removesuffix(".toml") for cell in head[1:]]
+    return {file: {row[0]: row[place] for row in rows} for place, file in enumerate(files, start=1)}
+
+
+@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
+def test_the_documentation_matches_the_resolved_configurations(name: str) -> None:
+    config, row = load(name), documented_rows()[name]
+    one = next(iter(config.sets.values()))
+    assert one.env is not None
+    calls = [str(tool.max_calls) for tool in one.env.tools]
+    assert row["calls of search, Python"] == ", ".join(calls)
+    sampling = (one.sampling.temperature, one.sampling.top_p, one.sampling.repetition_penalty)
+    said = row["temperature, top-p, repetition penalty"].split(", ")
+    assert tuple(map(float, said)) == sampling
+    numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
+    limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
+    assert tuple(int(number.replace(",", "")) for number in numbers) == limits
+    times = {1: "one", 5: "five"}[config.num_samples]
+    assert row["samples"].startswith(times)
+    more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()
+            if set_.num_samples != config.num_samples}  # fmt: skip
+    assert {row["samples"].removeprefix(f"{times}, ")} >= more
+    modes = {set_.search.sizes.mode for set_ in config.sets.values() if set_.search is not None}
+    assert ("browser agent" in row["search"]) == ("summaries" in modes)
+    backends = {set_.search.backend.__class__.__name__ for set_ in config.sets.values()
+                if set_.search is not None}  # fmt: skip
+    assert ("Wikipedia" in row["search"]) == ("RemoteSearchConfig" in backends)
+    assert "Bing" in row["search"]
+    assert "WebConfig" in backends

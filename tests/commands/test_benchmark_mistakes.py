@@ -1,0 +1,93 @@
+"""Benchmarks that are misspelled, missing, private, or of another schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentenv.assembly.keys.benchmarks import BENCHMARKS, benchmark, load_benchmark
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.data.rows import ColumnsConfig, RowsConfig
+from tests.commands.benchmark_files import Row, encrypted, load
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"canary": "another key"}, "cannot be decoded with the row's 'canary'"),
+        ({"canary": None}, "encrypted, but there is no 'canary'"),
+        ({"answer": "not base64!"}, "cannot be decoded"),
+    ],
+)
+def test_a_row_that_cannot_be_decoded_is_refused(tmp_path: Path, change: Row, says: str) -> None:
+    row = encrypted("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272", "\u84dd\u8272", 1)
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
+        load(tmp_path, "xbench", {**row, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"), ("2WikiMultihopQA",
+     "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
+)  # fmt: skip
+def test_a_benchmark_is_found_by_any_spelling_of_its_name(name: str, found: str) -> None:
+    assert benchmark(name).name == found
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="'hotpot': unknown; did you mean hotpotqa"):
+        benchmark("hotpot")
+    with pytest.raises(ConfigError, match=r"unknown; known: aime24, .*xbench"):
+        benchmark("zzz")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_missing_file_is_refused_with_its_source(tmp_path: Path, name: str) -> None:
+    hub = BENCHMARKS[name].hub
+    for path in (tmp_path / "no.jsonl", str(tmp_path / "*.parquet"), ""):
+        with pytest.raises(DataError, match=f"{name}: .*huggingface.co/datasets/{hub} ") as raised:
+            load_benchmark(name, path)
+        assert f"hf download {hub} --repo-type dataset" in str(raised.value)
+    if name in ("gaia", "hle"):
+        assert "accept its terms on that page and log in" in str(raised.value)
+
+
+def test_answers_that_are_private_are_refused(tmp_path: Path) -> None:
+    row = {"task_id": "t", "Question": "q", "Level": 1, "Final answer": "?", "file_name": ""}
+    with pytest.raises(DataError, match=r"row 1: the answer is not published; .*2023/val"):
+        load(tmp_path, "gaia", row)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("gaia", {"text": "q", "answer": "a"},
+         r"expected a column question or .* of GAIA \(published columns: task_id, Question"),
+        ("gaia", {"Question": "q"}, r"a column .*Final answer.*the row has \['Question'\]"),
+        ("math", {"problem": "q", "solution": "it is 4"}, r"its answer in \\boxed"),
+        ("SimpleQA", {"problem": "q", "answer": "a", "metadata": "{'topic'"},
+         "column 'metadata': not a readable object"),
+        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a non-empty string"),
+    ],
+)  # fmt: skip
+def test_a_row_of_another_schema_is_refused(tmp_path: Path, name: str, row: Row, says: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
+        load(tmp_path, name, row)
+
+
+def test_columns_of_other_names_can_be_given(tmp_path: Path) -> None:
+    row = {"q": "q?", "gold": {"text": "g"}, "Level": 3, "no": 7}
+    columns = ColumnsConfig(question="q", answer="gold.text", id="no", kind="Level")
+    (task,) = load(tmp_path, "gaia", row, rows=RowsConfig(columns=columns))
+    assert (task.id, task.question, task.answers, task.kind) == ("7", "q?", ("g",), "3")
+    with pytest.raises(DataError, match="expected the column 'ask' of GAIA"):
+        load(tmp_path, "gaia", row, rows=RowsConfig(columns=ColumnsConfig(question="ask")))
+
+
+def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
+    rows = [{"Question": "q", "Level": 1}, {"Question": "q", "answer": "a", "Level": 1}]
+    said: list[str] = []
+    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), report=said.append)
+    assert [task.id for task in found] == ["rows-2"]
+    assert "1 invalid rows are skipped" in said[0]

@@ -1,0 +1,285 @@
+"""Benchmarks by name: the reduced files of the papers' code, and rows in the published schemas.
+
+Those of GAIA, HLE and xBench are invented, since the sets must not be republished.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import agentenv
+from agentenv.assembly.keys.benchmarks import (
+    BENCHMARKS,
+    ENV_ID,
+    benchmark,
+    groups,
+    load_benchmark,
+    read_benchmarks,
+)
+from agentenv.assembly.keys.rl import EnvConfig
+from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.run.records import EvalRow
+from agentenv.base.config import build_config
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limits, Task
+from agentenv.contract.env import close_shared
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.text.prompt import PromptConfig, load_instruction
+from tests.commands.benchmark_files import CANARY, Row, encrypted, load, write
+from tests.support.xbench import encrypt
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
+
+
+def test_the_benchmarks_of_the_papers_are_known() -> None:
+    assert list(BENCHMARKS) == [
+        "aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki",
+        "bamboogle", "musique", "SimpleQA", "hle", "gaia", "xbench",
+    ]  # fmt: skip
+    sizes = {name: spec.num_questions for name, spec in BENCHMARKS.items()}
+    assert {sizes[name] for name in ("math500", "gsm8k", "math", "hle")} == {500}
+    assert {sizes[name] for name in ("hotpotqa", "2wiki", "musique", "webwalker")} == {200}
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "answers"),
+    [
+        ("aime24", "Let $ABC$ be a triangle", ("113",)),
+        ("aime25", "In $\\triangle ABC$ points", ("588",)),
+        ("math500", "Define\n\\[p", ("p - q",)),
+        ("gsm8k", "A robe takes 2 bolts", ("3",)),
+        ("webwalker", "\u57282022\u5e74", ("\u8096\u4eae",)),
+        ("hotpotqa", "What is the height of the player", ("1.95 m",)),
+        ("2wiki", "Where did the presenter of Tim", ("Washington D.C.",)),
+        ("bamboogle", "What rocket was the first", ("Titan IIIE",)),
+        ("musique", "Who fathered Emperor Ai", ("Emperor Zhaozong of Tang", "Li Jie", "Li Ye")),
+        ("SimpleQA", "Who was awarded", ("Annick Bricaud",)),
+    ],
+)
+def test_the_second_row_of_the_reduced_file(
+    name: str, question: str, answers: tuple[str, ...]
+) -> None:
+    spec = BENCHMARKS[name]
+    tasks = load_benchmark(name, FIXTURES / f"{name}.jsonl")
+    assert len(tasks) == 2
+    assert tasks[1].question.startswith(question)
+    assert tasks[1].answers[: len(answers)] == answers
+    assert (tasks[1].kind, tasks[1].env_id) == (spec.kind, ENV_ID)
+    assert tasks[1].metadata["benchmark"] == name
+
+
+BOXED = r"As $2 + 2 = \boxed{2}$ is wrong, it is \boxed{\frac{4}{1}}."
+LITERAL = "{'topic': 'Art', 'answer_type': 'Person', 'urls': ['https://a.org']}"
+WALK = {"hop": "multi-source", "lang": "en", "difficulty_level": "hard", "golden_path": ["root"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "task_id", "answers", "fields"),
+    [
+        ("aime24", {"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u",
+                    "year": "2024"}, "60", ("204",), {}),
+        ("aime24", {"ID": "2024-I-4", "Problem": "q", "Solution": "s", "Answer": 116},
+         "2024-I-4", ("116",), {}),
+        ("aime25", {"problem": "q", "answer": "70", "id": "0"}, "0", ("70",), {}),
+        ("math500", {"problem": "q", "solution": BOXED, "answer": "p - q", "subject": "Algebra",
+                     "level": 2, "unique_id": "test/1.json"},
+         "test/1.json", ("p - q",), {"level": "2", "subject": "Algebra"}),
+        ("math", {"problem": "q", "level": "Level 5", "type": "Geometry", "solution": BOXED},
+         "rows-1", (r"\frac{4}{1}",), {"level": "Level 5", "subject": "Geometry"}),
+        ("webwalker", {"question": "q", "answer": "a", "root_url": "u", "info": WALK}, "rows-1",
+         ("a",), {"difficulty": "hard", "language": "en", "hop": "multi-source"}),
+        ("hotpotqa", {"id": "5a8b", "question": "q", "answer": "yes", "type": "comparison",
+                      "level": "hard", "supporting_facts": {"title": ["t"]},
+                      "context": {"title": ["t"], "sentences": [["s"]]}},
+         "5a8b", ("yes",), {"type": "comparison", "level": "hard"}),
+        ("2wiki", {"_id": "13f5", "question": "q", "answer": "a", "type": "inference",
+                   "context": [["t", ["s"]]], "evidences": [["a", "b", "c"]]},
+         "13f5", ("a",), {"type": "inference"}),
+        ("2wiki", {"id": "dev_0", "question": "q", "golden_answers": ["a", "b"],
+                   "metadata": {"type": "inference"}}, "dev_0", ("a", "b"), {}),
+        ("bamboogle", {"Question": "q", "Answer": "a"}, "rows-1", ("a",), {}),
+        ("musique", {"id": "2hop__1_2", "question": "q", "answer": "a", "answer_aliases": ["b"],
+                     "answerable": True, "paragraphs": []}, "2hop__1_2", ("a", "b"), {}),
+        ("SimpleQA", {"metadata": LITERAL, "problem": "q", "answer": "a"}, "rows-1", ("a",),
+         {"topic": "Art", "answer_type": "Person"}),
+        ("hle", {"id": "66e8", "question": "q", "image": "", "answer": "C", "rationale": "r",
+                 "answer_type": "multipleChoice", "raw_subject": "Trees", "category": "Math",
+                 "author_name": "n", "canary": CANARY},
+         "66e8", ("C",), {"answer_type": "multipleChoice", "category": "Math"}),
+        ("gaia", {"task_id": "c61d", "Question": "q", "Level": 2, "Final answer": "17",
+                  "file_name": "", "Annotator Metadata": {"Steps": "1."}},
+         "c61d", ("17",), {"level": "2"}),
+        ("gaia", {"Question": "q", "answer": "17", "Level": "1"}, "rows-1", ("17",),
+         {"level": "1"}),
+        ("hle", {"question": "q", "answer": "C"}, "rows-1", ("C",), {}),
+        ("xbench", {"question": "q", "answer": '["a", "b"]'}, "rows-1", ("a", "b"), {}),
+        ("gaia", {"prompt": [{"role": "user", "content": "q"}], "data_source": "gaia",
+                  "reward_model": {"ground_truth": "17", "style": "rule"}},
+         "rows-1", ("17",), {}),
+    ],
+)  # fmt: skip
+def test_a_row_in_the_published_schema(
+    tmp_path: Path, name: str, row: Row, task_id: str, answers: tuple[str, ...], fields: Row
+) -> None:
+    (task,) = load(tmp_path, name, row, report=lambda _: None)
+    assert (task.id, task.question, task.answers) == (task_id, "q", answers)
+    assert task.kind == benchmark(name).kind
+    assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
+    stored = EvalRow(dataset="any", task=task.id, sample=0, metadata=task.metadata)
+    assert groups(stored.metadata) == list(fields.items())
+
+
+def test_rows_of_another_dataset_have_no_groups() -> None:
+    assert groups({"level": 1}) == []
+
+
+@pytest.mark.parametrize(("name", "column"), [("gaia", "file_name"), ("hle", "image")])
+def test_questions_with_an_attachment_are_skipped_counted_and_reported(
+    tmp_path: Path, name: str, column: str
+) -> None:
+    said: list[str] = []
+    row = {"question": "q", "answer": "a", "level": 1, "category": "c", column: ""}
+    rows = [row, {**row, column: "cell.xlsx"}, {**row, column: None}, {**row, column: "data:x"}]
+    tasks = load(tmp_path, name, *rows, report=said.append)
+    assert [task.id for task in tasks] == ["rows-1", "rows-3"]
+    assert said == [
+        f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
+    ]
+
+
+def test_missing_levels_are_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, report=said.append)
+    assert said == ["gaia: no row has Level; scores by that column are omitted"]
+
+
+def test_the_default_number_of_questions_is_that_of_the_papers(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", *({"question": f"{i}", "answer": "a"} for i in range(501)))
+    assert [len(load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
+    assert len(load_benchmark("musique", path)) == 200
+    assert len(load_benchmark("aime24", path)) == 501
+    assert [task.question for task in load_benchmark("gsm8k", path, 2)] == ["0", "1"]
+
+
+def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None:
+    pairs = [("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272\uff1f", "\u84dd\u8272"), ("2 + 2?", "4")]
+    rows = [encrypted(*pair, number) for number, pair in enumerate(pairs)]
+    assert "\u84dd\u8272" not in json.dumps(rows, ensure_ascii=False)
+    published = tmp_path / "DeepSearch.csv"
+    with published.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    plain = write(
+        tmp_path / "plain.jsonl",
+        *({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs)),
+    )
+    tasks = load_benchmark("xbench", published)
+    assert [(task.question, task.answers[0]) for task in tasks] == pairs
+    assert tasks == load_benchmark("xbench", plain)
+    assert tasks[0].metadata == {"benchmark": "xbench"}
+
+
+def test_the_decoding_is_the_published_one() -> None:
+    """Bytes of the text XORed with those of the key, over and over, then base64."""
+    assert encrypt("abc", "\x01\x02") == "YGBi"
+
+
+# settings of their environment
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+async def test_the_usual_keys_make_its_environment(name: str) -> None:
+    """Every kind has search and Python, each with its limit of calls."""
+    spec = BENCHMARKS[name]
+    keys = spec.usual_keys({})
+    env = build_config(EnvConfig, keys["env"], name)
+    limits = build_config(Limits, keys["limits"], name)
+    prompt = build_config(PromptConfig, keys["prompt"], name)
+    grader = build_config(GraderConfig, keys["grader"], name)
+    make = EnvMaker(env, {"grader": grader}, Path, limits, prompt)
+    made = make(Task("t", env.id, "1 + 1?", ("2",)))
+    assert isinstance(made, agentenv.ToolEnv)
+    assert tuple(made.tools) == ("search", "python")
+    calls = {name: made.tool_limits[name].max_calls for name in made.tools}
+    assert calls == {"search": 10, "python": 5}
+    assert (limits.max_tool_calls, limits.max_turns) == (15, 20)
+    text = load_instruction(prompt).text
+    assert "<search>" in text
+    assert "<python>" in text
+    assert ("\u641c\u7d22" in text) == (name == "xbench"), "its questions are Chinese"
+    await close_shared()
+
+
+def test_keys_of_another_environment_or_grader_are_omitted() -> None:
+    spec = BENCHMARKS["gsm8k"]
+    own = spec.usual_keys({"env": {"id": "me/Mine-v0"}, "grader": {"path": "g.py"}})
+    assert own == {"prompt": {"template": "search+python"}, "grader": {}}
+    judged = spec.usual_keys({"grader": {"judge": {"url": "http://j/v1", "model": "m"}}})
+    assert judged["grader"] == {"reward": "answer"}
+    assert spec.usual_keys({"env": {"id": ENV_ID}})["env"] == spec.usual_keys({})["env"]
+
+
+def test_only_gaia_lists_are_graded_in_order() -> None:
+    assert [name for name, one in BENCHMARKS.items() if one.ordered] == ["gaia"]
+    judge = {"url": "http://j/v1", "model": "m"}
+    for given in ({}, {"judge": judge}, {"kind": "judge", "judge": judge}, {"kind": "layered"}):
+        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        assert keys["ordered"] is True
+        assert build_config(GraderConfig, {**keys, **given}, "grader").ordered
+        assert "ordered" not in benchmark("xbench").usual_keys({"grader": given})["grader"]
+    for given in ({"kind": "exact"}, {"kind": "f1"}, {"path": "g.py"}, {"own": {"name": "m:G"}}):
+        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        assert "ordered" not in keys, "it would not be read"
+
+
+def test_a_table_with_a_non_boolean_order_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[benchmarks.tides]\nordered = "yes"\n')
+    with pytest.raises(ConfigError, match=r"mine\.toml: benchmarks\.tides.*ordered.*`bool`"):
+        benchmark(f"{tmp_path}/mine.toml:tides")
+
+
+def test_a_benchmark_of_a_user_file_is_evaluated_and_scored_as_declared(tmp_path: Path) -> None:
+    """One table of TOML is a benchmark; its name leads back to the file in stored rows."""
+    (tmp_path / "mine.toml").write_text(
+        """
+        [benchmarks.tides]
+        title = "Tides"
+        kind = "qa"
+        metric = "f1"
+        hub = "me/tides"
+        part = "split test"
+        licence = "MIT"
+        columns = ["question", "answer", "Sea"]
+        num_questions = 1
+        group_by = { sea = "Sea" }
+        also = ["ebb"]
+        """
+    )
+    name = f"{tmp_path}/mine.toml:tides"
+    rows = [{"question": f"q{n}", "answer": "a", "Sea": "North"} for n in range(2)]
+    (task,) = load_benchmark(name, write(tmp_path / "tides.jsonl", *rows))
+    found = (task.env_id, task.kind, task.metadata["sea"])
+    assert found == (ENV_ID, "qa", "North")
+    row = EvalRow(dataset="d", task=task.id, sample=0, metadata=task.metadata)
+    assert groups(row.metadata) == [("sea", "North")]
+    assert benchmark(f"{tmp_path}/mine.toml:Ebb").name == name
+    (tmp_path / "mine.toml").write_text('[benchmarks.tides]\ntitle = "T"\n')
+    with pytest.raises(ConfigError, match=r"mine\.toml: .*benchmarks\.tides"):
+        read_benchmarks(tmp_path / "mine.toml")
+
+
+def test_the_table_of_the_documentation_matches_the_code() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    lines = [line.split("|")[1:-1] for line in told.splitlines() if line.startswith("| `")]
+    cells = {line[0].strip(" `"): [cell.strip() for cell in line[1:]] for line in lines}
+    for name, one in BENCHMARKS.items():
+        metric, asked, split, published = cells[name]
+        assert metric == {"math": "equivalence", "f1": "F1", "judge": "judge"}[one.metric], name
+        assert asked == str(one.num_questions) or not one.num_questions, name
+        assert split == ", ".join(one.group_by).replace("_", " "), name
+        assert published.partition(" ")[0] == one.hub, name

@@ -1,0 +1,253 @@
+"""The list of checks, as a start makes them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from agentenv import tool
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import Assembly, once
+from agentenv.assembly.parts.checks import START, Check, CheckResult, CheckRunner, select
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.base.config import load_config
+from agentenv.lab.diagnosis.doctor import CHECKS
+from agentenv.launchers import train
+from agentenv.training.loop.parts import TrainingAssembly
+from tests.support.warehouse import ROOT
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+async def found(
+    config: Path,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = START,
+) -> dict[str, CheckResult]:
+    """The results of these checks of a training run in `folder`, by name."""
+    settings = load_config(TrainConfig, config, overrides)
+    async with AsyncExitStack() as stack:
+        run = RunDirectory(folder / "run", resume=False)
+        assembly = TrainingAssembly(settings, run.path, None, stack, lambda text: None)
+        chosen = select(checks, settings, "configuration", "measured")
+        return {one.name: one async for one in CheckRunner().run(chosen, assembly)}
+
+
+def failed(results: dict[str, CheckResult]) -> list[str]:
+    return [name for name, one in results.items() if one.state == "failed"]
+
+
+async def test_a_run_that_can_start_passes_each_check_of_training(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path)
+    assert [*results] == [check.name for check in START if TrainConfig in check.configs]
+    assert {one.state for one in results.values()} == {"passed"}
+
+
+def test_check_names_are_unique() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+LACKING = """
+from agentenv import ToolEnv, register
+
+
+class LackingEnv(ToolEnv):
+    def __init__(self, task):
+        import no_such_scales
+
+
+register("me/Lacking-v0", "lacking_env:LackingEnv")
+"""
+
+
+async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_failure(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that cannot be created: the doctor continues and prints a summary."""
+    (tmp_path / "lacking_env.py").write_text(LACKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    results = await found(warehouse, tmp_path, ["env.module=lacking_env", "env.id=me/Lacking-v0"])
+    assert failed(results) == ["first episodes"]
+    for name in ("callable tools", "observations", "graders", "prompts"):
+        assert results[name].state == "skipped"
+        assert results[name].message == "requires 'first episodes', which failed"
+
+    async def broken(_: object) -> None:
+        raise KeyError("no such part")
+
+    (result,) = [
+        one async for one in CheckRunner(catches=True).run([Check("a", "parts", (), broken)], None)
+    ]
+    assert result.state == "failed"
+    assert "raised KeyError: 'no such part' (test_checks.py, line" in result.message
+
+
+MISTAKES = [  # of a run whose model, rows and environment exist: override, check, problem, remedy
+    ("learner.groups_per_minibatch=4", "sizes divide",
+     "does not divide queue.groups_per_step = 2", ""),
+    ("limits.max_tree_seconds=1", "time-outs", "max_tree_seconds = 1 ends trees before",
+     "an outer deadline must be longer than the inner one"),
+    ("env.id=me/Nope-v0", "classes of environments", "env.id: no environment is registered as", ""),
+    ("run.setup=nowhere:nothing", "set-up", "run.setup: 'nowhere:nothing'", ""),
+    ("engine={name='embedded', max_model_len=2048}", "context", "engine.max_model_len = 2048: ",
+     "set at most that"),
+    ("engine={name='vllm', max_model_len=2048, servers={python='/bin/sh'}}", "context",
+     "engine.max_model_len = 2048: ", "set at most that"),
+    ("eval.engine={name='embedded', max_model_len=2048}", "context",
+     "eval.engine.max_model_len = 2048: ", "set at most that"),
+    ("limits.max_response_tokens=2000", "context", "exceed the engine's context",
+     "lower them, or choose an engine"),
+    ("python={}", "environments", "[python]: not used by me/Warehouse-v0", "remove the table"),
+    ("limits.max_prompt_tokens=4", "prompts", "limits.max_prompt_tokens", ""),
+    ("train={num_epochs=0.01,max_logprob_gap=1}", "number of updates",
+     "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "name", "problem", "remedy"), MISTAKES)
+async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
+    warehouse: Path, tmp_path: Path, override: str, name: str, problem: str, remedy: str
+) -> None:
+    results = await found(warehouse, tmp_path, [override])
+    assert failed(results) == [name]
+    assert problem in results[name].message
+    assert results[name].remedy.startswith(remedy)
+
+
+A_GRADER = """
+from agentenv import ToolEnv
+class Wrong:
+    async def grade(self, task): return 1.0
+class Mine(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[], grader=Wrong())
+"""
+MINE = ["env={{id='graded_first:Mine'}}", "data.train={folder}/rows.jsonl"]
+MINE += ["eval.sets={{heldout={{path='{folder}/rows.jsonl'}}}}", "checkpoint.best_metric=''"]
+EARLY = [  # of a run with a set-up: overrides, check, problem
+    (["eval.timeout_s=1"], "time-outs", "eval.timeout_s = 1 ends evaluations before"),
+    (["python={{timeout_s=9999}}"], "time-outs",
+     "python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 60"),
+    (["env.module=nowhere"], "classes of environments",
+     "env.module: 'nowhere' cannot be imported"),
+    (["env.kwargs.corpsu=x"], "classes of environments",
+     "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0"),
+    (["env.tools=[{{name='nowhere:tool'}}]"], "classes of environments",
+     "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
+    (["grader.kind=custom"], "classes of environments",
+     'grader.kind = "custom" needs grader.path, a Python file'),
+    (["data.train={folder}/bad.jsonl"], "rows that are here", "bad.jsonl, row 1: key 'question'"),
+    (["model.path=/nowhere"], "model", "model.path: /nowhere is not a model directory"),
+    (["grader={{path='/nowhere.py'}}"], "files", "grader.path: /nowhere.py: no such file"),
+    (["run.setup=agentenv.envs.quickstart_setup:prepar"], "set-up",
+     "run.setup: 'agentenv.envs.quickstart"),
+    (["engine={{name='vllm', servers={{python='/nowhere'}}}}"], "servers",
+     "engine.servers.python: /nowhere"),
+    (["engine={{name='vllm', urls=['http://127.0.0.1:9']}}"], "servers",
+     "engine.urls: no engine server answers at http://127.0.0.1:9 (Conn"),
+    *[([f"{key}=/nowhere.jsonl"], "files", f"{key}: /nowhere.jsonl: no such dataset file")
+      for key in ("data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data",
+                  "sft.gate")],
+    (MINE, "graders of rows that are here", "the grader fails on the gold answer '1' of row"),
+    ([*MINE, "python.timeout_s=3"], "graders of rows that are here",
+     "[python]: not used by graded_first:Mine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "name", "problem"), EARLY)
+async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    name: str,
+    problem: str,
+) -> None:
+    (tmp_path / "graded_first.py").write_text(A_GRADER)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": 1}\n' * 16)
+    (tmp_path / "bad.jsonl").write_text('{"answer": 1}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = START[: [check.name for check in START].index("set-up is run")]
+    given = [one.format(folder=tmp_path) for one in overrides]
+    results = await found(QUICKSTART, tmp_path, given, before)
+    assert failed(results)[0] == name
+    assert problem in f"{results[name].message}; {results[name].remedy}"
+
+
+async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
+    assert failed(results) == ["model"]
+    assert "is not a model directory" in results["model"].message
+    needing = {name: one.message for name, one in results.items() if one.state == "skipped"}
+    assert [*needing] == [
+        "context",
+        "chat template",
+        "end of a turn",
+        "room for weights",
+        "callable tools",
+        "prompts",
+        "number of updates",
+    ]
+    assert {*needing.values()} == {"requires 'model', which failed"}
+
+
+async def test_a_part_is_built_once() -> None:
+    class Counting(Assembly[TrainConfig]):
+        num_built = 0
+
+        @once
+        async def model(self) -> Path:
+            self.num_built += 1
+            return Path("model")
+
+    async with AsyncExitStack() as stack:
+        assembly = Counting(None, Path(), stack, print)  # type: ignore[arg-type]
+        assert await assembly.model() == await assembly.model() == Path("model")
+        assert assembly.num_built == 1
+
+
+@tool
+def answer(text: str) -> str:
+    """A tool whose tag is one of the protocol's own."""
+    return text
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_a_tool_that_cannot_be_called_is_refused_with_a_remedy(
+    warehouse: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = "env.tools=[{name='tests.commands.test_checks:answer'}]"
+    assert train.main([str(warehouse), tools, f"run.dir={tmp_path}", *more]) == 2
+    told = capsys.readouterr().err
+    assert "me/Warehouse-v0: the tag protocol cannot call the tool 'answer'" in told
+    assert "rename the tool, or choose renderer.name = 'native'" in told
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    model = Path(shutil.copytree(warehouse.parent / "model", tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
+    assert train.main([str(warehouse), *keys, *dry]) == 2
+    told = capsys.readouterr().err
+    assert "the chat template ends an answer with '<|turn|>'" in told
+    assert f"set eos_token_id in {model}/generation_config.json" in told
+    left = [str(p) for p in (tmp_path / "runs").rglob("*")]
+    assert not (tmp_path / "runs").exists(), left

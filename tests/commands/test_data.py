@@ -1,0 +1,153 @@
+"""The keys of [data] and [eval.sets.NAME] reach the loader, in training and in evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import load_training
+from agentenv.base.config import build_config, load_config, to_plain
+from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.types import Task
+from agentenv.data.dataset import TaskMix
+from agentenv.data.rows import ColumnsConfig
+from agentenv.evaluation.subject import Subject, of_run
+from agentenv.launchers import evaluate, train
+from agentenv.rollout.actor import Actor
+
+Row = dict[str, Any]
+
+
+def write(path: Path, *rows: Row) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def configured(warehouse: Path, *overrides: str) -> TrainConfig:
+    return load_config(TrainConfig, warehouse, overrides)
+
+
+async def training(warehouse: Path, *overrides: str) -> tuple[list[Task], list[str]]:
+    said: list[str] = []
+    config = configured(warehouse, *overrides)
+    return list(await load_training(config.data, "env", Path, said.append)), said
+
+
+async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path) -> None:
+    row = {"q": "q", "answer": "a", "ability": "math"}
+    write(tmp_path / "1.jsonl", row, {"answer": "b"}, row)
+    write(tmp_path / "2.jsonl", row)
+    tasks, said = await training(
+        warehouse,
+        f"data.train=['{tmp_path}/1.jsonl', '{tmp_path}/2*']",
+        "data.columns.question=q",
+        "data.env_by.math=me/Warehouse-v0",
+        "data.skip_bad_rows=true",
+        "data.max_samples=3",
+    )
+    assert [task.id for task in tasks] == ["1-1", "1-3", "2-1"]
+    assert {task.env_id for task in tasks} == {"me/Warehouse-v0"}
+    assert "data: " in said[0]
+    assert "row 2: key 'q', which columns.question names, is missing" in said[0]
+
+
+async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", {"question": "q", "answer": "a"})
+    config = configured(
+        warehouse,
+        'data.train=""',
+        f'data.mix=[{{path = "{path}", weight = 3}}, {{path = ["{path}"], env_id = "other"}}]',
+    )
+    mix = await load_training(config.data, "env", Path, lambda _: None)
+    assert isinstance(mix, TaskMix)
+    assert [task.env_id for task in mix] == ["env", "other"]
+    assert sorted(mix.pattern) == [0, 0, 0, 1]
+    assert build_config(TrainConfig, to_plain(config), "saved") == config  # as a run saves it
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (('data.train=""',), "set exactly one of data.train and"),
+        (('data.mix=[{path = "x"}]',), "set exactly one of data.train and"),
+        (('data.train=""', 'data.mix=[{path = "x"}]', "data.max_samples=3"),
+         "data.max_samples: applies to data.train"),
+        (('data.mix=[{path = "x", wieght = 2}]',), "data.mix[0].wieght: unknown key; did you mean "
+         "data.mix[0].weight?"),
+        (("data.columns.qestion=q",), "did you mean data.columns.question?"),
+        (("data.overlong_prompt=drop",), "data.overlong_prompt: expected one of"),
+        (("eval.sets.a={path = 'x', compat = 'old'}",), "compat: Invalid enum value 'old'"),
+    ],
+)  # fmt: skip
+def test_an_invalid_key_is_refused(
+    warehouse: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configured(warehouse, *overrides)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data.env_by.bolts=me/Warehouse-v0",), "env_by:"),
+        (("limits.max_prompt_tokens=20",), "24 of 24 prompts are longer than "
+         "limits.max_prompt_tokens = 20: train-1 ("),
+        (("limits.max_prompt_tokens=20", "data.overlong_prompt=skip"), "'skip' skipped all 24"),
+    ],
+)  # fmt: skip
+def test_invalid_data_is_refused_before_a_run_starts(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
+) -> None:
+    assert train.main([str(warehouse), "run.name=bad-rows", *overrides]) == 2
+    text = capsys.readouterr().err.replace("\n", " ")
+    assert "Traceback" not in text
+    assert message in text
+
+
+def test_an_environment_that_rows_choose_must_exist(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"question": "How many bolts are there?", "answer": 1240, "ability": "stock"}
+    path = write(tmp_path / "x.jsonl", row, {**row, "env_id": "me/Warehose-v0"})
+    arguments = [str(warehouse), "run.name=bad-env", f"data.train={path}"]
+    assert train.main(arguments) == 2
+    assert "task x-2: no environment is registered as 'me/Warehose-v0'" in capsys.readouterr().err
+    write(tmp_path / "x.jsonl", row)
+    assert train.main([*arguments, "data.env_by.stock=me/None-v0"]) == 2
+    assert "data.env_by.stock: no environment is registered" in capsys.readouterr().err
+
+
+def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = {"ask": "How many bolts are there?", "answer": "1240", "source": "shelf"}
+    path = write(tmp_path / "x.jsonl", stock, {"answer": 1}, {**stock, "ask": "bolts " * 99})
+    columns = '{question = "ask", kind = "source"}'
+    config = configured(
+        warehouse,
+        f'eval.sets.a={{path = ["{path}"], columns = {columns}, skip_bad_rows = true, '
+        f'overlong_prompt = "skip"}}',
+    )
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(to_plain(config)))
+    raw = of_run(run, ["a"])
+    assert raw["sets"]["a"]["columns"] == to_plain(ColumnsConfig(question="ask", kind="source"))
+    seen: list[Task] = []
+
+    async def rollout(self: Actor, task: Task, *_: Any, **__: Any) -> Any:
+        seen.append(task)
+        raise AgentEnvError("enough was seen")
+
+    monkeypatch.setattr(Actor, "rollout", rollout)
+    subject = Subject("run", raw, run, warehouse.parent / "model")
+    monkeypatch.setattr(evaluate, "find_subject", lambda *_, **__: subject)
+    assert evaluate.main([str(run), "--out", str(tmp_path / "out")]) == 1
+    assert [(task.question, task.kind, task.id) for task in seen] == [
+        ("How many bolts are there?", "shelf", "x-1")
+    ]

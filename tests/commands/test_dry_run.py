@@ -1,0 +1,229 @@
+"""--dry-run: its output and its errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.keys.help import values_of
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.arguments import EXIT_MISSING
+from agentenv.assembly.serving.gpus import PlannedMachine
+from agentenv.base.config import load_config
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.lab.diagnosis.plan import make_plan
+from agentenv.launchers import sft, train
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
+from tests.support.warehouse import ROOT
+
+REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
+
+WORKERS = ("cluster.kind=processes", "cluster.workers=3")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
+    assert main([*arguments, "--dry-run"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("--gpu-memory", "40"), r"GPU 0 needs \S+ of 40 GiB \(learner rank\); lower learner.max"),
+        (("learner.zero_stage=1",), r"GPU 0 needs \S+ of 80 GiB"),
+        (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
+        (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
+        (
+            ("learner.num_ranks=5",),
+            r"servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
+        ),
+        (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
+        (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
+        (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
+        (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
+        (("learner.groups_per_minibatch=3",), r"groups_per_minibatch = 3 does not divide"),
+        (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
+        (
+            ("learner.num_ranks=3", "learner.context_parallel=3"),
+            r"context_parallel = 3 does not divide the model's 28 attention heads",
+        ),
+        (("grader.judge={url='{role:judge}', model='judge'}",), r"\[roles.judge\] is missing"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
+) -> None:
+    assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
+
+
+def test_a_script_that_cannot_be_written_names_its_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quickstart = str(ROOT / "configs" / "quickstart.toml")
+    for script, why in ((tmp_path / "none" / "job.sh", "No such file"), (tmp_path, "Is a direc")):
+        told = refused(capsys, quickstart, "cluster.kind=slurm", f"cluster.script={script}")
+        assert f"cluster.script = {script}: {why}" in " ".join(told.split())
+
+
+def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
+    train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS])
+    told = capsys.readouterr().out
+    assert re.search(r"\n\W*rollout worker\s+\W*3\b", told)
+    assert "rollout worker: rollouts, tools, graders; on this machine" in told
+    train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS, "env.workers=2"])
+    told = capsys.readouterr().out
+    assert re.search(r"\n\W*environments\s+\W*8\b", told)
+    assert "environments: tools, graders; on this machine" in told
+
+
+def test_without_gpus_main_memory_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("engine.name=embedded", "model.path=models/Qwen2.5-72B", "learner.num_ranks=8")
+    assert "main memory: " in refused(capsys, str(REASONING), *overrides, "limits.max_turns=2")
+
+
+def test_colocated_engine_and_learner_alternate_on_the_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the released scripts have it: eight of both on eight GPUs, which cannot be awake at once;
+    a learner that is too large alone is refused all the same."""
+    overrides = (
+        "resources.colocated=true",
+        "learner.num_ranks=8",
+        "engine.servers.num_servers=8",
+        "engine.servers.gpu_memory_share=0.7",
+    )
+    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
+    text = capsys.readouterr().out
+    assert "GPU 0-7: 59.0 of 80.0 GiB" in text, "0.7 of it and the context of a rank asleep"
+    assert "sleeping part" in text
+    beside = (*overrides[1:], "--gpus", "8")
+    assert "8 GPUs are needed, 0 of 8 are free" in refused(capsys, str(REASONING), *beside)
+    large = ("learner.zero_stage=1", "learner.activation_checkpointing=false")
+    told = refused(capsys, str(REASONING), "--gpus", "8", *overrides, *large)
+    assert "(learner rank and policy server); lower" in told
+
+
+def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
+    recipe += ["engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"]
+    recipe += ["engine.servers.gpu_memory_share=0.3", "engine.weights=directory"]
+    for how, is_advised in (("true", True), ("at_once", False)):
+        assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("would fit on a GPU together" in told) == is_advised
+        assert 'engine.weights = "ipc" keeps them on the GPU' in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_advised"),
+    [
+        ((), False),
+        (("engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"), True),
+    ],
+)
+def test_servers_of_a_small_model_are_advised_to_share_a_gpu(
+    keys: tuple[str, ...], is_advised: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
+    assert train.main([*recipe, *keys]) == EXIT_MISSING
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("let three share each GPU" in told) == is_advised
+
+
+def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
+    build_model(tmp_path / "model", seed=0)
+    path = ROOT / "configs" / "quickstart.toml"
+    config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
+    plan = make_plan(config, PlannedMachine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    _, learner, engine = plan.processes
+    assert learner.gpus == engine.gpus == ["0"]
+    both = learner.memory.gpu_bytes + engine.memory.gpu_bytes
+    assert plan.gpu_bytes == {"0": pytest.approx(both)}
+    assert plan.problems == []
+
+
+def test_a_gpu_suited_to_vllm_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "agentenv.assembly.serving.server_command.importlib.util.find_spec", lambda name: None
+    )
+    build_model(tmp_path / "model", seed=0)
+    config = str(ROOT / "configs" / "quickstart.toml")
+
+    def hints(*arguments: str) -> int:
+        train.main([config, f"model.path={tmp_path}/model", "--dry-run", *arguments])
+        return capsys.readouterr().out.count("faster on a GPU than the embedded engine")
+
+    assert hints("--gpus", "1") == 0  # vLLM is not installed
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert hints("--gpus", "1") == 1
+    assert hints("--gpus", "0") == hints("--gpus", "1", "engine.device=cpu") == 0
+
+
+def test_a_cold_start_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "sft_cold_start.toml")
+    more = ("--gpus", "8", "model.path=models/Qwen2.5-72B-Instruct", "learner.offload=none")
+    assert "GPU 0 needs" in refused(capsys, config, *more, main=sft.main)
+
+
+def test_a_dry_run_prints_the_chosen_keys_first_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BRIGHTDATA_API_KEY", raising=False)
+    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == EXIT_MISSING
+    text = capsys.readouterr().out
+    chosen, _, rest = text.partition("more keys have default values; --defaults shows them")
+    assert "run.seed = 7" in chosen
+    assert 'algorithm.name = "arpo"' in chosen
+    assert "algorithm.beam_size" not in text
+    assert "available data" not in text
+    assert "128 prompts x 16 = 2048 trajectories in 8 optimizer steps" in rest
+    _, _, missing = rest.partition("missing:")
+    for line in (
+        "model.path = runs/Qwen2.5-7B-sft: assuming the shape of Qwen2.5-7B",
+        "data.train = data/train_10k.parquet",
+        "eval.sets.valid.path = data/valid.parquet",
+        "BRIGHTDATA_API_KEY",
+        ".venv-vllm",
+    ):
+        assert line in missing
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_are_shown_on_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
+    assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
+
+
+def test_chosen_values_are_those_that_differ_from_the_default() -> None:
+    config = LearnerConfig(learning_rate=1e-5, num_ranks=2, lora=LoRAConfig(r=4))
+    chosen = {value.key: value.text for value in values_of(config) if value.chosen}
+    assert chosen["learning_rate"] == "1e-05"
+    assert "optimizer" not in chosen
+    assert chosen["num_ranks"] == "2"
+    assert chosen["lora.r"] == "4"
+    assert "lora.alpha" not in chosen
+    assert len(list(values_of(config))) > 20
+
+
+@pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])
+def test_options_of_a_dry_run_require_it(
+    capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train.main([str(REASONING), *option])
+    assert exit_.value.code == 2
+    assert f"{option[0]} requires --dry-run" in capsys.readouterr().err

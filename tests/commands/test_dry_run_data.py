@@ -1,0 +1,333 @@
+"""--dry-run reads available rows, a prompt and a gold; and a refused run leaves no files."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.run.arguments import EXIT_MISSING
+from agentenv.data.data_files import read_rows
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.launchers import dpo, evaluate, sft, train
+from tests.support.released import (
+    BROKEN_CHAIN,
+    arpo_row,
+    benchmark_rows,
+    preference_row,
+    sharegpt_row,
+    write_parquet,
+    write_rows,
+)
+from tests.support.sources import ROOT
+
+TABLES = """
+[run]
+dir = "runs"
+[model]
+path = "model"
+"""
+TRAIN = (
+    TABLES
+    + """
+[env]
+id = "agentenv/DeepSearch-v0"
+[python]
+preload = []
+[algorithm]
+name = "grpo"
+[train]
+num_steps = 1
+[data]
+train = "train.parquet"
+[eval.sets.test]
+path = "test.jsonl"
+[limits]
+max_prompt_tokens = 200
+max_response_tokens = 200
+[search]
+backend = { name = "bm25", corpus = "never-searched.jsonl" }
+"""
+)
+
+SAME = {**preference_row(0), "rejected": preference_row(0)["chosen"]}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tokenizer, a configuration of each command, and good rows."""
+    monkeypatch.chdir(tmp_path)
+    build_model(tmp_path / "model", seed=0)
+    write_parquet(tmp_path / "train.parquet", [arpo_row(place) for place in range(6)])
+    write_rows(tmp_path / "test.jsonl", [arpo_row(place) for place in range(6)])
+    write_rows(tmp_path / "never-searched.jsonl", [])
+    write_rows(tmp_path / "chats.jsonl", [sharegpt_row(place) for place in range(8)])
+    write_rows(tmp_path / "pairs.jsonl", [preference_row(place) for place in range(8)])
+    (tmp_path / "train.toml").write_text(TRAIN)
+    (tmp_path / "sft.toml").write_text(TABLES + '[data]\ntrain = "chats.jsonl"\n')
+    (tmp_path / "dpo.toml").write_text(TABLES + '[data]\ntrain = "pairs.jsonl"\n')
+    return tmp_path
+
+
+def dry(main: Any, *arguments: str) -> int:
+    code: int = main([*arguments, "--dry-run", "--gpus", "8"])
+    return code
+
+
+def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry(train.main, "train.toml", "engine.name=embedded") == 0
+    told = capsys.readouterr().out
+    for key in ("data", "eval.sets.test"):
+        (line,) = [line for line in told.splitlines() if line.startswith(f"  {key}: read 6 rows")]
+        assert "of 200 tokens" in line
+        assert "its gold answer is graded as correct" in line
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_adapters_that_cannot_be_merged_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    learner = ['learner={optimizer="adamw",lora={target_modules=["embed_tokens"]}}']
+    main, engine = (train.main, ["engine.name=embedded"]) if name == "train" else (sft.main, [])
+    assert dry(main, f"{name}.toml", *engine, *learner) == 2
+    assert "model.embed_tokens of Qwen3ForCausalLM is of class Embedding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"answer": ""}, "train.parquet, row 7: key 'reward_model.ground_truth' must be"),
+        ({"question": "Why? " * 200}, "1 of 7 prompts are longer than limits.max_prompt_tokens"),
+    ],
+)
+def test_a_dry_run_refuses_the_rows_that_a_run_refuses(
+    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], says: str
+) -> None:
+    row = arpo_row(6, answer=change.get("answer"))
+    if "question" in change:
+        row["prompt"][1]["content"] = change["question"]
+    write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
+    assert dry(train.main, "train.toml", "engine.name=embedded") == 2
+    assert says in capsys.readouterr().err
+    skips = ("data.skip_bad_rows=true", "data.overlong_prompt=skip")
+    assert dry(train.main, "train.toml", "engine.name=embedded", *skips) == 0
+    told = capsys.readouterr().out
+    assert "1 invalid rows are skipped, 6 are used" in told or "1 of 7 prompts are longer" in told
+
+
+def test_a_gold_that_its_grader_rejects_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gold that the reward's box cannot hold can never be earned."""
+    write_rows(here / "test.jsonl", [arpo_row(0, answer="}{")])
+    assert dry(train.main, "train.toml", "engine.name=embedded") == 2
+    assert "its own gold answer '}{' is graded as wrong" in capsys.readouterr().err
+
+
+def test_demonstrations_without_their_questions_are_not_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = dry(
+        train.main,
+        *("train.toml", "engine.name=embedded", "data.train=trian.jsonl"),
+        *("sft.data=chats.jsonl", "sft.gate=chats.jsonl"),
+        'sft.stages=[{rows = "all", num_steps = 1}]',
+    )
+    told = capsys.readouterr()
+    assert code == EXIT_MISSING, told.err
+    assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]
+
+
+def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "test.jsonl").unlink()
+    code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
+    assert code == EXIT_MISSING, capsys.readouterr().err
+    told = capsys.readouterr().out
+    assert (
+        "data: read 6 rows; a prompt has 2 messages; its gold answer is graded as correct" in told
+    )
+    missing = told.partition("missing:")[2]
+    assert "eval.sets.test.path = test.jsonl" in missing
+    assert "model.path = models/Qwen2.5-3B" in missing
+
+
+def test_a_package_that_is_not_installed_is_listed_as_missing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may be one for another machine, where it is."""
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    asked = ("http://127.0.0.1:9", "--env", "agentenv/WebSearch-v0", "data=test.jsonl")
+    assert dry(evaluate.main, *asked) == EXIT_MISSING
+    missing = capsys.readouterr().out.partition("missing:")[2]
+    assert "BM25 search requires the package 'bm25s'" in missing
+    assert "[search]" in missing
+
+
+MADE = """
+[run]
+setup = "made_world:prepare"
+[model]
+path = "{run}/model"
+[env]
+id = "agentenv/QAGrader-v0"
+[algorithm]
+name = "grpo"
+[train]
+num_steps = 1
+[data]
+train = "{run}/train.jsonl"
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "absent", "missing"),
+    [
+        (str(ROOT / "configs" / "quickstart.toml"), "bm25s", "requires the package 'bm25s'"),
+        ("made.toml", "math_verify", "requires math-verify"),
+    ],
+)
+def test_missing_packages_are_listed_for_rows_that_the_run_generates(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    absent: str,
+    missing: str,
+) -> None:
+    """Those of tools and of graders."""
+    (here / "made.toml").write_text(MADE)
+    (here / "made_world.py").write_text("def prepare(run, seed):\n    return ''\n")
+    monkeypatch.setitem(sys.modules, absent, None)
+    assert dry(train.main, config) == EXIT_MISSING
+    assert missing in " ".join(capsys.readouterr().out.partition("missing:")[2].split())
+
+
+@pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])
+def test_a_folder_of_runs_that_cannot_be_written_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """By the check of a start; not where the run is planned for another machine."""
+    words = ["train.toml", "engine.name=embedded", f"run.dir={place}"]
+    assert train.main([*words, "--dry-run"]) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+    assert dry(train.main, *words) == 0
+
+
+def test_a_program_without_namespaces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before a set-up makes its rows."""
+    shutil.copytree(ROOT / "examples" / "own_agent", tmp_path / "agent")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.chdir(tmp_path / "agent")
+    assert train.main(["shell.toml", "--dry-run"]) == 0, capsys.readouterr().err
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert train.main(["shell.toml", "--dry-run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no sandbox for a program is available: bwrap: No permissions" in told
+    assert "env.kwargs.program.allow_unsafe = true" in told
+
+
+def test_missing_weights_are_listed_as_missing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "model" / "model.safetensors").unlink()
+    assert dry(train.main, "train.toml", "engine.name=embedded") == EXIT_MISSING
+    told = capsys.readouterr().out
+    assert "of 200 tokens" in told
+    assert "model.path = model: *.safetensors" in told
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_both_ends_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
+    rows = [{"question": str(number)} for number in range(2500)]
+    path = tmp_path / f"rows.{suffix}"
+    (write_rows if suffix == "jsonl" else write_parquet)(path, rows)
+    read = list(read_rows(path, 1000))
+    assert [row.number for row in read] == [*range(1, 1001), *range(1501, 2501)]
+    assert [row.row["question"] for row in read] == [str(row.number - 1) for row in read]
+    assert [row.row for row in read_rows(path, 2000)] == rows, "each once"
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "file", "broken"),
+    [
+        (sft.main, "sft", "chats", sharegpt_row(0, BROKEN_CHAIN)),
+        (dpo.main, "dpo", "pairs", SAME),
+    ],
+)
+def test_dialogues_are_measured_in_tokens(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    main: Any,
+    name: str,
+    file: str,
+    broken: dict[str, Any],
+) -> None:
+    assert dry(main, f"{name}.toml") == 0
+    assert "data: 8 training rows, the longest has " in capsys.readouterr().out
+    good = sharegpt_row(0) if main is sft.main else preference_row(0)
+    write_rows(here / f"{file}.jsonl", [good, broken])
+    assert dry(main, f"{name}.toml") == 2
+    assert f"{file}.jsonl, row 2: " in capsys.readouterr().err
+    assert dry(main, f"{name}.toml", "model.path=models/Qwen2.5-3B") in (2, EXIT_MISSING)
+    assert dry(main, f"{name}.toml", "data.skip_bad_rows=true") == 0
+    assert "1 invalid rows are skipped" in capsys.readouterr().out
+
+
+def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(here / "gaia.jsonl", benchmark_rows("gaia"))
+    sets = ["sets.gaia={benchmark='gaia',path='gaia.jsonl'}"]
+    sets += ["sets.hle={benchmark='hle',path='hle.jsonl'}", "limits.max_prompt_tokens=2000"]
+    sets += ["search.backend={name='bm25',corpus='never-searched.jsonl'}"]
+    (here / "eval.toml").write_text("")
+    shape = (here / "model" / "config.json").read_text()
+    longer = shape.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 8192')
+    (here / "model" / "config.json").write_text(longer)
+    assert dry(evaluate.main, "model", "--config", "eval.toml", *sets) == EXIT_MISSING, (
+        capsys.readouterr().err
+    )
+    told = capsys.readouterr().out
+    assert "sets.gaia: read 6 rows; a prompt has" in told
+    assert "sets.hle.path = hle.jsonl: HLE is published at huggingface.co" in told.replace(
+        "Humanity's Last Exam", "HLE"
+    )
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "override"),
+    [
+        (train.main, "train", "data.train=nowhere.jsonl"),
+        (train.main, "train", "model.path=nowhere"),
+        (sft.main, "sft", "data.train=nowhere.jsonl"),
+        (dpo.main, "dpo", "model.path=nowhere"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(
+    here: Path, capsys: pytest.CaptureFixture[str], main: Any, name: str, override: str
+) -> None:
+    before = {path.name for path in here.iterdir()}
+    assert main([f"{name}.toml", override]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert {path.name for path in here.iterdir()} == before
+
+
+def test_an_answer_that_no_rollout_renders_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the model, too."""
+    given = ["train.toml", "env.id=outcomes/Talk-v0", "env.module=tests.test_outcomes"]
+    given += ["python=none", "search=none"]
+    for more in ([], ["model.path=nowhere"]):
+        assert dry(train.main, *given, *more) == 2
+        err = capsys.readouterr().err
+        assert (
+            "outcomes/Talk-v0, task test-1: an observation consists of tool results or user" in err
+        )

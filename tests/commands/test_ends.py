@@ -1,0 +1,847 @@
+"""Any end of a run saves its progress first, and state and weights of a checkpoint belong together.
+Runs are whole ones, started by their command, with a rank that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Set
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.parts import start_checks
+from agentenv.assembly.run import checkpoints
+from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.base.errors import DataError, EngineDeadError, EnvError, LearnerError
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import ToolResult
+from agentenv.contract.http import status_error
+from agentenv.contract.tools import FunctionTool
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.launchers import train
+from agentenv.learners.algorithms.credit import TreeCredit
+from agentenv.rollout import journal
+from agentenv.rollout.archive import Archive, StepHeader, read_step, steps_of
+from agentenv.rollout.frames import Leased
+from agentenv.training.loop import cold_start, evaluations, step_report
+from agentenv.training.loop.alarms import Alarms
+from agentenv.training.loop.parts import TrainingAssembly
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.state import RunSaver
+from benchmarks.parts.chaos import Reader
+from tests.support.runs import trees_of
+from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
+
+NUM_STEPS = 4
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ToyRank]]:
+    """The class of the learner's ranks; attributes set by a test are restored."""
+    monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
+    monkeypatch.setattr(Recorder, "draw", lambda self: [])  # most of a run's CPU time here
+    with toy_ranks() as found:
+        yield found
+
+
+def arguments(warehouse: Path, name: str, *overrides: str) -> list[str]:
+    here = warehouse.parent
+    return [
+        *(str(warehouse), f"run.name={name}", f"train.num_steps={NUM_STEPS}"),
+        *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
+        *overrides,
+    ]
+
+
+def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
+    """The step and the state of the last checkpoint. Its weights and learner state are those of the
+    step: one update per step, since the script leaves no group with equal returns."""
+    path = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
+    state = json.loads((path / "state.json").read_text())
+    ledger = state["ledger"]
+    assert path.name == f"step-{state['step']:06d}"
+    assert state["position"] == 2 * state["step"] == ledger["offered"]
+    for folder in (path, path / "trainer"):
+        count = json.loads((folder / COUNT).read_text())
+        assert count["updates"] == state["step"] - num_untrained(run, state["step"])
+    assert not list((run / "checkpoints").glob("*.partial"))
+    return state["step"], state
+
+
+def num_untrained(run: Path, step: int) -> int:
+    """Steps of which no tree was trained."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return sum(
+        "learner/num_trained" not in row
+        for row in rows
+        if "trees/offered" in row and row["step"] <= step
+    )
+
+
+def kept_steps(run: Path) -> list[int]:
+    """Those whose trees are kept, whole, as the step took them."""
+    found = steps_of(run / "trees")
+    for number, path in found.items():
+        step = read_step(path)
+        assert step.is_whole
+        assert step.header.step == number
+        assert [entry.tree for entry in step.entries] == [2 * number - 2, 2 * number - 1]
+    return [*found]
+
+
+def assert_resumes(
+    warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str
+) -> None:
+    """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
+    saved before their trajectories could be written."""
+    assert train.main([*arguments(warehouse, name, *overrides), "--resume"]) == 0
+    run = warehouse.parent / "runs" / name
+    assert last_checkpoint(run)[0] == NUM_STEPS
+    assert kept_steps(run) == [*range(1, NUM_STEPS + 1)]
+    for step in {*range(1, NUM_STEPS + 1)} - unwritten:
+        assert trees_of(run, step) == [2 * step - 2, 2 * step - 1]
+    evaluated = sorted(path.name for path in (run / "eval").iterdir())
+    assert evaluated == ["after_rl", "before_sft", "step-000002", "step-000004"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["phase"] for row in rows if "eval/a/success" in row) == evaluated
+    steps = [row["step"] for row in rows if "trees/offered" in row]
+    assert len(steps) == len(set(steps))
+    assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
+
+
+# Moments of a signal: the current command of the learner and its number, or another activity; and
+# the step that is then saved, which is the previous one if the step is incomplete.
+POINTS = {
+    "rollout": 1,
+    "ScoreSequences 3": 3,  # the parity of step 2, in step 3; the first: of the start
+    "Update 3": 3,
+    "Publish 2": 2,
+    "evaluation": 2,  # that of step 2, which is continued
+    "Export 2": 2,  # of the checkpoint of step 2; the first is that of step 0
+    "Save 2": 2,
+    "archive 2": 2,  # the trees of step 2 are written
+    "after_rl": 4,  # the evaluation of step 4
+    "report": 4,
+    "Close 1": 4,
+}
+
+
+class Signals:
+    """Sends signals to this process when a point is reached; the second of two as soon as the first
+    has been taken. `number` 0: one as of a terminal that is closed."""
+
+    def __init__(self, point: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.point, self.number = point, number
+        self.seen: dict[str, int] = {}
+        self.sent = 0
+        generate = ScriptedEngine.generate
+
+        async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
+            session, version = kwargs["session"], engine.policy_version
+            if self.point in ("before_sft", "after_sft") and not session.isdigit():
+                name = "before_sft" if version == 0 else "after_sft"
+                self.at("" if session.startswith("probe") else name)
+            elif session == "4":  # it begins as soon as step 1 has given its slots back
+                self.at("rollout")
+            elif not session.startswith("probe") and not session.isdigit():
+                self.at("evaluation" if version == 2 else "after_rl" if version == 4 else "")
+            return await generate(engine, *args, **kwargs)
+
+        monkeypatch.setattr(ScriptedEngine, "generate", generating)
+        monkeypatch.setattr(ToyRank, "at", staticmethod(self.of_learner))
+        write, finish = Archive.write, Recorder.finish
+
+        def writing(archive: Archive, header: StepHeader, trees: Any) -> None:
+            self.at(f"archive {header.step}")
+            write(archive, header, trees)
+
+        def finishing(recorder: Recorder, **keys: Any) -> None:
+            self.at("report")
+            finish(recorder, **keys)
+
+        monkeypatch.setattr(Archive, "write", writing)
+        monkeypatch.setattr(Recorder, "finish", finishing)
+
+    def of_learner(self, name: str) -> float:
+        self.seen[name] = self.seen.get(name, 0) + 1
+        self.at(f"{name} {self.seen[name]}")
+        return 0.0
+
+    def at(self, point: str) -> None:
+        if point != self.point or self.sent:
+            return
+        self.sent = 1
+        first = signal.SIGHUP if self.number == 0 else signal.SIGTERM
+        os.kill(os.getpid(), first)
+        if self.number == 2:
+            second = (os.kill, os.getpid(), signal.SIGINT)
+            try:
+                asyncio.get_running_loop().call_later(0.005, *second)
+            except RuntimeError:  # in a thread, which the loop waits for
+                time.sleep(0.05)
+                second[0](*second[1:])
+
+
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [*((point, 2) for point in POINTS)]
+    + [(point, number) for point in ("rollout", "Update 3", "Save 2") for number in (0, 1)],
+)
+def test_a_signal_saves_a_checkpoint_at_any_point(
+    warehouse: Path,
+    rank: type[ToyRank],
+    point: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"signal-{point.replace(' ', '-')}-{number}".lower()
+    signals = Signals(point, number, monkeypatch)
+    code = train.main(arguments(warehouse, name, "checkpoint.every=2"))
+    out = capsys.readouterr().out
+    run = warehouse.parent / "runs" / name
+    assert signals.sent
+    assert code == 130 or point.startswith("Close")
+    assert "interrupted" in out
+    assert ("still shutting down" in out) == (number == 2) or point.startswith("Close")
+    assert last_checkpoint(run)[0] == POINTS[point]
+    assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
+    assert_resumes(warehouse, name)
+
+
+def best(run: Path) -> int:
+    """The step of the best checkpoint, by its weights."""
+    count = json.loads((run / "checkpoints" / "best" / COUNT).read_text())
+    return int(count["updates"])
+
+
+BEST = "checkpoint.best_metric=a/success"
+
+
+def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    """The checkpoint of an evaluation is saved then, and waits for them."""
+    saving, save, write = threading.Event(), RunSaver.save, Archive.write
+
+    async def saved(self: RunSaver, **keys: Any) -> None:
+        if self.state.step == 2:
+            saving.set()
+        await save(self, **keys)
+
+    def writing(archive: Archive, header: StepHeader, trees: Any) -> None:
+        if header.step == 2:
+            assert saving.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the signal has been taken
+        write(archive, header, trees)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunSaver, "save", saved)
+        patch.setattr(Archive, "write", writing)
+        assert train.main(arguments(warehouse, "best-late", BEST)) == 130
+    run = warehouse.parent / "runs" / "best-late"
+    assert last_checkpoint(run)[0] == 2
+    assert kept_steps(run) == [1, 2]
+    assert best(run) == 2
+    assert_resumes(warehouse, "best-late", frozenset(), BEST)
+
+
+def test_the_journal_records_trained_trees_before_a_checkpoint_does(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no tree waits for the journal any more, as in the last step."""
+    begin, known = Checkpoints.begin, dict[str, set[int]]()
+
+    def beginning(self: Checkpoints, path: Path, *given: Any, **keys: Any) -> Any:
+        frames = Reader(self.folder.parent / "journal").read()
+        known[path.name] = {one.step for one in frames if isinstance(one, Leased)}
+        return begin(self, path, *given, **keys)
+
+    monkeypatch.setattr(journal, "GATHER_S", 60.0)
+    monkeypatch.setattr(Checkpoints, "begin", beginning)
+    keys = ("checkpoint.every=1", "checkpoint.keep_last=1000", "algorithm.group_size=2")
+    assert train.main(arguments(warehouse, "journaled", *keys)) == 0
+    for step in range(1, NUM_STEPS + 1):
+        assert known[f"step-{step:06d}"] >= set(range(step))
+
+
+def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    """The evaluation had finished but had not been processed."""
+    replace = evaluations.replace_folder
+
+    def replacing(partial: Path, folder: Path) -> None:
+        replace(partial, folder)
+        if folder.name == "step-000002":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluations, "replace_folder", replacing)
+        assert train.main(arguments(warehouse, "best-next", BEST)) == 130
+    run = warehouse.parent / "runs" / "best-next"
+    assert last_checkpoint(run)[0] == 2
+    assert not (run / "checkpoints" / "best").exists()
+    before = (run / "eval" / "step-000002" / "rows.jsonl").stat()
+    assert_resumes(warehouse, "best-next", frozenset(), BEST)
+    after = (run / "eval" / "step-000002" / "rows.jsonl").stat()
+    assert after.st_mtime_ns == before.st_mtime_ns, "nothing is asked again"
+    assert best(run) == 2, "that of step 4 is no better"
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Path) -> None:
+    keys = (BEST, "train.stop_at=0.01")
+    run = warehouse.parent / "runs" / "reached"
+    assert train.main(arguments(warehouse, "reached", *keys)) == 0
+    for _ in range(2):  # a resumed run restores the value
+        assert last_checkpoint(run)[0] == 2
+        evaluated = {path.name for path in (run / "eval").iterdir()}
+        assert evaluated == {"after_rl", "before_sft", "step-000002"}
+        assert train.main([*arguments(warehouse, "reached", *keys), "--resume"]) == 0
+    assert train.main([*arguments(warehouse, "reached", BEST), "--resume"]) == 0
+    assert last_checkpoint(run)[0] == NUM_STEPS
+
+
+# Other ends of a run: the replacement, the exit code, the message, and the saved step.
+
+
+def dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that were sampled before may be trained by one more update."""
+    generate = ScriptedEngine.generate
+
+    async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
+        if engine.policy_version == 2 and kwargs["session"].isdigit():
+            raise EngineDeadError("out of memory")
+        return await generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", generating)
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Recorder.write_trajectories
+
+    async def writing(recorder: Recorder, name: str, trees: list[TrajectoryTree]) -> None:
+        if name == "step-000002":  # while step 3 is taken
+            raise OSError(errno.ENOSPC, "No space left on device", f"{name}.jsonl")
+        await write(recorder, name, trees)
+
+    monkeypatch.setattr(Recorder, "write_trajectories", writing)
+
+
+def teaching_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreeCredit, "has_signal", False)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(name: str) -> None:
+        if name == "Publish":
+            raise LearnerError("no")
+
+    monkeypatch.setattr(ToyRank, "at", staticmethod(update))
+
+
+@pytest.mark.parametrize(
+    ("replace", "overrides", "told", "steps"),
+    [
+        (dying, [], "out of memory", {2, 3}),
+        (full, [], "step-000002.jsonl: no space left on the device", {3}),
+        (teaching_nothing, ["train.max_untrained_steps=3"], "train.max_untrained_steps", {2}),
+        (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", {0}),
+        (refusing, [], "no", {1}),
+    ],
+    ids=["engine", "disk", "untrained", "parity", "publish"],
+)
+def test_any_other_cause_of_an_end_is_reported_after_saving(
+    warehouse: Path,
+    rank: type[ToyRank],
+    replace: Callable[[pytest.MonkeyPatch], None],
+    overrides: list[str],
+    told: str,
+    steps: set[int],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"end-{request.node.callspec.id}"
+    with pytest.MonkeyPatch.context() as patch:
+        replace(patch)
+        assert train.main(arguments(warehouse, name, *overrides)) == 1
+    assert told in capsys.readouterr().err.replace("\n", " ")
+    assert last_checkpoint(warehouse.parent / "runs" / name)[0] in steps
+    assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Alarms, "check_hits"), (step_report, "rollout_metrics")]
+)
+def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
+    warehouse: Path, rank: type[ToyRank], owner: Any, name: str
+) -> None:
+    """Also a bug in the report of a step: its weights are whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *_: 1 / 0)
+        with pytest.raises(ExceptionGroup):
+            train.main(arguments(warehouse, f"bug-{name}"))
+    assert last_checkpoint(warehouse.parent / "runs" / f"bug-{name}")[0] == 1
+    assert_resumes(warehouse, f"bug-{name}", unwritten={1})
+
+
+def test_weights_of_a_partial_step_are_not_saved(
+    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update that failed may have moved them."""
+    signals: list[str] = []
+
+    def failing(name: str) -> None:
+        signals.append(name)
+        if signals.count("Update") == 3 and name == "Update":
+            raise LearnerError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToyRank, "at", staticmethod(failing))
+        assert train.main(arguments(warehouse, "half", "checkpoint.every=1")) == 1
+    err = capsys.readouterr().err.replace("\n", " ")
+    assert "in the middle of a step" in err
+    assert "step-000002" in err
+    assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
+    assert_resumes(warehouse, "half")
+
+
+def test_a_checkpoint_that_hangs_is_abandoned(
+    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After checkpoint.finish_s from the signal on; the one before is whole."""
+    seen: list[str] = []
+
+    def hanging(name: str) -> float:
+        seen.append(name)
+        if name != "Save" or seen.count("Save") != 3:
+            return 0.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 3600.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToyRank, "at", staticmethod(hanging))
+        given = arguments(warehouse, "hangs", "checkpoint.every=1", "checkpoint.finish_s=0.3")
+        assert train.main(given) == 1
+    assert "checkpoint.finish_s" in capsys.readouterr().err
+    assert last_checkpoint(warehouse.parent / "runs" / "hangs")[0] == 1
+    assert_resumes(warehouse, "hangs")
+
+
+def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
+    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The learner is ended after checkpoint.finish_s, and soon the command without the disk."""
+    ended, begin = threading.Event(), Checkpoints.begin
+
+    def hanging(self: Checkpoints, path: Path) -> Path:
+        if path.name == "step-000002":
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(60)
+            raise OSError("nobody waits for it any more")
+        return begin(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "begin", hanging)
+        patch.setattr(checkpoints, "LAST_S", 0.3)
+        patch.setattr(checkpoints.Saver, "_fail", lambda self, text: ended.set())
+        given = arguments(warehouse, "disk", "checkpoint.every=1", "checkpoint.finish_s=0.3")
+        assert train.main(given) == 1
+    assert "hangs; is its disk" in capsys.readouterr().err.replace("\n", " ")
+    assert last_checkpoint(warehouse.parent / "runs" / "disk")[0] == 1
+    assert_resumes(warehouse, "disk")
+
+
+def test_unwritable_trees_do_not_block_the_last_checkpoint(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    ended, write = threading.Event(), Archive.write
+
+    def hanging(archive: Archive, header: StepHeader, trees: Any) -> None:
+        if header.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.wait(2)
+        write(archive, header, trees)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Archive, "write", hanging)
+        assert train.main(arguments(warehouse, "slow-trees", "checkpoint.finish_s=0.3")) == 130
+    run = warehouse.parent / "runs" / "slow-trees"
+    assert last_checkpoint(run)[0] == 2
+    log = (run / "run.log").read_text()
+    assert "the trees of the last step could not be written: writing" in log
+    assert_resumes(warehouse, "slow-trees")
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
+    warehouse: Path, rank: type[ToyRank], keep_last: int
+) -> None:
+    """Three checkpoints further, when that is long pruned."""
+    name = f"further-{keep_last}"
+    given = arguments(warehouse, name, "checkpoint.every=1", f"checkpoint.keep_last={keep_last}")
+    assert train.main([*given, "train.num_steps=1"]) == 0
+    assert train.main([*given, "--resume"]) == 0
+    run = warehouse.parent / "runs" / name
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{n:06d}" for n in range(5 - keep_last, 5)]
+    assert last_checkpoint(run)[0] == NUM_STEPS
+    assert not (run / "resumed").exists()
+
+
+def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
+    """A tool that fails in every n-th call."""
+    numbers = count(1)
+
+    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
+        if next(numbers) % every == 0:
+            raise error
+        return ToolResult("7")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("limits.max_failed_share=0.5", 0),
+        ("limits.max_failed_share=0.02", 1),
+        ("limits.strict=true", 1),
+    ],
+)
+def test_only_many_bugs_of_a_tool_end_a_run(
+    warehouse: Path,
+    rank: type[ToyRank],
+    override: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(FunctionTool, "call", crashing(KeyError("shelf")))
+    name = f"crashes-{override.rpartition('=')[2]}"
+    given = [str(warehouse), f"run.name={name}", "train.num_steps=12", "limits.max_failures=0"]
+    assert train.main([*given, override, "train.max_untrained_steps=0"]) == code
+    run, err = warehouse.parent / "runs" / name, capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 + code
+    assert "KeyError: 'shelf'" in lines[0]
+    assert "called with {'item': " in lines[0]
+    assert "Traceback" not in err
+    log = (run / "run.log").read_text()
+    assert log.count("raise error") == 1
+    last_checkpoint(run)
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.9, 0), (0.25, 1)])
+def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
+    warehouse: Path,
+    rank: type[ToyRank],
+    share: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Failures of any kind, including those that an environment raises itself."""
+    monkeypatch.setattr(FunctionTool, "call", crashing(EnvError("shelf 7 is locked"), 2))
+    given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
+    given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
+    assert train.main([*given, f"limits.max_failed_share={share}"]) == code
+    run, (out, err) = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr()
+    first, *_, last = [line for line in err.splitlines() if "shelf 7 is locked" in line]
+    for text in (
+        "task ",
+        "EnvError: shelf 7",
+        "test_ends.py, line ",
+        "the last action: ",
+        '"item"',
+    ):
+        assert text in first
+    log = (run / "run.log").read_text()
+    assert log.count("its rollout fails") == 1
+    assert re.search(r"failed rollouts: \d+ x EnvError: shelf 7", log)
+    assert re.search(r"success \d\.\d\d \(\d+% failed\)", out)
+    last_checkpoint(run)
+    if code:
+        assert re.search(r"of the last \d+ rollouts failed.* \d+ x EnvError: shelf 7", last)
+        return
+    assert re.search(r"warning: failed rollouts: \d+ x EnvError: shelf 7", last)
+    rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
+    assert 0.2 < rollouts["failed_share"] < 0.9
+    assert "shelf 7 is locked" in rollouts["causes"][0]
+
+
+@pytest.mark.parametrize("status", [404, 401])
+def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
+    warehouse: Path,
+    rank: type[ToyRank],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Although the tool blames the policy (404), or immediately if the status is clear (401). Trees
+    in flight are rolled out again, too."""
+    numbers, is_mended = count(1), False
+
+    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
+        if (number := next(numbers)) > 40 and not is_mended:
+            raise status_error(status, f"request {number}: the token is revoked", what="GET host")
+        return ToolResult("7")
+
+    monkeypatch.setattr(FunctionTool, "call", call)
+    name, size = f"revoked-{status}", 8
+    keys = [f"algorithm.{key}={size}" for key in ("group_size", "initial_rollouts")]
+    given = arguments(warehouse, name, *keys)
+    assert train.main(given) == (2 if status == 401 else 1)
+    run, err = warehouse.parent / "runs" / name, capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    if status == 401:
+        assert "the tool 'stock': GET host: HTTP 401 Unauthorized: request 4" in line
+    else:
+        assert re.search(r"all \d+ calls of the tool 'stock' failed with one error: requ", line)
+        assert "continue with --resume" in line
+    step, _ = last_checkpoint(run)
+    assert step < NUM_STEPS
+    is_mended = True
+    assert train.main([*given, "--resume"]) == 0
+    assert last_checkpoint(run)[0] == NUM_STEPS
+    for number in range(step + 1, NUM_STEPS + 1):
+        assert "is revoked" not in (run / f"trajectories/step-{number:06d}.jsonl").read_text()
+
+
+COLD_START = [
+    *("sft.data={here}/sft.jsonl", "sft.gate={here}/sft.jsonl", "sft.gate_every=2"),
+    "sft.stages=[{num_steps=4,batch_size=1}]",
+]
+
+# Before the updates, and the checkpoint of that moment.
+COLD_POINTS = {
+    "Init 1": "",
+    "before_sft": "",
+    "Imitate 3": "sft-000003",
+    "ScoreSequences 1": "",  # the parity of the start
+    "ScoreSequences 2": "sft-000004",  # its gate
+    "ResetOptimizer 2": "step-000000",  # its end
+    "after_sft": "step-000000",
+}
+
+
+def cold_arguments(warehouse: Path, name: str) -> list[str]:
+    here = warehouse.parent
+    turns = [{"action": "<stock>nuts</stock>", "result": "310"}, {"action": "<answer>310</answer>"}]
+    rows = [{"question": "How many nuts are there?", "turns": turns}]
+    (here / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return arguments(warehouse, name, *(text.replace("{here}", str(here)) for text in COLD_START))
+
+
+@pytest.mark.parametrize(
+    ("point", "number"), [*((point, 1) for point in COLD_POINTS), ("Imitate 3", 2)]
+)
+def test_a_cold_start_resumes_where_a_signal_interrupted_it(
+    warehouse: Path, rank: type[ToyRank], point: str, number: int
+) -> None:
+    name = f"cold-{point.replace(' ', '-')}-{number}".lower()
+    given, folder = cold_arguments(warehouse, name), warehouse.parent / "runs" / name
+    with pytest.MonkeyPatch.context() as patch:
+        signals = Signals(point, number, patch)
+        assert train.main(given) == 130
+    assert signals.sent
+    kept = sorted(path.name for path in folder.glob("checkpoints/*"))
+    assert kept == [COLD_POINTS[point]] if COLD_POINTS[point] else not kept
+    if kept:
+        count = json.loads((folder / "checkpoints" / kept[0] / COUNT).read_text())
+        assert count["imitations"] == (int(kept[0][4:]) if kept[0][0:3] == "sft" else 4)
+    rows = folder / "eval" / f"{point}.partial" / "rows.jsonl"
+    stored = rows.read_text() if rows.exists() else ""
+    assert train.main([*given, *(["--resume"] if folder.exists() else [])]) == 0
+    assert last_checkpoint(folder)[0] == NUM_STEPS
+    last = folder / "checkpoints" / f"step-{NUM_STEPS:06d}"
+    assert json.loads((last / COUNT).read_text())["imitations"] == 4, "none is taken twice"
+    if stored:
+        assert (folder / "eval" / point / "rows.jsonl").read_text().startswith(stored)
+
+
+def test_a_cold_start_reports_its_loss_and_its_checkpoint_is_kept_for_other_algorithms(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)
+    given = cold_arguments(warehouse, "cold-kept")
+    often = ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.minutes=1e-6"]
+    assert train.main([*given, *often]) == 0
+    told = capsys.readouterr().out
+    assert all(f"cold start step {step}, stage 1 of 1: loss 0.000" in told for step in (1, 3))
+    folder = warehouse.parent / "runs" / "cold-kept" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000004"]
+    other = arguments(warehouse, "from-cold", f"model.path={folder}/step-000000")
+    assert train.main(other) == 0
+
+
+OWN_ENGINE = 'eval.engine={name="scripted",script="tests.support.warehouse:warehouse_turn"}'
+
+
+def act_at_step_2(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """In place of each answer to the evaluation of step 2."""
+    generate = ScriptedEngine.generate
+
+    async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
+        session = kwargs["session"]
+        if engine.policy_version == 2 and not (session.isdigit() or session.startswith("probe")):
+            await act()
+        return await generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", generating)
+
+
+async def die() -> None:
+    raise EngineDeadError("the GPU fell off")
+
+
+async def hang() -> None:
+    await asyncio.sleep(3600)
+
+
+async def break_down() -> None:
+    raise EnvError("the shop is closed")
+
+
+def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also an evaluation on a separate engine: its failures are raised in training."""
+    act_at_step_2(monkeypatch, break_down)
+    assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
+    told = (
+        "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
+    )
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("act", "override", "told"),
+    [
+        (die, OWN_ENGINE, "the GPU fell off"),
+        (hang, OWN_ENGINE, "eval.timeout_s"),
+        (hang, "", "eval.timeout_s"),
+    ],
+    ids=["dies", "hangs", "hangs-on-the-engine-of-the-policy"],
+)
+def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
+    warehouse: Path,
+    rank: type[ToyRank],
+    act: Callable[[], Coroutine[Any, Any, None]],
+    override: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    act_at_step_2(monkeypatch, act)
+    monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
+    name = f"gap-{request.node.callspec.id}"
+    given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
+    assert train.main(given) == 0
+    run = warehouse.parent / "runs" / name
+    assert "the evaluation step-000002 is missing: " in (run / "run.log").read_text()
+    assert told in (run / "run.log").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["phase"] for row in rows if "eval/a/success" in row]
+    assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]
+
+
+# Slow parts start in parallel to the checks before them.
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - no event reports it
+            await asyncio.sleep(0.01)
+
+
+def test_learner_and_engine_start_during_the_checks(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a new run, whose imports take seconds; the ranks of a resumed run load weights,
+    too."""
+    renderers, commands = TrainingAssembly.renderers, list[str]()
+    is_there: Callable[[], object] = lambda: ToyRank.alive  # noqa: E731
+
+    async def waiting(self: TrainingAssembly) -> Any:
+        await until(is_there)
+        return await renderers(self)
+
+    monkeypatch.setattr(ToyRank, "at", staticmethod(commands.append))
+    monkeypatch.setattr(TrainingAssembly, "renderers", waiting)
+    assert train.main(arguments(warehouse, "beside", "train.num_steps=1")) == 0
+    commands.clear()
+    is_there = lambda: "Load" in commands  # noqa: E731
+    assert_resumes(warehouse, "beside")
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])
+def test_a_run_refused_during_the_start_leaves_no_folder_or_process(
+    warehouse: Path,
+    rank: type[ToyRank],
+    is_slow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start, began = ToyRank.start, []
+
+    async def starting(self: ToyRank, timeout_s: float) -> None:
+        self.log_path.write_text("it imports\n")
+        began.append(self)
+        try:
+            await asyncio.sleep(3600 if is_slow else 0)
+            await start(self, timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def refused(self: TrainingAssembly) -> Any:
+        await until(lambda: began if is_slow else ToyRank.alive)
+        raise DataError("row 3: no question")
+
+    monkeypatch.setattr(ToyRank, "start", starting)
+    monkeypatch.setattr(TrainingAssembly, "renderers", refused)
+    assert train.main(arguments(warehouse, f"refused-{is_slow}".lower())) == 2
+    assert "row 3: no question" in capsys.readouterr().err
+    assert not ToyRank.alive
+    assert not (warehouse.parent / "runs" / f"refused-{is_slow}".lower()).exists()
+
+
+def test_a_learner_that_fails_to_start_is_reported_once(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tries: list[float] = []
+
+    async def failing(self: ToyRank, timeout_s: float) -> None:
+        tries.append(timeout_s)
+        raise LearnerError("the learner ended with exit code 1")
+
+    monkeypatch.setattr(ToyRank, "start", failing)
+    assert train.main(arguments(warehouse, "no-learner")) == 1
+    assert capsys.readouterr().err.count("the learner ended with exit code 1") == 1
+    assert len(tries) == 1

@@ -1,0 +1,233 @@
+"""[python], [search], [grader] and [env.variants.NAME] reach every environment that reads them and
+are refused otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentenv
+from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
+from agentenv.assembly.keys.rl import TABLES, TrainConfig
+from agentenv.assembly.parts.environments import EnvMaker, check_graders, tables_of
+from agentenv.base.config import build_config
+from agentenv.base.errors import ConfigError
+from agentenv.base.types import Limits, Message, Task, ToolCall
+from agentenv.contract.env import close_shared
+from agentenv.engines.embedded.embedded_config import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.envs.code_interpreter import PythonTool
+from agentenv.envs.search.service import SearchPagesTool
+from agentenv.evaluation.subject import of_run
+from agentenv.launchers import evaluate, train
+from agentenv.text.prompt import PromptConfig
+
+INTERPRETER = {"timeout_s": 3.0, "preload": []}
+SEARCH = {"mode": "pages", "max_results": 2}
+READS = {
+    "agentenv/CodeInterpreter-v0": ("python", "grader"),
+    "agentenv/DeepSearch-v0": ("python", "search", "grader"),
+    "agentenv/QAGrader-v0": ("grader",),
+    "agentenv/Quickstart-v0": ("grader",),
+    "agentenv/WebSearch-v0": ("search", "grader"),
+}
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+def task(env_id: str, number: int = 0) -> Task:
+    return Task(f"t{number}", env_id, "How many moons?", ("two",))
+
+
+def maker(env: dict[str, Any], run: Path = Path("runs/x"), **tables: Any) -> EnvMaker:
+    config = build_config(EvaluateConfig, {"env": env, "data": "x", **tables}, "test")
+
+    def resolve(text: str) -> Path:
+        return Path(text.replace("{run}", str(run)))
+
+    return EnvMaker(config.env, tables_of(config), resolve, Limits(), PromptConfig())
+
+
+def test_every_registered_environment_has_a_test() -> None:
+    """Except programs and external environments, which have their own test files."""
+    ids = {env_id for env_id in agentenv.env_ids() if env_id.startswith("agentenv/")}
+    apart = {"agentenv/Program-v0", "agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
+    assert ids - apart == {*READS}
+
+
+@pytest.mark.parametrize("env_id", READS)
+async def test_a_table_reaches_the_environment_or_is_refused(env_id: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, written, calls):\n    return 0.75\n")
+    grader = {"path": "{run}/mine.py", "name": "score"}
+    given = {"python": INTERPRETER, "search": SEARCH, "grader": grader}
+    kwargs = (
+        {"corpus": "envs/data/wikipedia_passages.jsonl"} if env_id.endswith("Quickstart-v0") else {}
+    )
+    for name in {*TABLES} - {*READS[env_id]}:
+        make = maker({"id": env_id, "kwargs": kwargs}, **{name: given[name]})
+        with pytest.raises(ConfigError, match=rf"\[{name}\]: not used by {env_id}"):
+            make.check_read([task(env_id)])
+    read = {name: given[name] for name in READS[env_id]}
+    make = maker({"id": env_id, "kwargs": kwargs}, tmp_path, **read)
+    make.check_read([task(env_id)])
+    env = make(task(env_id))
+    await env.reset(seed=1)
+    tools = getattr(env, "tools")  # noqa: B009
+    if "python" in read:
+        assert isinstance(tools["python"], PythonTool)
+        assert tools["python"].timeout_s == 3.0
+    if "search" in read:
+        assert isinstance(tools["search"], SearchPagesTool)
+        assert tools["search"].service.config.sizes.mode == "pages"
+        assert tools["search"].service.config.max_results == 2
+        observation, *_ = await env.step(
+            Message("assistant", "", (ToolCall("search", {"query": "Super Bowl"}),))
+        )
+        assert observation[0].content.count("Page ") == 2
+    _, reward, *_ = await env.step(Message("assistant", "two"))
+    assert reward == 0.75
+    await env.close()
+
+
+async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
+    variant = {
+        "id": "agentenv/DeepSearch-v0",
+        "tools": [{"name": "python", "max_calls": 1}],
+        "grader": {"kind": "layered", "math": False, "reward": "answer"},
+    }
+    env = {"id": "agentenv/DeepSearch-v0", "variants": {"maths": variant}}
+    make = maker(env, python=INTERPRETER, grader={"kind": "f1"})
+    rewards = {}
+    for name in ("maths", "agentenv/DeepSearch-v0"):
+        one = make(task(name))
+        _, info = await one.reset(seed=1)
+        _, rewards[name], *_ = await one.step(Message("assistant", r"\boxed{2}"))
+        rewards[name, "tools"] = [tool["name"] for tool in info["tools"]]
+        await one.close()
+    assert rewards["maths"] == 1.0
+    assert rewards["maths", "tools"] == ["python"]
+    assert rewards["agentenv/DeepSearch-v0"] == -1.0  # no think and answer tags
+    assert rewards["agentenv/DeepSearch-v0", "tools"] == ["search", "python"]
+
+
+@pytest.mark.parametrize(
+    ("env", "tables", "says"),
+    [
+        ({"id": "agentenv/QAGrader-v0", "kwargs": {"grader": {}}}, {"grader": {}},
+         "env.kwargs.grader and the table 'grader'"),
+        ({"id": "agentenv/QAGrader-v0", "kwargs": {"search": {}}}, {},
+         "env.kwargs.search: unknown to agentenv/QAGrader-v0; it has grader, prompt"),
+        ({"id": "agentenv/QAGrader-v0",
+          "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
+         "env.variants.a.search: not used by agentenv/QAGrader-v0"),
+        ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGrader-v0"}}}, {},
+         "env.variants.a: no row selects it"),
+        ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGradr-v0"}}}, {},
+         "did you mean agentenv/QAGrader-v0"),
+        ({"id": "agentenv/QAGrader-v0"}, {"grader": {"kind": "exact", "path": "x.py"}},
+         "grader.path is only used by kind custom"),
+        ({"id": "agentenv/QAGrader-v0"}, {"grader": {"pth": "x.py"}}, "did you mean grader.path"),
+    ],
+)  # fmt: skip
+def test_an_unused_table_is_refused(env: dict[str, Any], tables: dict[str, Any], says: str) -> None:
+    def start() -> None:
+        rows = [task("agentenv/QAGrader-v0")]
+        make = maker(env, **tables)
+        make.check_read(rows, all_rows=True)
+        make(rows[0])
+
+    with pytest.raises(ConfigError) as raised:
+        start()
+    assert says in str(raised.value)
+
+
+def test_keys_of_an_environment_without_rows_are_refused() -> None:
+    make = maker({"id": "agentenv/QAGrader-v0", "kwargs": {"prompt": "Be brief."}})
+    with pytest.raises(ConfigError, match=r"env\.kwargs, env\.tools: no row uses"):
+        make.check_read([task("agentenv/DeepSearch-v0")], all_rows=True)
+
+
+BROKEN = {
+    "raises": "def score(task, written, calls):\n    return 1 / 0\n",
+    "gives a text": "def score(task, written, calls):\n    return 'right'\n",
+    "takes other arguments": "def score(a, b):\n    return 1.0\n",
+    "does not import": "import no_such_module\n",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_a_broken_grader_is_refused_on_the_first_rows(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BROKEN[kind])
+    grader = {"path": str(tmp_path / "mine.py"), "name": "score"}
+    make = maker({"id": "agentenv/QAGrader-v0"}, grader=grader)
+    with pytest.raises(ConfigError, match=r"mine\.py"):
+        await check_graders(make, [task("agentenv/QAGrader-v0", n) for n in range(5)])
+
+
+async def test_three_rows_of_each_environment_are_graded(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"def score(task, written, calls):\n    with open({str(tmp_path / 'seen')!r}, 'a') as file:"
+        "\n        file.write(task.id + '\\n')\n    return 1.0\n"
+    )
+    grader = {"path": str(path), "name": "score"}
+    make = maker({"id": "agentenv/QAGrader-v0"}, grader=grader)
+    ids = ["agentenv/QAGrader-v0"] * 5 + ["agentenv/WebSearch-v0"] * 2
+    await check_graders(make, [task(env_id, n) for n, env_id in enumerate(ids)])
+    assert (tmp_path / "seen").read_text().split() == ["t0", "t1", "t2", "t5", "t6"]
+
+
+def test_a_run_with_a_broken_grader_starts_neither_engine_nor_learner(
+    warehouse: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("an engine or a learner was started")
+
+    monkeypatch.setattr("agentenv.training.loop.parts.DeepSpeedLearner.start", started)
+    for engine in (EmbeddedConfig, ScriptedConfig):
+        monkeypatch.setattr(engine, "start", started)
+    (tmp_path / "mine.py").write_text(BROKEN["raises"])
+    own = [f"grader.path={tmp_path}/mine.py", "grader.name=score", "env.id=agentenv/QAGrader-v0"]
+    assert train.main([str(warehouse), "run.name=broken-grader", *own]) == 2
+    folder = warehouse.parent
+    arguments = [str(folder / "model"), f"data={folder}/train.jsonl", "engine.name=scripted"]
+    script = "engine.script=tests.support.warehouse:warehouse_turn"
+    sizes = ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
+    assert evaluate.main([*arguments, script, *sizes, *own]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert text.count("of row train-1") == 2
+    assert "ZeroDivisionError" in text
+
+
+def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
+    raw = {
+        "model": {"path": "m"}, "env": {"id": "agentenv/DeepSearch-v0"}, "data": {"train": "x"},
+        "algorithm": {"name": "grpo"}, "train": {"num_steps": 1}, "search": SEARCH,
+        "python": INTERPRETER, "eval": {"sets": {"a": {"path": "x"}}},
+    }  # fmt: skip
+    config = build_config(TrainConfig, raw, "test")
+    (tmp_path / "config.json").write_text(json.dumps(agentenv.base.config.to_plain(config)))
+    again = resolve_sets(of_run(tmp_path, ["a"]), "test").sets["a"]
+    assert tables_of(again) == tables_of(config)
+    assert again.search is not None
+    assert again.grader is None
+
+
+def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    for launcher in (train, evaluate):
+        with pytest.raises(SystemExit):
+            launcher.main(["--help-keys"])
+        text = "".join(capsys.readouterr())
+        for key in ("python.interpreter", "search.mode", "grader.path", "search.summarizer.url"):
+            assert f"\n{key}  (" in text

@@ -1,0 +1,267 @@
+"""An evaluation in its directory: stored files, its sets of questions, and errors."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.run.records import EvalRow
+from agentenv.base.types import ToolResult
+from agentenv.contract.http import status_error
+from agentenv.contract.tools import FunctionTool
+from agentenv.evaluation.store import load_saved, read_rows
+from agentenv.evaluation.subject import is_url
+from agentenv.launchers import evaluate
+from tests.commands.evaluating import Run, first_prompts, refused, runner, texts
+
+
+@pytest.fixture
+def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return runner(warehouse, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return first_prompts(monkeypatch)
+
+
+def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier rows stay unchanged; with an accepted token the same command continues."""
+    assert run("out", "--n", "2") == 0
+    before = texts(tmp_path / "out")
+    capsys.readouterr()
+
+    async def rejected(*_: Any) -> ToolResult:
+        raise status_error(401, "revoked", what="GET http://host/orders")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FunctionTool, "call", rejected)
+        assert run("out", "--n", "6") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "the tool 'stock': GET http://host/orders: HTTP 401 Unauthorized: revoked; " in line
+    assert texts(tmp_path / "out") == before
+    assert run("out", "--n", "6") == 0
+    assert len(texts(tmp_path / "out")) == 6
+
+
+def test_a_missing_checkpoint_is_refused_with_the_existing_ones(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(finished / "checkpoints" / "step-000099")]) == 2
+    said = refused(capsys)
+    assert "step-000099: no such checkpoint; the run has step-000003, step-000004" in said
+
+
+def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
+    assert run("out", "--n", "3", report=True) == 0
+    rows = read_rows(tmp_path / "out")
+    assert sorted(row.key for row in rows) == [("a", f"a-{n}", 0) for n in (1, 2, 3)]
+    row = rows[0]
+    assert row.question.startswith("How many ")
+    assert [next(iter(segment)) for segment in row.segments] == ["env", "policy", "env", "policy"]
+    assert row.segments[1]["policy"].endswith("</stock>")
+    assert row.segments[3]["eos"] == "<|im_end|>"
+    assert f"<answer>{row.prediction}</answer>" == row.segments[3]["policy"]
+    assert [(call["name"], call["ok"]) for call in row.tool_calls] == [("stock", True)]
+    assert row.success == (row.prediction in row.answers)
+    assert (row.end, row.error, row.num_turns) == ("terminated", None, 2)
+    assert min(row.prompt_tokens, row.action_tokens, row.tool_tokens) > 0
+    assert (tmp_path / "out" / "report.md").is_file()
+
+
+def test_samples_are_independent_of_order_and_number(run: Run, tmp_path: Path) -> None:
+    assert run("many", "num_samples=3", "concurrency=2") == 0
+    assert run("one", "concurrency=24") == 0
+    assert run("few", "--n", "5", "num_samples=2") == 0
+    many = texts(tmp_path / "many")
+    assert len(many) == 72
+    for name in ("one", "few"):
+        found = texts(tmp_path / name)
+        assert found == {key: many[key] for key in found}
+    of_first = {text for key, text in many.items() if key[1] == "a-1"}
+    assert len(of_first) > 1, "samples of one question differ"
+    assert run("other", "seed=1") == 0
+    assert texts(tmp_path / "other") != texts(tmp_path / "one")
+
+
+def test_a_directory_of_something_else_or_in_use_is_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
+    assert run("mine") == 2
+    assert "contains 'thesis.tex'" in refused(capsys)
+
+
+def test_sets_of_a_file_have_their_own_keys(
+    run: Run, warehouse: Path, tmp_path: Path, prompts: list[str]
+) -> None:
+    folder = warehouse.parent
+    config = tmp_path / "eval.toml"
+    config.write_text(f"""
+num_samples = 2
+[limits]
+max_turns = 5
+[sets.short]
+path = "{folder}/a.jsonl"
+max_tasks = 2
+limits = {{ max_turns = 1 }}
+[sets.long]
+path = "{folder}/b.jsonl"
+max_tasks = 3
+num_samples = 1
+""")
+    assert run("out", "--config", str(config), data=False) == 0
+    rows = read_rows(tmp_path / "out")
+    limits = {
+        name: [row.limit for row in rows if row.dataset == name] for name in ("short", "long")
+    }
+    assert limits == {"short": ["turns"] * 4, "long": [None] * 3}
+    saved = load_saved(tmp_path / "out").config["sets"]
+    assert (saved["short"]["limits"]["max_turns"], saved["long"]["limits"]["max_turns"]) == (1, 5)
+    assert run("out", "--config", str(config), "--set", "long", "--n", "4", data=False) == 0
+    assert len(prompts) == 8
+    assert len(read_rows(tmp_path / "out")) == 8, "the other set stays"
+
+
+def test_a_table_belongs_to_the_sets_that_read_it(
+    run: Run, warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = warehouse.parent, tmp_path / "eval.toml"
+    text = f"""
+[python]
+preload = []
+[sets.plain]
+path = "{folder}/a.jsonl"
+max_tasks = 1
+[sets.coding]
+path = "{folder}/b.jsonl"
+max_tasks = 1
+env = {{ id = "%s" }}
+"""
+    config.write_text(text % "agentenv/CodeInterpreter-v0")
+    assert run("out", "--config", str(config), data=False) == 0
+    assert len(read_rows(tmp_path / "out")) == 2
+    config.write_text(text % "agentenv/QAGrader-v0")
+    assert run("other", "--config", str(config), data=False) == 2
+    assert "[python]: not used by" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "[sets.a]\npath = 'x.jsonl'\nlimits = { max_turn = 1 }",
+            "sets.a.limits.max_turn: unknown",
+        ),
+        ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
+        ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
+        ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
+        ("data = 'x.jsonl'\n[sets.x]\npath = 'y'", "such as sets.x.columns.answer"),
+        ("temperature = 0.5", "temperature: unknown key; did you mean sampling.temperature?"),
+        ("num_samples = 1", "no questions"),
+    ],
+)
+def test_a_bad_file_is_refused(
+    run: Run, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "eval.toml"
+    config.write_text(text)
+    assert run("out", "--config", str(config), data=False) == 2
+    assert says in refused(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_a_column_names_the_key_that_sets_it(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the set which `data` makes, too."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"question": "How many bolts?", "gold": 1240}) + "\n")
+    assert run("out", f"data={path}", data=False) == 2
+    told = refused(capsys)
+    assert told.endswith("set the column by sets.mine.columns.answer")
+    key = told.rpartition(" ")[2]
+    assert run("out", f"data={path}", f"{key}=gold", data=False) == 0
+    (row,) = read_rows(tmp_path / "out")
+    assert row.answers == ["1240"]
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8711", "localhost/v1", "gpu-3:8000", "a.example/v1"])
+def test_an_address_without_http_is_not_taken_for_a_directory(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([text, "data=x.jsonl"]) == 2
+    assert f"did you mean the endpoint http://{text}?" in refused(capsys)
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen2.5-7B", "models/qwen2.5", "org.ai/model", "./a:1/b"])
+def test_other_names_are_not_taken_for_addresses(text: str) -> None:
+    assert not is_url(text)
+
+
+def test_repeated_task_ids_are_made_unique(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": "x", "question": f"How many bolts? {n}", "answer": 1240} for n in range(3)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("out", f"data={path}", data=False) == 0
+    assert sorted(row.task for row in read_rows(tmp_path / "out")) == ["x", "x#2", "x#3"]
+    assert "2 questions have the id of an earlier one" in capsys.readouterr().out
+
+
+def test_without_out_each_configuration_has_its_own_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = warehouse.parent
+    base = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env", "--n", "2"]
+    base += [f"data={folder}/a.jsonl", "engine.name=scripted", "limits.max_prompt_tokens=300"]
+    base += ["engine.script=tests.commands.evaluating:guessing"]
+    base += ["limits.max_response_tokens=300"]
+    for keys in ([], ["num_samples=2"], ["seed=1"]):
+        assert evaluate.main([*base, *keys]) == 0
+    counts = sorted(len(read_rows(path)) for path in (tmp_path / "evals").iterdir())
+    assert counts == [2, 4], "more samples of one, another seed in another"
+
+
+def test_each_row_is_one_line_for_any_content(tmp_path: Path) -> None:
+    import msgspec
+
+    row = EvalRow(dataset="a", task="t", sample=0, question="line\nbreak \u2028 \ud800".encode(
+        "utf-8", "replace").decode())  # fmt: skip
+    line = msgspec.json.encode(row)
+    assert b"\n" not in line
+    assert msgspec.json.decode(line, type=EvalRow) == row
+
+
+def test_a_log_folder_is_created_only_for_servers_and_kept_if_one_fails(
+    run: Run,
+    warehouse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert run("bad", "limits.max_response_tokens=-1") == 2
+    assert run("good", "--n", "1") == 0
+    assert list(folder.iterdir()) == []
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no memory for the judge >&2; exit 3\n")
+    broken.chmod(0o755)
+    judge = [f"roles.judge={{model='{warehouse.parent}/model', python='{broken}', device='cpu'}}"]
+    judge += ["grader.kind=judge", "grader.judge={url='{role:judge}/v1', model='judge'}"]
+    capsys.readouterr()
+    assert run("failed", "--n", "1", "env.id=agentenv/QAGrader-v0", *judge) == 1
+    (log,) = folder.glob("agentenv-evaluate-*/servers/judge.log")
+    assert "no memory for the judge" in log.read_text()
+    assert str(log) in capsys.readouterr().err

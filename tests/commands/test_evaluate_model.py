@@ -1,0 +1,149 @@
+"""A model that was really trained: evaluated on the embedded engine and on a real vLLM server, by
+tokens and by chat, and answering through plain transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.run.records import EvalRow, Key
+from agentenv.envs.web_search import SearchTool
+from agentenv.evaluation.store import read_rows
+from agentenv.launchers import evaluate, export, train
+from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
+from tests.engines.vllm_server import VLLMProcess, require_vllm
+from tests.support.warehouse import ROOT
+
+pytestmark = pytest.mark.timeout(1200)
+
+NUM = 12
+CHAT = ("limits.max_prompt_tokens=64", "limits.max_response_tokens=192",
+        "limits.max_turn_tokens=64", "limits.max_tool_result_tokens=48")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a short cold start and one update: it calls tools, and is often wrong."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = ROOT / "tests" / "support" / "small_quickstart.toml"
+    stages = '[{rows="copy",num_steps=60},{rows="clean",num_steps=150}]'
+    keys = [f"sft.stages={stages}", "sft.gate_every=150", "train.num_steps=1"]
+    keys += ["eval.sets.heldout.phases=false", f"run.dir={folder}", "run.name=run"]
+    assert train.main([str(config), *keys]) == 0
+    return folder / "run"
+
+
+def evaluated(
+    subject: str, out: Path, *keys: str, num: int = NUM, report: bool = False
+) -> dict[Key, EvalRow]:
+    """The rows; the report, which takes seconds, is written only on request."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not report:
+            patch.setattr(evaluate, "write_report", lambda *_: None)
+        assert evaluate.main([subject, "--n", str(num), "--out", str(out), *keys]) == 0
+    rows = {row.key: row for row in read_rows(out)}
+    assert len(rows) == num * (2 if "num_samples=2" in keys else 1)
+    assert not any(row.error for row in rows.values())
+    return rows
+
+
+def outcome(rows: dict[Key, EvalRow]) -> dict[Key, tuple[Any, ...]]:
+    return {key: (row.segments, row.success, row.reward, row.end) for key, row in rows.items()}
+
+
+def test_equal_seeds_give_equal_scores_on_the_embedded_engine(run: Path, tmp_path: Path) -> None:
+    found = [
+        evaluated(str(run), tmp_path / name, "num_samples=2", *keys, report=True)
+        for name, keys in (("a", []), ("b", ["concurrency=3"]))
+    ]
+    assert outcome(found[0]) == outcome(found[1])
+    assert any(row.tool_calls for row in found[0].values())
+    first = json.loads((tmp_path / "a" / "summary.json").read_text())["overall"]["estimates"]
+    again = json.loads((tmp_path / "b" / "summary.json").read_text())["overall"]["estimates"]
+    same = [name for name in first if "second" not in name]
+    assert {name: first[name] for name in same} == {name: again[name] for name in same}
+
+
+@pytest.mark.engine_vllm
+def test_a_running_vllm_server_is_evaluated_by_tokens_and_by_chat(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server is a plain one, without any of the flags that training needs."""
+    require_vllm()
+    model = sorted((run / "checkpoints").glob("step-*"))[-1]
+    server = VLLMProcess(model, tmp_path / "server.log", arguments=())
+    keys = ["--env", "agentenv/Quickstart-v0", f"env.kwargs.corpus={run}/data/kb.jsonl", *CHAT]
+    greedy, data = "sampling.temperature=0", f"data={run}/data/heldout.jsonl"
+    tokens = ("--tokenizer", str(model))
+    try:
+        server.wait_ready()
+        own = evaluated(str(model), tmp_path / "own", *keys, data, greedy)
+        by_tokens = evaluated(server.url, tmp_path / "tokens", *keys, data, greedy, *tokens)
+        assert outcome(by_tokens) == outcome(own)
+        # the model was trained without a list of the tools, which an endpoint reads by default
+        unlisted = "renderer.tools_in_prompt=none"
+        by_chat = evaluated(server.url, tmp_path / "chat", *keys, data, greedy, unlisted)
+        assert {key: (row.prediction, row.success) for key, row in by_chat.items()} == {
+            key: (row.prediction, row.success) for key, row in own.items()
+        }
+        counts = ("prompt_tokens", "action_tokens", "tool_tokens")
+        for key, row in by_chat.items():  # from the usage reported by the server
+            assert [getattr(row, name) for name in counts] == [
+                getattr(own[key], name) for name in counts
+            ]
+        sampled = evaluated(server.url, tmp_path / "a", *keys, data, *tokens)
+        again = evaluated(server.url, tmp_path / "b", *keys, data, *tokens, "concurrency=2")
+        assert outcome(sampled) == outcome(again)
+    finally:
+        server.stop()
+
+
+def by_hand(calls: list[dict[str, Any]]) -> bool:
+    """Whether there are calls, and all of them are searches or sums."""
+    codes = [call["arguments"]["code"] for call in calls if call["name"] == "python"]
+    return bool(calls) and all(re.fullmatch(r"[\d *+-]+", code) for code in codes)
+
+
+def answer(text: str, search: SearchTool) -> str:
+    """The result of the call at the end of a text; empty if there is none."""
+    called = re.search(r"<(search|python)>([^<]*)</\1>\Z", text)
+    if called is None:
+        return ""
+    body = called[2].strip()
+    if called[1] == "python":
+        return f"{RESULT_OPEN}{eval(body, {'__builtins__': {}})}{RESULT_CLOSE}"
+    found = asyncio.run(search.call({"query": body}, search.start(0)))
+    return RESULT_OPEN + found.text + RESULT_CLOSE
+
+
+def test_the_exported_model_answers_through_plain_transformers(run: Path, tmp_path: Path) -> None:
+    """A rollout with generate, stop strings and the tools called by hand is the one of the
+    evaluation, word for word."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert export.main([str(run), str(tmp_path / "model"), "--dtype", "float32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    search = SearchTool(str(run / "data" / "kb.jsonl"))
+    rows = evaluated(str(run), tmp_path / "out", "sampling.temperature=0", num=48)
+    row = next(row for row in rows.values() if row.end == "terminated" and by_hand(row.tool_calls))
+    chat = [{"role": "user", "content": row.question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    text = prompt
+    for _ in range(row.num_turns):
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        with torch.inference_mode():
+            out = model.generate(
+                **ids, max_new_tokens=48, do_sample=False, tokenizer=tokenizer,
+                stop_strings=["</search>", "</python>"],
+            )  # fmt: skip
+        text = tokenizer.decode(out[0])
+        text += answer(text, search)
+    written = [segment.get("env", "") or segment["policy"] for segment in row.segments]
+    assert text == "".join(written) + row.segments[-1]["eos"]

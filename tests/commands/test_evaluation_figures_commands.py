@@ -1,0 +1,280 @@
+"""Report and compare as commands over stored evaluations."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentenv.assembly.run.records import EvalRow
+from agentenv.launchers import evaluate, view
+from tests.support.stored_evaluation import (
+    QUICK,
+    failed,
+    mixed_rows,
+    row,
+    rows_of,
+    write_evaluation,
+)
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
+
+
+class Page(HTMLParser):
+    """The tags of a page and the scripts that a browser would run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self._answers: dict[str, str] = {}
+        self._path = ""
+        self.feed(text)
+
+    @property
+    def handlers(self) -> list[str]:
+        return [name for name, _ in self.attributes if name.startswith("on")]
+
+    def answer(self, path: str) -> Any:
+        """The replies to the page, from its embedded data."""
+        return json.loads(gzip.decompress(base64.b64decode(self._answers[path])))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._path = dict(attrs).get("data-path") or ""
+
+    def handle_data(self, data):
+        if self._path:
+            self._answers[self._path] = self._answers.get(self._path, "") + data
+
+    def handle_endtag(self, tag):
+        self._path = ""
+
+
+# report
+
+
+def test_a_report_is_written_to_the_terminal_as_json_and_as_markdown(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
+    assert evaluate.main(["report", str(folder), "--k", "1,3"]) == 0
+    said = capsys.readouterr().out
+    assert "pass@k" in said
+    assert "Cost of a trajectory" in said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["overall"]["pass_at"]) == ["1", "3"]
+    text = (folder / "report.md").read_text()
+    assert "## pass@k" in text
+    assert not list(folder.glob("**/*.partial"))
+    assert not (folder / "report.html").exists()
+
+
+def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.answer("run")["exported"]["left_out"] == []
+    summary = json.loads((folder / "summary.json").read_text())
+    assert page.answer("evaluations/e/figures") == summary
+    assert len(page.answer("evaluations/e")["rows"]) == 32
+    (first, *_) = page.answer("evaluations/e/rows/0")
+    assert first["segments"]
+    links = {value for name, value in page.attributes if name in ("src", "href")}
+    assert links == {"data:,"}  # all is inside
+
+
+def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
+    rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
+    rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
+    rows[0].segments[-1]["policy"] += EVIL
+    rows.append(EvalRow(dataset="x", task="2", sample=0, end="failed", error=f"{EVIL}: {EVIL}"))
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    assert "\x1b[31m" not in capsys.readouterr().out
+    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
+    page = Page(html)
+    assert not {"img", "iframe", "object", "embed"} & set(page.tags)
+    assert page.handlers == []
+    assert "alert(1)" not in html  # it is data, packed
+    assert "script-src 'sha256-" in html  # and no other script runs
+    assert EVIL in page.answer("evaluations/e/rows/0")[0]["segments"][-1]["policy"]
+    text = (folder / "report.md").read_text()
+    assert "<script>" not in text
+    assert "<img" not in text
+
+
+def test_a_report_needs_rows(tmp_path, capsys):
+    assert evaluate.main(["report", str(tmp_path)]) == 2
+    assert "contains no evaluation" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate.main(["report", str(tmp_path), "--k", "0"])
+
+
+def test_failures_are_reported_with_their_bound(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
+    rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 failed trajectories (EngineError 1) are excluded from scores" in said
+    assert "success would be 0.333" in said
+
+
+def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
+    for one in rows:
+        one.success, one.parts = False, {"format": -1.0}
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    text = "1 of 2 answers are correct (EM) but not in the format that the grader requires"
+    assert f"warning: {text}" in said
+    assert f"agentenv evaluate regrade {folder} grader.reward=answer" in said
+    assert text in (folder / "report.md").read_text()
+
+
+def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
+    config = json.loads((folder / "config.json").read_text())
+    for one in config["config"]["sets"].values():
+        one["num_samples"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert evaluate.main(["report", str(folder)]) == 0
+    overall = json.loads((folder / "summary.json").read_text())["overall"]
+    assert list(overall["pass_at"]) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_report_does_not_change_the_rows(tmp_path):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
+    before = (folder / "rows.jsonl").read_bytes()
+    assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
+    assert (folder / "rows.jsonl").read_bytes() == before
+    assert json.loads((folder / "summary.json").read_text())["compat"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("subject", "told"),
+    [
+        ({"name": "run-step-000020"}, "0 failed\n"),  # its engine served nothing else: no version
+        ({"name": "run", "step": 20, "policy_version": 21}, "0 failed, after step 20 (policy"),
+    ],
+)
+def test_a_report_names_the_evaluated_weights(tmp_path, subject, told):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
+    assert evaluate.main(["report", str(folder)]) == 0
+    assert told in (folder / "report.md").read_text()
+
+
+# compare
+
+
+def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris" if i < 4 else "Rome"] for i in range(12)})
+    two = rows_of({str(i): ["Rome" if i == 0 else "Paris"] for i in range(10)})
+    first = write_evaluation(tmp_path / "a", one, QUICK)
+    second = write_evaluation(tmp_path / "b", two, QUICK)
+    out = tmp_path / "c.md"
+    assert evaluate.main(["compare", str(first), str(second), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "10 questions are in both; left out: 2 only in A" in said
+    assert "Changed: 1 worse and 6 better in B" in said
+    text = out.read_text()
+    assert "| all | 10 | 0.400 | 0.900 | +0.500" in text
+    assert "| 0.125 | McNemar |" in text  # 1 against 6: 2 * (1 + 7) / 128
+    assert "| tool calls | 10 | 2.000 | 2.000 |" in text
+
+
+def test_kinds_of_questions_are_compared_as_reports_have_them(tmp_path, capsys):
+    def rows(of_hop: str) -> list[EvalRow]:
+        found = rows_of({str(i): ["Paris"] for i in range(4)}, kind="calc")
+        return found + rows_of({str(i): [of_hop] for i in range(4, 6)}, kind="hop")
+
+    folders = [
+        write_evaluation(tmp_path / name, rows(of_hop), QUICK)
+        for name, of_hop in (("a", "Rome"), ("b", "Paris"))
+    ]
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"calc +4 +1.000 +1.000 ", said)
+    assert re.search(r"hop +2 +0.000 +1.000 ", said)
+    assert re.search(r"all +6 +0.667 +1.000 ", said)
+
+
+def test_several_samples_are_compared_as_rates(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris", "Rome"] for i in range(8)})
+    two = rows_of({str(i): ["Paris", "Paris"] for i in range(8)})
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "sign flip" in said
+    assert "pass@2" in said
+    assert re.search(r"all +8 +0.500 +1.000 +\+0.500 \[\+0.\d+, \+0.\d+\] +0.008", said)
+    low, high = map(float, re.findall(r"\+0.500 \[\+(0.\d+), \+(0.\d+)\]", said)[0])
+    assert low < 0.45 < 0.55 < high
+
+
+def test_failed_samples_are_shown_next_to_the_success_that_excludes_them(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
+    two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
+    for lost in [*two[:2], two[3]]:
+        lost.end, lost.error, lost.success = "failed", "EnvError: closed", False
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "3 questions are in both; left out: 1 failed in one of them" in said
+    assert re.search(r"all +3 +1.000 +1.000 ", said)
+    assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
+
+
+def test_failures_have_a_table_only_if_any_and_failed_evaluations_no_success(tmp_path, capsys):
+    fine = write_evaluation(tmp_path / "fine", [row(str(n)) for n in range(4)])
+    gone = write_evaluation(tmp_path / "gone", [failed(str(n), 0) for n in range(4)])
+    assert evaluate.main(["compare", str(fine), str(fine)]) == 0
+    assert "Failed trajectories" not in capsys.readouterr().out
+    assert evaluate.main(["compare", str(fine), str(gone)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "all 4 shared questions failed in one of them" in said
+    assert evaluate.main(["report", str(gone)]) == 0
+    text = (gone / "report.md").read_text()
+    assert "4 questions, 0 graded trajectories, 4 failed" in text
+    assert "| all | 4 | 0 | - | 4 |" in text
+    assert "failed EngineError | 4 | 100.0% |" in text
+    assert evaluate.main(["report", str(fine)]) == 0
+    text = (fine / "report.md").read_text()
+    assert "failed trajectories" not in text
+    assert "Truncated and failed" not in text
+
+
+def test_equal_evaluations_show_the_interval_of_their_difference(tmp_path, capsys):
+    rows = rows_of({str(i): ["Paris"] for i in range(40)})
+    folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"all +40 +[\d.]+ +[\d.]+ +\+0.000 \[-0.077, \+0.077\] +1.000", said)
+    assert found, said
+    assert re.search(r"tool tokens +40 +\S+ +\S+ +\+0.000 +1.000", said), said
+
+
+def test_evaluations_without_a_common_question_are_refused(tmp_path, capsys):
+    one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
+    two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
+    assert evaluate.main(["compare", str(one), str(two)]) == 2
+    assert "no questions to compare: they share no set" in capsys.readouterr().err
+
+
+def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
+    one = rows_of({"1": ["Paris"]})
+    two = [msgspec.structs.replace(row, question="Another one?") for row in one]
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert evaluate.main(["compare", *map(str, folders)]) == 2
+    assert "question 1 differs between the two" in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""Regrade as a command over stored evaluations."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from agentenv import Task, ToolEnv, register
+from agentenv.assembly.keys.evaluation import resolve_sets
+from agentenv.base.config import to_plain
+from agentenv.base.errors import ConfigError
+from agentenv.envs.grading.reward import ExactMatch
+from agentenv.evaluation.store import Saved, Store, load_saved, lock, read_rows
+from agentenv.launchers import evaluate
+from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
+
+
+def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
+    assert evaluate.main(["regrade", str(folder)]) == 0  # the labels of the rows become real grades
+    rows, summary = read_rows(folder), (folder / "summary.json").read_bytes()
+    capsys.readouterr()
+    assert evaluate.main(["regrade", str(folder)]) == 0
+    assert "0 of 36 verdicts changed" in capsys.readouterr().out
+    assert read_rows(folder) == rows
+    assert (folder / "summary.json").read_bytes() == summary
+    assert {row.success for row in rows} == {True, False}
+    assert all("em" in row.scores for row in rows)
+
+
+def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
+    answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
+    folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
+    assert evaluate.main(["regrade", str(folder)]) == 0
+    before = (folder / "rows.jsonl").read_bytes()
+    capsys.readouterr()
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 3 verdicts changed: 1 right -> wrong" in said
+    assert "qa/2/0" in said
+    assert [row.success for row in read_rows(folder)] == [False, False, True]
+    assert (folder / "rows.before.jsonl").read_bytes() == before
+    saved = json.loads((folder / "config.json").read_text())["config"]
+    assert saved["sets"]["qa"]["grader"]["kind"] == "exact"
+    assert "qa/2/0" in (folder / "regrade.md").read_text()
+
+
+def test_the_published_reward_is_graded_with_its_tools(tmp_path):
+    rows = rows_of({"1": ["Paris"], "2": ["Paris"], "3": ["Rome"], "4": ["Paris"]})
+    rows[1].tool_calls[1]["ok"] = False
+    rows[3].segments[-1]["policy"] = "Paris"  # no tags
+    folder = write_evaluation(tmp_path / "e", rows, {**QUICK, "reward": "tools"})
+    assert evaluate.main(["regrade", str(folder)]) == 0
+    assert [row.reward for row in read_rows(folder)] == [1.1, 1.0, 0.0, -1.0]
+
+
+def test_one_set_may_have_its_own_grader(tmp_path):
+    rows = rows_of({"1": ["WWII"]}, "World War II", dataset="a")
+    rows += rows_of({"1": ["WWII"]}, "World War II", dataset="b")
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["regrade", str(folder), "sets.b.grader.kind=exact"]) == 0
+    assert [row.success for row in read_rows(folder)] == [True, False]
+
+
+def test_only_trajectories_that_failed_in_the_grader_are_regraded(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Paris"]})
+    error = "GraderError: the judge is down"
+    rows[0] = msgspec.structs.replace(rows[0], end="failed", error=error, success=False)
+    rows[1] = msgspec.structs.replace(rows[1], end="failed", error="EngineError: x", success=False)
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert evaluate.main(["regrade", str(folder)]) == 0
+    assert "1 of 2 verdicts changed: 1 failed -> right" in capsys.readouterr().out
+    found = read_rows(folder)
+    assert [(row.end, row.success) for row in found] == [("terminated", True), ("failed", False)]
+
+
+GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if "Rome" in solution_str:
+        raise ValueError("no verdict")
+    return 0.5 if ground_truth in solution_str else 0.0
+"""
+
+
+def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(GRADER)
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"], "2": ["Rome"]}), QUICK)
+    keys = ["grader.kind=custom", f"grader.path={path}", "grader.success_at=0.5"]
+    assert evaluate.main(["regrade", str(folder), *keys]) == 0
+    first, second = read_rows(folder)
+    assert (first.reward, first.success) == (0.5, True)
+    assert second.end == "failed"
+    assert "no verdict" in (second.error or "")
+    capsys.readouterr()
+
+
+def test_a_regrade_without_any_grade_changes_nothing(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(GRADER)
+    rows = rows_of({str(i): ["Rome"] for i in range(25)})
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert evaluate.main(["regrade", str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
+    assert "nothing was changed; no row could be graded" in capsys.readouterr().err
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    after.pop(".lock")
+    assert after == before
+
+
+def test_regrading_refuses_unused_keys(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    for text, why in (
+        ("limits.max_turns=3", "regrading accepts grader.key=value"),
+        ("grader", "regrading accepts grader.key=value"),
+        ("sets.other.grader.kind=exact", "the sets are ['qa']"),
+        ("grader.kidn=exact", "kidn"),
+        ("grader.path=/tmp/x.py", "grader.path is only used by kind custom"),
+    ):
+        assert evaluate.main(["regrade", str(folder), text]) == 2
+        assert why in capsys.readouterr().err
+
+
+class SelfGradedEnv(ToolEnv):
+    """Takes no [grader] table."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[], grader=ExactMatch())
+
+
+def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys):
+    register("test/SelfGraded-v0", f"{__name__}:SelfGradedEnv")
+    rows = rows_of({"1": ["Paris"]})
+    folder = write_evaluation(tmp_path / "e", rows, env="test/SelfGraded-v0")
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 2
+    assert "[grader]: not used by test/SelfGraded-v0" in capsys.readouterr().err
+
+
+class JudgeServer(BaseHTTPRequestHandler):
+    """An OpenAI-compatible judge that takes any answer with an "a" in it for right."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][-1]["content"]
+        answer = text.splitlines()[3]
+        self.asked.append(answer)
+        reply = "CORRECT" if "a" in answer else "INCORRECT"
+        data = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_path, capsys):
+    JudgeServer.asked.clear()
+    answers = {"1": ["Paris"], "2": ["Lutetia"], "3": ["Rome"], "4": ["paris!"], "5": ["Oslo"]}
+    folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
+    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        keys = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "m", "when": "always",
+                "cache": str(tmp_path / "verdicts.db")}  # fmt: skip
+        asked = [f"grader.judge.{key}={value}" for key, value in keys.items()]
+        asked += ["grader.kind=judge", "grader.math=false"]
+        assert evaluate.main(["regrade", str(folder), *asked]) == 0
+        first = [answer for answer in JudgeServer.asked if any(name in answer for name in "PLRO")]
+        assert len(first) >= 4
+        JudgeServer.asked.clear()
+        assert evaluate.main(["regrade", str(folder)]) == 0
+        server.shutdown()
+    stored = [answer for answer in JudgeServer.asked if "Lutetia" in answer or "Rome" in answer]
+    assert stored == []  # verdicts of the rows come from the cache
+    assert [row.success for row in read_rows(folder)] == [True, True, False, True, False]
+    found = json.loads((folder / "summary.json").read_text())["overall"]
+    assert found["agreement"]["both_right"] == 2
+    assert found["agreement"]["only_judge"] == 1
+    assert found["agreement"]["both_wrong"] == 2
+    assert found["agreement"]["kappa"] == pytest.approx((0.8 - 12 / 25) / (1 - 12 / 25))
+    assert found["estimates"]["judge"]["value"] == pytest.approx(0.6)
+    assert "Cohen's kappa 0.615" in (folder / "report.md").read_text()
+    capsys.readouterr()
+
+
+def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    with (folder / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert evaluate.main(["regrade", str(folder)]) == 2
+    assert "another command is writing this evaluation" in capsys.readouterr().err
+
+
+def test_the_writer_of_an_evaluation_is_named_with_a_remedy(tmp_path: Path) -> None:
+    for _ in ("first", "after it"):
+        with lock(tmp_path):
+            me = rf"process {os.getpid()} on \S+ since .* is writing this evaluation; wait until"
+            with pytest.raises(ConfigError, match=me):
+                lock(tmp_path)
+
+
+def test_evaluations_are_written_on_file_systems_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as Lustre that is mounted without them."""
+
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    Store(tmp_path / "new", saved_with(folder, "exact")).close()
+
+
+def saved_with(folder: Path, grader: str) -> Saved:
+    """The stored configuration of a command with this grader."""
+    before = load_saved(folder)
+    sets = {name: {"path": f"{name}.jsonl"} for name in before.config["sets"]}
+    raw = {"env": {"id": "agentenv/QAGrader-v0"}, "grader": {"kind": grader}, "sets": sets}
+    config = to_plain(resolve_sets(raw, "test"))
+    return Saved(subject=before.subject, run=before.run, config=config)
+
+
+def test_a_command_with_the_new_grader_continues_the_evaluation(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 1), {"kind": "layered"})
+    Store(folder, saved_with(folder, "layered")).close()
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
+    Store(folder, saved_with(folder, "exact")).close()
+    with pytest.raises(ConfigError, match="different configuration"):
+        Store(folder, saved_with(folder, "layered"))

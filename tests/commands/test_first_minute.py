@@ -1,0 +1,187 @@
+"""The first minute with a command: the first line is its own, long phases are shown with the next
+one, and the last lines are the next commands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+import time
+import warnings
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentenv.assembly.run import terminal
+from agentenv.assembly.run.tables import Table, as_rich
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.launchers import new
+from agentenv.training.loop.report import PHASES, brief_line, final_table
+from agentenv.training.loop.state import BriefFigures, BriefReport, RunState
+
+WIDTH = 80
+
+
+def commands(text: str) -> list[str]:
+    """Those that the last lines name."""
+    lines = text.partition("next:\n")[2].splitlines()
+    assert all(len(line) <= WIDTH for line in lines)
+    return [line.partition("#")[0].strip() for line in lines]
+
+
+def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
+    log = (finished / "run.log").read_text()
+    typed = [line.split(" INFO ")[-1].split() for line in log.partition("next:\n")[2].splitlines()]
+    assert [line for line in typed if line[0] == "agentenv"] == [
+        ["agentenv", "view", str(finished)],
+        ["agentenv", "evaluate", str(finished)],
+        ["agentenv", "export", str(finished), "DIR"],
+    ]
+
+
+def test_a_new_environment_is_created_with_the_next_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert new.main(["firstly"]) == 0
+    assert commands(capsys.readouterr().out) == [
+        "python -m pytest firstly",
+        "agentenv train firstly/train.toml --dry-run",
+        "agentenv train firstly/train.toml",
+    ]
+
+
+def test_warnings_of_other_packages_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """DeepSpeed logs one to standard output as soon as transformers is imported."""
+    logger, view = logging.getLogger("DeepSpeed"), View()
+    handler = logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+    shown = warnings.showwarning
+
+    def work() -> int:
+        view.log_to(tmp_path / "run.log")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logger.warning("Setting accelerator to CPU.")
+            warnings.warn("something is deprecated", FutureWarning, stacklevel=1)
+        logger.error("broken")
+        view.log("ours")
+        return 0
+
+    try:
+        assert exit_code_of(work, view, writing="it") == 0
+    finally:
+        logger.removeHandler(handler)
+    found = capsys.readouterr()
+    assert found.out == "broken\nours\n"
+    assert "deprecated" not in found.err
+    assert "something is deprecated" in (tmp_path / "run.log").read_text()
+    assert warnings.showwarning is shown
+
+
+def test_a_long_phase_is_reported_with_the_next_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "BUSY_S", 0.05)
+    view = View()
+    view.wait_for("getting ready", "the questions")
+    time.sleep(0.5)
+    view.end()
+    told = capsys.readouterr().out
+    assert told == "getting ready: 0 s so far; next: the questions\n"
+    time.sleep(0.2)
+    assert capsys.readouterr().out == ""
+    view.close()
+
+
+CODE = """
+import logging, time
+from agentenv.assembly.run.terminal import View
+view = View()
+view.wait_for("getting ready", "the questions")
+time.sleep(0.4)
+view.begin("evaluation", 4, then="the report")
+view.warn("odd")
+view.advance(2, "half")
+time.sleep(0.4)
+view.figures([("learner", "x" * 100), ("now", "y")])
+time.sleep(0.4)
+view.end()
+view.log("done")
+view.close()
+"""
+
+
+def test_in_a_terminal_the_progress_line_is_updated_and_removed() -> None:
+    main, other = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": "30", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE], stdout=other, stderr=other, env=environment
+    )
+    os.close(other)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(main)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "getting ready" in text
+    assert "next: the questions" in text
+    assert "next: the report" in text
+    assert "learner" in text  # a title is not cut, its figures are
+    assert "\x1b[2K" in text
+    assert text.rstrip().endswith("done")
+    (warned,) = [line for line in text.splitlines() if "odd" in line]
+    assert "evaluation" not in warned  # it stands above the bar
+
+
+def lines_at(table: Table, width: int = WIDTH) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=width).print(as_rich(table))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_a_table_fits_a_narrow_terminal_and_breaks_no_figure() -> None:
+    """Texts are folded in its place."""
+    interval = "+10.123 [-10.123, +10.123]"
+    columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
+    row = ["a-set-of-many/questions-with-a-long-name", "1000", "0.123", "0.456", interval, "<0.001"]
+    lines = lines_at(Table(title="t", columns=columns, rows=[[*row, "sign flip"]]))
+    assert all(len(line) <= WIDTH for line in lines)
+    text = "\n".join(lines)
+    assert interval in text
+    assert "…" not in text
+    folded = "".join(line[1:].partition(" ")[0] for line in lines[4:] if line.strip())
+    assert row[0] in folded
+
+
+def test_the_table_of_a_run_in_which_much_failed_fits_too() -> None:
+    figures = BriefFigures(70, 30, 0.5, (0.4, 0.6), 0.5, 1.5, 20.0)
+    kinds = {"comparisons": figures, "sums": figures}
+    reports = {
+        phase: {"heldout": BriefReport("heldout", (0, 1), figures, kinds)} for phase in PHASES
+    }
+    table = final_table(RunState(reports=reports), "heldout", cold_start=True)
+    lines = lines_at(table)
+    assert all(len(line) <= WIDTH for line in lines)
+    (whole,) = [line for line in lines if line.startswith(" all  ")]
+    assert whole.count("[") == whole.count("]") == 3
+    assert lines[lines.index(whole) + 1].count("(30% failed)") == 3
+
+
+def test_the_line_of_a_step_fits_too() -> None:
+    row = {"step": 100, "rollout/trees": 128, "rollout/forks": 1234, "reward/mean": -0.123}
+    row |= {"failed/share": 0.5, "time/sampled_tokens_per_s": 12345.0, "learner/num_trained": 128}
+    assert len(brief_line(row, 400)) <= WIDTH

@@ -1,0 +1,76 @@
+"""Processes that do not compute on a GPU see none: opening one may take most of its memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.environments import EnvProcesses, EnvSettings
+from agentenv.assembly.serving.gpus import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
+from agentenv.base.config import load_config
+from agentenv.processes.supervisor import Supervisor
+from tests.support.warehouse import ROOT
+
+
+def config_of(*keys: str) -> TrainConfig:
+    return load_config(TrainConfig, ROOT / "configs" / "quickstart.toml", [*keys])
+
+
+@pytest.fixture(params=["2,3", None], autouse=True)
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES; None: unset, on a machine with two GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if request.param is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", request.param)
+    devices = [Path("/dev/nvidia0"), Path("/dev/nvidia1"), Path("/dev/nvidiactl")]
+    monkeypatch.setattr("agentenv.assembly.serving.gpus.Path.glob", lambda *_: devices)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "keys", [("engine.name=vllm",), ("engine.name=vllm", 'engine.urls=["http://127.0.0.1:1"]')]
+)
+def test_a_controller_with_server_engines_hides_all_gpus_and_passes_them_on(
+    keys: tuple[str, ...], named: str | None
+) -> None:
+    theirs = named.split(",") if named else ["0", "1"]
+    with gpus_for_others(config_of(*keys)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert visible_gpus() == GpuPlan().visible == gpus_of_ranks() == theirs
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
+    assert gpus_of_ranks() == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("engine.name=embedded",),
+        ("engine.name=vllm", "eval.engine={name='embedded'}"),
+        (
+            "engine.name=vllm",
+            "search.backend={name='faiss', index='i', corpus='c', encoder='m', device='cuda:0'}",
+        ),
+    ],
+    ids=["embedded", "evaluations", "encoder"],
+)
+def test_a_controller_with_an_embedded_engine_sees_the_gpus(
+    keys: tuple[str, ...], named: str | None
+) -> None:
+    with gpus_for_others(config_of(*keys)):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
+        assert gpus_of_ranks() == []
+
+
+def test_environment_processes_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    init = Supervisor.__init__
+    monkeypatch.setattr(
+        Supervisor, "__init__", lambda self, *a, **k: (init(self, *a, **k), started.append(self))[0]
+    )
+    EnvProcesses(EnvSettings.of(config_of("env.workers=2")), tmp_path, tmp_path, print)
+    monkeypatch.setattr(Supervisor, "address", "here")
+    assert started[0]._process(0).env["CUDA_VISIBLE_DEVICES"] == ""

@@ -1,0 +1,175 @@
+"""Models and datasets by their ids on the hub: from its cache, or with the command that fetches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from agentenv.base import model_files
+from agentenv.base.config import resolver
+from agentenv.base.errors import DataError
+from agentenv.base.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
+from agentenv.launchers import sft, train
+from tests.support.hub_cache import COMMIT, hub_cache
+from tests.support.released import sharegpt_row, write_rows
+from tests.support.warehouse import ROOT
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, of a hub that is not reachable."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(model_files, "_places", {})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+def test_a_name_that_is_not_a_path_is_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
+    assert hub_id("Qwen/Qwen3-0.6B@c1899de") == HubId("Qwen/Qwen3-0.6B", "c1899de")
+    pinned = "openai/gsm8k@main:main/train-*.parquet"
+    assert hub_id(pinned) == HubId("openai/gsm8k", "main", "main/train-*.parquet")
+    for path in (
+        "models/Qwen3-0.6B",
+        "data/train.jsonl",
+        "/a/b",
+        "a/b/c",
+        "{run}/model",
+        "x.jsonl",
+    ):
+        assert hub_id(path) is None
+    (tmp_path / "mine").mkdir()
+    assert hub_id("mine/model") is None
+
+
+def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    told: list[str] = []
+    assert fetch_from_hub("me/tiny", "model", told.append) == snapshot
+    assert told == [f"me/tiny: found in the hub's cache, revision {COMMIT[:12]}"]
+    assert resolver("runs/a")("me/tiny") == snapshot
+    assert fetch_from_hub(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
+
+
+def test_a_partially_cached_model_counts_as_missing(home: Path, warehouse: Path) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="hf download me/tiny"):
+        fetch_from_hub("me/tiny", "model", print)
+
+
+def test_a_missing_model_or_dataset_names_the_download_command(home: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        fetch_from_hub("me/other@v2", "model", print)
+    told = str(caught.value)
+    assert "me/other at revision v2 is neither a path here nor a model in the hub's cache" in told
+    assert "`hf download me/other --revision v2` downloads it" in told
+    with pytest.raises(DataError, match="hf download me/rows --repo-type dataset"):
+        fetch_from_hub("me/rows", "dataset", print)
+
+
+def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    shutil.copy(warehouse.parent / "train.jsonl", files / "train-1.jsonl")
+    snapshot = hub_cache(home, "dataset", "me/rows", files)
+    assert find_on_hub("me/rows", "dataset") == snapshot
+    assert find_on_hub("me/rows:train-*.jsonl", "dataset") == snapshot / "train-*.jsonl"
+    assert find_on_hub("me/rows:test-*.jsonl", "dataset") is None
+
+
+def test_a_dry_run_and_a_run_accept_hub_ids(
+    home: Path,
+    warehouse: Path,
+    tmp_path: Path,
+    here: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
+    assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
+    told = capsys.readouterr().out
+    assert "model.path = me/tiny: no such path; the run will look up this model on the hub" in told
+    assert train.main([str(warehouse), *ids]) == 2
+    assert "hf download me/tiny" in capsys.readouterr().err
+    files = tmp_path / "files"
+    files.mkdir()
+    shutil.copy(warehouse.parent / "train.jsonl", files)
+    hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    hub_cache(home, "dataset", "me/rows", files)
+    assert train.main([str(warehouse), *ids, "--dry-run"]) == 0
+    assert "data: read 24 rows" in capsys.readouterr().out
+    assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
+    assert (
+        f"model.path: me/tiny: found in the hub's cache, revision {COMMIT[:12]}"
+        in (tmp_path / "runs" / "hub" / "run.log").read_text()
+    )
+
+
+def test_a_model_trained_from_the_cache_is_saved_in_full(
+    home: Path, warehouse: Path, tmp_path: Path, here: None
+) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    write_rows(tmp_path / "chats.jsonl", [sharegpt_row(place) for place in range(4)])
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        '[model]\npath = "me/tiny"\n[data]\ntrain = "chats.jsonl"\nmax_length = 256\n'
+        "[sft]\nnum_steps = 2\nbatch_size = 1\n"
+    )
+    assert sft.main([str(config)]) == 0
+    checkpoint = tmp_path / "runs" / "sft" / "checkpoints" / "step-000002"
+    for path in snapshot.iterdir():
+        found = checkpoint / path.name
+        assert found.is_file()
+        assert not found.is_symlink()
+        assert found.stat().st_nlink == 1
+    assert sft.main([str(config), "run.name=more", f"model.path={checkpoint}"]) == 0
+
+
+def test_the_environment_variables_of_the_hub_are_read(warehouse: Path, tmp_path: Path) -> None:
+    hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
+    code = (
+        "from agentenv.base.model_files import fetch_from_hub as fetch; "
+        "print(fetch('me/tiny', 'model', print))"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert f"snapshots/{COMMIT}" in done.stdout, done.stderr
+
+
+def test_a_gguf_file_needs_the_package_that_reads_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF, but for the rest")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(DataError, match=r"tiny\.gguf: reading GGUF needs gguf; pip install"):
+        find_on_hub(str(file), "model")
+
+
+def test_a_damaged_gguf_file_is_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(home))
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF, but for the rest")
+    with pytest.raises(DataError, match=r"tiny\.gguf: transformers cannot read this GGUF file"):
+        find_on_hub(str(file), "model")
+    assert not [*home.glob("gguf/*")]

@@ -1,0 +1,114 @@
+"""`launchers/new.py` makes an environment that keeps its contract and trains as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentenv.launchers import new, train
+from tests.support.warehouse import ROOT
+
+# as it is, but for sizes: a few steps of each phase
+SMALL = [
+    "train.num_steps=2",
+    "queue.groups_per_step=2",
+    "learner.groups_per_minibatch=2",
+    "algorithm.group_size=4",
+    'sft.stages=[{rows="clean", num_steps=4, until_gate=true}, {rows="mixed", num_steps=2}]',
+    "sft.gate_every=2",
+    "eval.sets.heldout.max_tasks=4",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("My-Env", "a letter first; did you mean my_env?"),
+        ("1st", "a letter first"),
+        ("class", "expected a name for a Python package"),
+        ("../up", "expected a name for a Python package"),
+        ("json", "is already imported by that name; choose another"),
+        ("envs", "is already imported by that name; choose another"),
+    ],
+)
+def test_a_name_that_no_package_can_have_is_refused(
+    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new.main([name, "--folder", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dice_game").mkdir()
+    assert new.main(["dice_game", "--folder", str(tmp_path)]) == 2
+    assert "dice_game already exists; choose another NAME, or remove it" in capsys.readouterr().err
+    assert new.main(["other", "--folder", str(tmp_path / "none")]) == 2
+    assert "none: no such folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dice_game"]
+
+
+def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "created " in told
+    for command in ("-m pytest dice_game", "dice_game/train.toml --dry-run", f"cd {tmp_path}"):
+        assert command in told
+    text = "".join(path.read_text() for path in (tmp_path / "dice_game").iterdir())
+    assert "class DiceGameEnv(ToolEnv)" in text
+    assert "NAME" not in text
+
+
+def test_the_generated_test_passes(tmp_path: Path) -> None:
+    new.make_folder("dice_tested", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "dice_tested"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) -> None:
+    new.make_folder("dice_examined", tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "agentenv.launchers.doctor",
+        "--config",
+        "dice_examined/train.toml",
+    ]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, "--quick", "--offline"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reformatted ones correct" in done.stdout
+
+
+def test_a_generated_environment_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+) -> None:
+    new.make_folder("dice_trained", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert train.main(["dice_trained/train.toml", *SMALL, "--dry-run"]) == 0
+    assert train.main(["dice_trained/train.toml", *SMALL]) == 0
+    run = tmp_path / "runs" / "dice_trained"
+    assert json.loads((run / "summary.json").read_text())["algorithm"] == "grpo"
+    assert (run / "checkpoints" / "step-000002").is_dir()
+
+
+def test_the_templates_are_installed() -> None:
+    listed = (ROOT / "pyproject.toml").read_text()
+    assert "templates/*/*.txt" in listed

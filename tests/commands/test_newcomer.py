@@ -1,0 +1,153 @@
+"""Typing mistakes of a newcomer, and the replies to the first evaluation of the quick start."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agentenv import Message, Task
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.terminal import View
+from agentenv.base.config import load_config
+from agentenv.base.errors import ConfigError
+from agentenv.contract.env import close_shared
+from agentenv.envs.quickstart import QuickstartEnv
+from agentenv.evaluation.figures import agreement_of
+from agentenv.evaluation.report import MAX_UNREADABLE_SHARE, write_report
+from agentenv.evaluation.subject import of_env
+from agentenv.launchers import evaluate, train
+from tests.support.golden import Golden
+from tests.support.stored_evaluation import row, write_evaluation
+from tests.support.warehouse import ROOT
+
+CONFIG = ROOT / "configs" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "data.overlong_prompt=cutt",
+            "data.overlong_prompt: expected one of ['cut', 'error', 'skip'], got 'cutt'; "
+            "did you mean 'cut'?",
+        ),
+        ("learner.schedule=5", "learner.schedule: "),
+    ],
+)
+def test_an_invalid_choice_is_refused_with_the_choices(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TrainConfig, CONFIG, [override])
+    assert told in str(refused.value)
+
+
+def test_the_configuration_of_the_readme_is_enough(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (mine,) = (block for block in blocks if "me/Warehouse-v0" in block)
+    folder = warehouse.parent
+    (tmp_path / "mine.toml").write_text(mine)
+    more = [f"data.train={folder}/train.jsonl", f"eval.sets.heldout.path={folder}/a.jsonl"]
+    more += [f"model.path={folder}/model", "limits.max_prompt_tokens=256"]
+    more += ["limits.max_response_tokens=512", "limits.max_turn_tokens=256"]
+    assert train.main([str(tmp_path / "mine.toml"), *more, "--dry-run"]) == 0
+    assert "data: read 24 rows" in capsys.readouterr().out
+
+
+@pytest.mark.golden("evaluate")
+def test_mistakes_in_an_evaluation(finished: Path, tmp_path: Path, golden: Golden) -> None:
+    """Of a folder or model that is none, of a run without a checkpoint, of a number."""
+    golden.run(evaluate, tmp_path / "nothing", status=2)
+    a_model = ["--env", "agentenv/QAGrader-v0", "data=q.jsonl"]
+    golden.run(evaluate, tmp_path, *a_model, status=2)
+    assert "--n -1" in golden.run(evaluate, tmp_path, *a_model, "--n", -1, status=2)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    golden.run(evaluate, run, status=2)
+    (run / "config.json").write_bytes((finished / "config.json").read_bytes())
+    for named in (run, run / "checkpoints"):
+        assert "--checkpoint start" in golden.run(evaluate, named, status=2)
+    for command in ("report", "regrade"):
+        golden.run(evaluate, command, run, status=2)
+    out = str(tmp_path / "out")
+    assert evaluate.main([str(run), "--checkpoint", "start", "--n", "2", "--out", out]) == 0
+
+
+def test_environment_keys_of_a_run_are_ignored_for_another_environment() -> None:
+    env = {"id": "a/Own-v0", "module": "own", "kwargs": {"corpus": "kb.jsonl"}, "workers": 0}
+    run = {"env": env, "seed": 3}
+    told: list[str] = []
+    assert of_env(run, "", told.append) == of_env(run, "a/Own-v0", told.append) == run
+    assert of_env({}, "b/Other-v0", told.append) == {}
+    assert not told
+    other = {"env": {"id": "a/Own-v0", "module": "own", "workers": 0}, "seed": 3}
+    assert of_env(run, "b/Other-v0", told.append) == other
+    assert told == ["env.kwargs of the run are ignored: they belong to a/Own-v0, not to b/Other-v0"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reward"), [(None, 0.0), ({"kind": "layered", "reward": "answer"}, 1.0)]
+)
+async def test_the_quick_start_can_be_graded_by_another_grader(
+    keys: dict[str, str] | None, reward: float, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "kb.jsonl"
+    corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "t"}) + "\n")
+    task = Task(id="1", env_id="agentenv/Quickstart-v0", question="?", answers=("World War II",))
+    env = QuickstartEnv(task, corpus=str(corpus), allow_unsafe=True, grader=keys)
+    await env.reset(seed=0)
+    said = r"<think>So.</think><answer>\boxed{WWII}</answer>"
+    _, given, terminated, _, _ = await env.step(Message("assistant", said))
+    await env.close()
+    await close_shared()
+    assert terminated
+    assert given == reward
+
+
+def test_replies_of_a_judge_without_a_verdict_are_reported(tmp_path: Path) -> None:
+    parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
+    rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]
+    found = agreement_of(rows)
+    assert found is not None
+    assert (found.only_judge, found.both_wrong, found.num_unparsed) == (1, 0, 1)
+    alone = agreement_of(rows[:1])
+    assert alone is not None
+    assert (alone.num_unparsed, alone.kappa) == (1, None)
+    assert agreement_of(rows[2:]) is None
+    folder = write_evaluation(tmp_path / "e", rows)
+    write_report(folder, View())
+    text = (folder / "report.md").read_text()
+    assert "1 replies of the judge (50.0%) contained no verdict" in text
+    assert "More than 5% are unreadable: these scores are too low" in text
+
+
+@pytest.mark.parametrize(
+    ("num_unreadable", "num_read", "share"), [(1, 19, "5.0%"), (2, 19, "9.5%"), (3, 0, "100.0%")]
+)
+def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
+    tmp_path: Path, num_unreadable: int, num_read: int, share: str
+) -> None:
+    parts = [{"rule": 0.0, "judge_unparsed": 1.0}] * num_unreadable
+    parts += [{"rule": 0.0, "judge": 0.0, "judge_unparsed": 0.0}] * num_read
+    folder = write_evaluation(
+        tmp_path / "e", [row(str(n), success=False, parts=one) for n, one in enumerate(parts)]
+    )
+    write_report(folder, View())
+    text = (folder / "report.md").read_text()
+    assert f"{num_unreadable} replies of the judge ({share}) contained no verdict" in text
+    is_above = num_unreadable / len(parts) > MAX_UNREADABLE_SHARE
+    assert ("are unreadable: these scores are too low" in text) is is_above
+    assert ("judge.max\\_tokens" in text) is is_above
+
+
+def test_a_misspelled_key_is_reported_before_missing_questions(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(warehouse.parent / "model")
+    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0", "set.a.path=x"]) == 2
+    assert "set: unknown key; did you mean sets?" in capsys.readouterr().err
+    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0"]) == 2
+    assert "no questions; give data=FILE" in capsys.readouterr().err

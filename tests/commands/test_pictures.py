@@ -1,0 +1,129 @@
+"""The learning curve: its axes fit the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentenv.assembly.run.pictures import learning_curve, png, training_figures
+from agentenv.data.data_files import Row
+
+
+def update(step: int, success: float, reward: float) -> Row:
+    return {"step": step, "trees/offered": 8, "reward/success": success, "reward/mean": reward}
+
+
+def evaluation(step: int, success: float, *kinds: str) -> Row:
+    row: Row = {"step": step, "eval/held/success": success}
+    row |= {"eval/held/success_low": success - 0.02, "eval/held/success_high": success + 0.03}
+    return row | {f"eval/held/{kind}/success": success for kind in kinds}
+
+
+def labels(axes: Any) -> list[str]:
+    return sorted(axes.get_legend_handles_labels()[1])
+
+
+@pytest.mark.parametrize(
+    ("successes", "rewards", "low", "high"),
+    [
+        ([0.05, 0.1], [0.05, 0.1], 0.0, 0.1),  # a small model on hard questions
+        ([0.3, 1.0], [-0.4, 1.0], -0.4, 1.0),
+        ([0.3, 0.4], [12.0, 20.0], 0.0, 20.0),  # a reward of an environment's own
+        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.05),
+    ],
+)
+def test_the_axis_of_training_is_as_high_as_its_figures(
+    successes: list[float], rewards: list[float], low: float, high: float
+) -> None:
+    pairs = enumerate(zip(successes, rewards, strict=True))
+    axes, _ = learning_curve([update(step, *pair) for step, pair in pairs], "run").axes
+    margin = 0.04 * (high - low)
+    assert axes.get_ylim() == pytest.approx((low - margin, high + margin))
+
+
+def test_the_axis_of_evaluations_is_as_high_as_their_intervals() -> None:
+    rows = [evaluation(0, 0.02, "sums"), evaluation(10, 0.11, "sums"), update(10, 0.1, 0.1)]
+    _, axes = learning_curve(rows, "run").axes
+    assert axes.get_ylim() == pytest.approx((-0.04 * 0.14, 1.04 * 0.14))
+
+
+def test_a_set_of_one_kind_of_questions_is_drawn_once() -> None:
+    _, axes = learning_curve([evaluation(0, 0.2, "sums")], "run").axes
+    assert labels(axes) == ["held: 0.20"]
+    _, axes = learning_curve([evaluation(0, 0.2, "sums", "roots")], "run").axes
+    assert labels(axes) == ["held/roots", "held/sums", "held: 0.20"]
+
+
+def test_a_figure_without_data_can_be_drawn() -> None:
+    assert len(learning_curve([], "run").axes) == 2
+
+
+def places(axes: Any) -> list[tuple[float, float]]:
+    """The markers of evaluations."""
+    lines = [one for one in axes.get_lines() if one.get_marker() in ("o", ".")]
+    return [(float(x), float(y)) for one in lines for x, y in one.get_xydata()]
+
+
+def test_no_marker_covers_another() -> None:
+    """Sets, kinds of their questions, and measurements before and after a cold start."""
+    rows = [evaluation(step, 0.2, "sums", "roots") for step in (0, 0, 10, 20)]
+    for row, phase in zip(rows, ("before_sft", "after_sft", "step-10", "after_rl"), strict=True):
+        row["phase"] = phase
+    _, axes = learning_curve(rows, "run").axes
+    found = places(axes)
+    assert len(found) == len(set(found)) == 12
+    before = [x for x, _ in found if x < -1]
+    assert len(before) == 3  # left of the line that the cold start is
+
+
+def test_markers_of_adjacent_updates_do_not_overlap() -> None:
+    rows = [evaluation(step, 0.2, "sums", "roots") for step in range(100)]
+    _, axes = learning_curve(rows, "run").axes
+    assert all(abs(x - round(x)) < 0.5 for x, _ in places(axes))
+
+
+def test_evaluations_have_intervals_and_the_failed_share() -> None:
+    row = evaluation(10, 0.2) | {"eval/held/failed_share": 0.3}
+    row["eval/held/success_if_failed_wrong"] = 0.14
+    _, axes = learning_curve([row], "run").axes
+    (bars,) = axes.containers
+    low, high = bars.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == (pytest.approx(0.18), pytest.approx(0.23))
+    assert "held: share of failed trajectories" in labels(axes)
+
+
+def test_success_that_is_the_reward_is_one_curve() -> None:
+    axes, _ = learning_curve([update(1, 0.2, 0.2), update(2, 0.4, 0.4)], "run").axes
+    assert labels(axes) == ["success, which is the reward"]
+
+
+def test_figures_without_data_have_no_panel() -> None:
+    rows = [{**update(step, 0.5, 0.5), "rollout/forks": step, "rollout/roots": 8,
+             "failed/trajectories": 0, "tool/x/calls": step, "tool/x/errors": 0,
+             "time/update_s": 1.0} for step in (1, 2, 3)]  # fmt: skip
+    figure = training_figures(rows, "run")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [
+        "forks and roots per step",
+        "tool calls per step",
+        "seconds per step, by part",
+    ]
+    assert all(axes.has_data() for axes in figure.axes)
+    assert figure.get_supxlabel() == "0 throughout: failed/trajectories, tool/x/errors"
+
+
+def test_coinciding_curves_are_all_visible() -> None:
+    rows = [{**update(step, 0.5, 0.5), "length/offered_p50": 7, "length/trained_p50": 7}
+            for step in (1, 2)]  # fmt: skip
+    axes = training_figures(rows, "run").axes[0]
+    wide, thin = axes.get_lines()
+    assert wide.get_linewidth() > thin.get_linewidth()
+
+
+def test_a_long_legend_does_not_cover_labels() -> None:
+    rows = [evaluation(step, 0.2, *"abcdefgh") for step in (0, 10)]
+    figure = learning_curve([update(1, 0.1, 0.2), *rows], "run")
+    png(figure)
+    for axes in figure.axes:
+        assert axes.get_legend().get_window_extent().y1 <= axes.xaxis.get_tightbbox().y0 + 2

@@ -1,0 +1,277 @@
+"""The retriever serves a corpus to our own client and to others', in both dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from agentenv.base.errors import ConfigError, InfraError, ToolError
+from agentenv.base.types import Message, Task, ToolCall
+from agentenv.contract.env import close_shared
+from agentenv.envs.search.bm25 import BM25Backend
+from agentenv.envs.search.corpus import CORPUS_SCHEME, Query
+from agentenv.envs.search.faiss_index import FaissBackend
+from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
+from agentenv.envs.web_search import WebSearchEnv
+from agentenv.launchers.retriever import Retriever, RetrieverConfig, main, read_config
+from tests.support.dense import TEXTS, make, save_encoder
+from tests.support.retriever import retriever
+from tests.support.warehouse import ROOT
+
+EVALUATION = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
+
+ROWS = [
+    {"id": "lima", "title": "Lima", "text": "Lima is the capital of Peru."},
+    {"id": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."},
+]
+LIMA = {"id": "lima", "title": "Lima", "contents": '"Lima"\nLima is the capital of Peru.'}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+@pytest.fixture
+async def client(corpus: Path) -> AsyncIterator[Any]:
+    backend = BM25Backend(corpus)
+    async with TestClient(TestServer(Retriever(RetrieverConfig(), backend).app())) as client:
+        yield client
+    await backend.close()
+
+
+async def retrieve(client: Any, body: Any) -> Any:
+    async with client.post("/retrieve", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_the_retriever_serves_both_dialects(client: Any) -> None:
+    status, found = await retrieve(client, {"queries": ["peru", "norway"], "topk": 1})
+    assert status == 200
+    assert [rows[0]["document"]["id"] for rows in found["result"]] == ["lima", "oslo"]
+    assert found["result"][0] == [{"document": LIMA}]
+    body = {"query": "peru capital", "topk": 2, "return_scores": True}
+    status, found = await retrieve(client, body)
+    first, second = found["result"][0]
+    assert first["document"] == LIMA
+    assert first["score"] > second["score"] > 0
+    assert await retrieve(client, {"query": "zebra"}) == (200, {"result": [[]]})
+    async with client.get("/health") as response:
+        assert await response.json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "one of query and queries"),
+        ({"query": "a", "queries": ["a"]}, "one of query and queries"),
+        ({"query": 3}, "Expected `str"),
+        ({"query": "a", "topk": 0}, ">= 1"),
+        ({"queries": ["a"] * 513}, "513 queries, at most 512"),
+        ("text", "Expected `object`"),
+    ],
+)
+async def test_an_invalid_request_is_refused_with_the_expected_form(
+    client: Any, body: Any, says: str
+) -> None:
+    status, found = await retrieve(client, body)
+    assert status == 400
+    assert says in found["error"]
+    assert 'expected {"queries"' in found["error"]
+
+
+async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
+    class Failing(HttpBackend):
+        def __init__(self) -> None:
+            pass
+
+        async def search(self, query: Query) -> Any:
+            raise ToolError("too long") if query.text == "long" else InfraError("down")
+
+    server = TestServer(Retriever(RetrieverConfig(), Failing()).app())
+    async with TestClient(server) as client:
+        assert await retrieve(client, {"query": "a"}) == (503, {"error": "down"})
+        assert await retrieve(client, {"query": "long"}) == (400, {"error": "too long"})
+        remote = RemoteBackend(RemoteSearchConfig(str(client.make_url("/"))))
+        with pytest.raises(ToolError, match=r"refused with status 400: .*too long"):
+            await remote.search(Query("long"))
+        await remote.close()
+
+
+@pytest.mark.parametrize("dialect", ["search_r1", "skyrl", "tool_star"])
+async def test_our_client_finds_documents_of_the_corpus(client: Any, dialect: Any) -> None:
+    backend = RemoteBackend(RemoteSearchConfig(str(client.make_url("/")), dialect))
+    (hit,) = await backend.search(Query("peru", 1))
+    assert (hit.id, hit.title, hit.text) == ("lima", "Lima", ROWS[0]["text"])
+    assert not hit.url.startswith(CORPUS_SCHEME)  # no document is to be had from afar
+    await backend.close()
+
+
+# Tool-Star's server (evaluation/search/host_wiki.py at d12222c): documents of id and contents
+
+
+async def post(client: Any, path: str, body: Any) -> Any:
+    async with client.post(path, json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_the_dialects_of_tool_star(client: Any) -> None:
+    """As its client reads them: `contents` of each document of each query."""
+    told = {"id": "lima", "contents": LIMA["contents"]}
+    body = {"query": ["peru", "norway"], "top_n": 1}
+    status, found = await post(client, "/batch_search", body)
+    assert (status, found[0]) == (200, [told])
+    assert [rows[0]["id"] for rows in found] == ["lima", "oslo"]
+    status, (documents, scores) = await post(
+        client, "/batch_search", {**body, "return_score": True}
+    )
+    assert documents == found
+    assert [len(values) for values in scores] == [1, 1]
+    assert await post(client, "/search", {"query": "peru", "top_n": 1}) == (200, [told])
+    body = {"query": "capital", "return_score": True}
+    status, (documents, scores) = await post(client, "/search", body)
+    assert sorted(one["id"] for one in documents) == ["lima", "oslo"]
+    assert len(scores) == 2
+    assert scores[0] >= scores[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/search", {"query": ["a"]}, 'query is a list; expected {"query": text}'),
+        ("/search", {"query": " "}, "query is empty"),
+        ("/batch_search", {"query": "a"}, 'query is not a list; expected {"query": [text, ...]}'),
+        ("/batch_search", {"query": ["a"], "top_n": 0}, ">= 1"),
+        ("/batch_search", {"query": ["a"] * 513}, "513 queries, at most 512"),
+        ("/search", {}, "missing required field `query`"),
+    ],
+)
+async def test_an_invalid_request_in_a_tool_star_dialect_is_refused(
+    client: Any, path: str, body: Any, says: str
+) -> None:
+    status, found = await post(client, path, body)
+    assert status == 400
+    assert says in found["error"]
+
+
+async def test_the_sets_of_tool_star_get_e5_and_faiss_passages_over_the_server(
+    tmp_path: Path,
+) -> None:
+    """The whole path of configs/eval_tool_star.toml with random weights: index, server, remote
+    backend, and the observation of the policy, which is `contents` separated by blank lines."""
+    pytest.importorskip("faiss")
+    (tmp_path / "encoder").mkdir()
+    keys = make(tmp_path, save_encoder(tmp_path / "encoder"))
+    config = EVALUATION["sets"]["hotpotqa"]["search"]
+    backend = FaissBackend(keys)
+    async with TestServer(Retriever(RetrieverConfig(backend=keys), backend).app()) as server:
+        config["backend"]["url"] = str(server.make_url("/"))
+        env = WebSearchEnv(Task("t", "e", TEXTS[1], ("norway",)), config, open_page=False)
+        await env.reset(seed=0)
+        asked = Message("assistant", "", (ToolCall("search", {"query": TEXTS[1]}),))
+        observation, *_ = await env.step(asked)
+        passages = observation[0].content.split("\n\n")
+        assert passages[0] == f'"T1"\n{TEXTS[1]}'
+        assert sorted(passages) == [f'"T{n}"\n{text}' for n, text in enumerate(TEXTS)]
+        await env.close()
+        await close_shared()
+    await backend.close()
+
+
+@pytest.mark.parametrize("reply", ["{}", "[[], []]", '[[[{"id": "a"}]], [[1]]]'])
+async def test_a_reply_without_a_batch_is_an_infrastructure_error(reply: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=reply)
+
+    app = web.Application()
+    app.router.add_post("/batch_search", answer)
+    async with TestServer(app) as server:
+        backend = RemoteBackend(RemoteSearchConfig(str(server.make_url("/")), "tool_star"))
+        with pytest.raises(InfraError, match="contents"):
+            await backend.search(Query("a"))
+        await backend.close()
+
+
+def test_the_command_serves_until_it_is_stopped(corpus: Path) -> None:
+    with retriever(f"backend.corpus={corpus}") as address:
+        found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))
+    assert found["result"][0][0]["document"]["id"] == "oslo"
+
+
+async def _post(address: str, body: Any) -> Any:
+    async with aiohttp.ClientSession() as session, session.post(address, json=body) as response:
+        return await response.json()
+
+
+def test_the_configuration_of_the_retriever(tmp_path: Path) -> None:
+    path = tmp_path / "retriever.toml"
+    path.write_text('port = 9000\n[backend]\nname = "bm25"\ncorpus = "a.jsonl"\n')
+    assert read_config([str(path), "topk=3"]) == RetrieverConfig(
+        backend=read_config(["backend.corpus=a.jsonl"]).backend, port=9000, topk=3
+    )
+    with pytest.raises(ConfigError, match="prot"):
+        read_config(["prot=1"])
+
+
+def test_the_address_and_the_next_command_are_printed(
+    corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing of other packages before, such as the loggers of BM25."""
+    assert interrupted_when_it_listens([f"backend.corpus={corpus}", "port=0"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    first, *rest = out.splitlines()
+    assert first.startswith("serving on http://127.0.0.1:")
+    address = first.split()[2]
+    assert rest == [
+        "Ctrl-C stops the server; in another terminal:",
+        f"""  curl {address}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
+        "or in the configuration of a run:",
+        f"""  search.backend = {{ name = "remote", url = "{address}" }}""",
+        "stopping",
+    ]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def interrupted_when_it_listens(arguments: list[str]) -> int:
+    """Its exit code after Ctrl-C."""
+    command = [sys.executable, "-m", "agentenv.launchers", "retriever", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            if "search.backend" in line:
+                process.send_signal(signal.SIGINT)
+    return process.returncode
+
+
+def test_a_port_in_use_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot listen on 127.0.0.1:{port}: the port is in use; choose another port, or "
+        "port=0 for any free one\n"
+    )
+
+
+def test_errors_and_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backend.corpus=/nowhere.jsonl", "port=0"]) == 2
+    assert "error: corpus /nowhere.jsonl cannot be read" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "backend[faiss].pooling" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""launchers/serve.py: models next to the policy, until a signal. The server is a real process of a
+few lines in place of vLLM, whose command lines tests/commands/test_remote_runs.py runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.launchers import serve
+from tests.support.warehouse import ROOT
+
+SERVER = """#!{python}
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(" ".join(sys.argv).encode())
+    def log_message(self, *_): pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
+    build_model(tmp_path / "model", seed=0)
+    program = tmp_path / "python"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    config = tmp_path / "servers.toml"
+    config.write_text(
+        f'run.dir = "{tmp_path}/runs"\n[roles.judge]\nmodel = "{tmp_path}/model"\n'
+        f'python = "{program}"\ndevice = "cpu"\nmax_model_len = 512\n'
+    )
+    command = [sys.executable, str(ROOT / "launchers/serve.py"), str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if line.startswith("judge is at "))
+        url = said.split()[3].rstrip(":")
+        assert f"'roles.judge={{url=\"{url}\"}}'" in said
+        with urllib.request.urlopen(url, timeout=600) as answer:
+            served = answer.read().decode()
+        assert "--served-model-name judge" in served
+        assert "--max-model-len 512" in served
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 0
+    assert "stopping" in rest
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[roles.critic]\nmodel = 'x'", "roles.critic: unknown role; known: summarizer, judge"),
+        ("[roles.judge]\nurl = 'http://127.0.0.1:1'", "roles.judge.url: this server already runs"),
+        ("roles = {}", "roles: nothing to start"),
+        ("[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'", "nowhere is not a model directory"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(
+    text: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "servers.toml").write_text(text)
+    assert serve.main(["servers.toml"]) == 2
+    assert reason in capsys.readouterr().err

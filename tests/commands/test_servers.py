@@ -1,0 +1,289 @@
+"""Servers of a run: started, waited for, restarted, and never left over. The servers are real
+processes of a few lines; that the engines' command lines work is shown in test_remote_runs.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentenv.assembly.serving.servers import ServerProcess, ServerSpec, root_cause
+from agentenv.base.errors import EngineError
+from agentenv.processes.guard import GUARD, LIST
+from agentenv.processes.link import hold_port, port_of
+from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
+from tests.support.warehouse import ROOT
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from agentenv.assembly.serving.servers import ServerProcess, ServerSpec
+async def main():
+    spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
+                      f"http://127.0.0.1:{sys.argv[2]}", 60)
+    await ServerProcess(spec, Path(sys.argv[3]), lambda text: None).start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+_held = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _ports() -> Iterator[None]:
+    with _held:
+        yield
+
+
+def free_port() -> int:
+    """Held to the end of the test."""
+    return port_of(_held.enter_context(hold_port()))
+
+
+def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
+    port = free_port()
+    spec = ServerSpec(
+        "policy",
+        [sys.executable, str(script(folder, text)), str(port)],
+        {"GPUS": "0,1"},
+        f"http://127.0.0.1:{port}",
+        60,
+    )
+    return msgspec.structs.replace(spec, **changes)
+
+
+async def test_a_server_starts_is_logged_and_leaves_no_process(tmp_path: Path) -> None:
+    said: list[str] = []
+    process = ServerProcess(spec_of(tmp_path), tmp_path / "servers", said.append)
+    await process.start()
+    assert "starting on http://127.0.0.1:" in said[0]
+    assert "ready after" in said[-1]
+    pids = [*processes(process.log), process.pid]
+    assert len(alive(pids)) == 3
+    assert "gpus 0,1" in process.log.read_text()
+    await process.close()
+    await process.close()
+    assert alive(pids) == []  # also the child that ignores SIGTERM, in a separate group
+
+
+async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -> None:
+    process = ServerProcess(spec_of(tmp_path), tmp_path, lambda text: None)
+    await process.start()
+    child, server = processes(process.log)
+    os.kill(server, signal.SIGKILL)
+    await asyncio.to_thread(assert_ended, [child, server])
+    await asyncio.to_thread(until, lambda: processes(process.log)[1] != server)
+    await process.close()
+    assert_ended(processes(process.log))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> None:
+    port = str(free_port())
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(script(tmp_path)), port, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        pids = processes(tmp_path / "policy.log")
+        assert len(alive(pids)) == 2
+        holder.send_signal(how)
+        holder.wait(30)
+    assert_ended(pids)
+
+
+def test_a_terminated_guard_stops_the_server(tmp_path: Path) -> None:
+    """Its status is that of the server."""
+    log = tmp_path / "policy.log"
+    command = [sys.executable, str(script(tmp_path)), str(free_port())]
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), "5", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+        ) as guard,
+    ):
+        until(lambda: "child" in log.read_text())
+        guard.terminate()
+        assert guard.wait(20) == 128 + signal.SIGTERM
+    assert_ended(processes(log))
+
+
+LEAVING = """
+import mmap, os, pathlib, sys, tempfile, time
+socket = pathlib.Path(tempfile.mkstemp()[1])
+shared = pathlib.Path(f"/dev/shm/sglang_loads_{os.getpid()}_0.shm")
+semaphore = pathlib.Path(f"/dev/shm/sem.mp-test{os.getpid()}")
+others = pathlib.Path(f"/dev/shm/weights-{os.getpid()}")
+maps = []
+for path in (shared, semaphore, others):
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file:
+        maps.append(mmap.mmap(file.fileno(), 4096))
+print(socket, shared, semaphore, others, os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
+    """Sockets in its folder for temporary files, SGLang's shared memory and semaphores, but not
+    ours."""
+    log, server = tmp_path / "log", script(tmp_path, LEAVING)
+    command = [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)]
+    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as one:
+        until(lambda: "weights" in log.read_text())
+        socket, shared, semaphore, ours, _ = map(Path, log.read_text().split())
+        assert socket.exists()
+        assert shared.exists()
+        one.terminate()
+        one.wait(20)
+    assert ours.exists()
+    ours.unlink()
+    assert not shared.exists()
+    assert not semaphore.exists()
+    assert not socket.parent.exists()
+
+
+@contextmanager
+def guarded_server(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
+    """A guard whose folder for temporary files is in `place`, its server, and the files of the
+    server: one in the folder and two in shared memory, which the guard has recorded."""
+    log, server = place / "log", script(place, LEAVING)
+    with log.open("wb") as out, subprocess.Popen(
+        [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)],
+        stdin=subprocess.PIPE, stdout=out, env=os.environ | {"TMPDIR": str(place)},
+    ) as guard:  # fmt: skip
+        until(lambda: log.read_text().endswith("\n"))
+        *left, ours, pid = map(Path, log.read_text().split())
+        listed = left[0].parent / LIST
+        until(lambda: listed.is_file() and all(str(one) in listed.read_text() for one in left[1:]))
+        ours.unlink()
+        try:
+            yield guard, int(pid.name), left
+        finally:
+            guard.kill()
+            with suppress(ProcessLookupError):
+                os.kill(int(pid.name), signal.SIGKILL)
+
+
+def begin_another(place: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
+    environment = os.environ | {"TMPDIR": str(place)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as guard:
+        assert guard.wait(60) == 0  # with its input open, whose end stops the guarded process
+
+
+def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> None:
+    """Once the server is dead too: as long as it lives, it needs its folder."""
+    with guarded_server(tmp_path) as (guard, server, left):
+        guard.kill()
+        guard.wait()
+        begin_another(tmp_path)
+        assert all(path.exists() for path in left)
+        os.kill(server, signal.SIGKILL)
+        assert_ended([server])
+        begin_another(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert not list(tmp_path.glob("agentenv-server-*"))
+
+
+def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
+    tmp_path: Path,
+) -> None:
+    """Such as the folder of a guard of an older version, which has no lock; and of the listed
+    shared memory, none that belongs to no server or was created again since."""
+    older, dead = (tmp_path / f"agentenv-server-{name}" for name in ("older", "dead"))
+    older.mkdir()
+    dead.mkdir()
+    anew = Path(f"/dev/shm/psm_test{os.getpid()}")
+    ours = Path(f"/dev/shm/weights-test{os.getpid()}")
+    try:
+        for path in (anew, ours):
+            path.touch()
+        listed = [f"{anew.stat().st_ino + 1} {anew}", f"{ours.stat().st_ino} {ours}", "torn"]
+        (dead / LIST).write_bytes("\n".join(listed).encode() + b"\n7 /dev/shm/psm_\0\xff")
+        with guarded_server(tmp_path) as (guard, _, left):
+            assert not dead.exists()
+            begin_another(tmp_path)
+            assert all(path.exists() for path in left)
+            guard.terminate()
+            guard.wait()
+        assert list(tmp_path.glob("agentenv-server-*")) == [older]
+        assert anew.exists()
+        assert ours.exists()
+    finally:
+        anew.unlink()
+        ours.unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "says"),
+    [
+        ("raise RuntimeError('no memory for the cache')", {},
+         r"policy ended with status 1:\nRuntimeError: no memory for the cache\nthe end of .*log"),
+        ("import time; print('loading', flush=True); time.sleep(600)", {"start_timeout_s": 1.0},
+         r"did not start within 1 s \(start_timeout_s\)(.|\n)*loading"),
+    ],
+)  # fmt: skip
+async def test_the_cause_of_a_failed_server_start_is_reported(
+    tmp_path: Path, text: str, settings: dict[str, Any], says: str
+) -> None:
+    process = ServerProcess(spec_of(tmp_path, text, **settings), tmp_path, lambda text: None)
+    with pytest.raises(EngineError, match=says):
+        await process.start()
+    await process.close()
+
+
+VLLM_MEMORY = """$ python -m vllm.entrypoints.openai.api_server --model old
+ValueError: an earlier start
+$ python -m vllm.entrypoints.openai.api_server --model m
+(APIServer pid=1) WARNING 11-26 21:00:21 [utils.py:255] causes `OSError: [Errno 24] Too many`
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] EngineCore failed to start.
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900]     raise ValueError(
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] ValueError: Free memory on device is low
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+SGLANG_DTYPE = """[2026-11-26 21:00:40] Scheduler hit an exception: Traceback:
+  File "model.py", line 1, in load
+ValueError: Unknown dtype: float8
+[2026-11-26 21:00:41] Received sigquit from a child process. It usually means the child failed.
+RuntimeError: Rank 0 scheduler died
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            VLLM_MEMORY,
+            "ValueError: Free memory on device is low\nlower",
+        ),
+        (SGLANG_DTYPE, "ValueError: Unknown dtype: float8"),
+        ("python: error: unrecognized arguments: --old", "python: error: unrecognized"),
+        ("Killed", ""),
+    ],
+)
+def test_the_reported_cause_is_the_first_exception_of_the_failed_process(
+    log: str, cause: str
+) -> None:
+    """Not that of a parent, which only reports that a child has ended."""
+    found = root_cause(log.splitlines())
+    assert found.startswith(cause)
+    assert bool(found) == bool(cause)

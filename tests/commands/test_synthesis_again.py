@@ -1,0 +1,119 @@
+"""A second command over a synthesis: which trajectories it repeats, and when it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.base.errors import EngineError
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.evaluation.store import read_rows
+from tests.commands.synthesizing import (
+    HINTS,
+    Run,
+    count_turns,
+    refused,
+    rows_of,
+    runner,
+    write_questions,
+    written,
+)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return write_questions(tmp_path / "ask.jsonl")
+
+
+@pytest.fixture
+def run(warehouse: Path, tmp_path: Path, questions: Path) -> Run:
+    return runner(warehouse, tmp_path, questions)
+
+
+@pytest.fixture
+def num_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return count_turns(monkeypatch)
+
+
+def test_a_repeated_synthesis_sends_no_requests_and_writes_the_same_files(
+    run: Run, tmp_path: Path, num_asked: list[int]
+) -> None:
+    assert run("out", *HINTS) == 0
+    first, count = written(tmp_path / "out"), num_asked[0]
+    assert count > 40
+    assert run("out", *HINTS) == 0
+    assert num_asked[0] == count
+    assert written(tmp_path / "out") == first
+    learned = len(rows_of(tmp_path / "out" / "sft.jsonl"))
+    assert run("out", *HINTS, "filter.max_per_question=2") == 0
+    assert num_asked[0] == count, "other filters ask nothing"
+    assert len(rows_of(tmp_path / "out" / "sft.jsonl")) > learned
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_an_interrupted_synthesis_continues(run: Run, tmp_path: Path, share: float) -> None:
+    assert run("out", *HINTS, "concurrency=1") == 0
+    first = written(tmp_path / "out")
+    path = tmp_path / "out" / "trajectories" / "rows.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    assert run("out", *HINTS, "concurrency=7") == 0
+    assert written(tmp_path / "out") == first
+
+
+def test_more_samples_reuse_stored_trajectories(
+    run: Run, tmp_path: Path, num_asked: list[int]
+) -> None:
+    assert run("out", *HINTS, "direct.num_samples=1") == 0
+    before = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
+    count = num_asked[0]
+    assert run("out", *HINTS, "--n", "4", "direct.num_samples=2") == 0
+    after = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
+    assert before < after
+    assert num_asked[0] == count + 4 + 2 * 2, "chains, and hints into two of them"
+
+
+def test_failures_are_reported_and_retried(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate, broken = ScriptedEngine.generate, [True]
+
+    async def failing(self: ScriptedEngine, prompt_ids: Any, *rest: Any, **keys: Any) -> Any:
+        if broken[0] and "(hard 1" in self.tokenizer.decode(list(prompt_ids)):
+            raise EngineError("out of memory")
+        return await generate(self, prompt_ids, *rest, **keys)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", failing)
+    assert run("out", *HINTS, "limits.max_failures=0") == 0
+    assert "4 trajectories failed; the same command" in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = rows_of(out / "rejected.jsonl")
+    assert [r["id"] for r in found if r["reason"] == "unfinished"] == ["ask-8"]
+    assert {r["detail"] for r in found if r["reason"] == "failed"} == {"EngineError: out of memory"}
+    assert len(rows_of(out / "rl.jsonl")) == 3
+    broken[0] = False
+    assert run("out", *HINTS, "limits.max_failures=0") == 0
+    assert run("whole", *HINTS, "limits.max_failures=0") == 0
+    assert written(out) == written(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["hints.verification=['Other.']", "hints.phrases=['perhaps']"], "hints.verification"),
+        ([*HINTS, "sampling.temperature=0.5"], "sampling.temperature: 1.0 -> 0.5"),
+        ([*HINTS, "direct.prompt.template=direct"], "prompt.template"),
+    ],
+)
+def test_trajectories_of_another_configuration_are_refused(
+    run: Run, tmp_path: Path, keys: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("out", *HINTS, "--n", "2") == 0
+    before = written(tmp_path / "out")
+    assert run("out", "--n", "2", *keys) == 2
+    text = refused(capsys)
+    assert named in text
+    assert "choose another --out" in text
+    assert written(tmp_path / "out") == before

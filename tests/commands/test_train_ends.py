@@ -1,0 +1,153 @@
+"""Early ends of a training run: interruption and resume, and the death of a part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.base.config import load_config
+from agentenv.base.errors import PACKAGES, ConfigError
+from agentenv.launchers import train
+from agentenv.training.loop import parts
+from agentenv.training.loop.parts import MEMORY, build_parts
+from tests.support.forks import Command, project
+from tests.support.forkserver import Forked
+from tests.support.runs import trees_of
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@contextmanager
+def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Command, Path]]:
+    """A run in a separate process whose first step is done."""
+    command = ("launchers/train.py", str(warehouse), f"run.name={name}", *overrides)
+    run = warehouse.parent / "runs" / name
+    log = warehouse.parent / f"{name}.log"
+    with Command(*command, log=log, path=[warehouse.parent]) as process:
+        while not (run / "trajectories" / "step-000001.jsonl").exists():
+            assert process.poll() is None, process.read_log()
+            time.sleep(0.05)
+        yield process, run
+
+
+def test_ctrl_c_saves_a_checkpoint_that_resume_continues(warehouse: Path) -> None:
+    endless = ("train.num_steps=100000", "engine.latency_s=0.05")
+    with started(warehouse, "interrupted", *endless) as (process, run):
+        learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGINT)
+        log = process.read_log()
+    assert process.returncode == 130, log
+    assert "--resume" in log
+    assert "Traceback" not in log
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    steps = int(checkpoints[-1].name.removeprefix("step-"))
+    assert steps >= 1
+    assert not any(psutil.pid_exists(pid) for pid in learner)
+    resumed = [str(warehouse), "run.name=interrupted", f"train.num_steps={steps + 1}", "--resume"]
+    assert train.main(resumed) == 0
+    assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["hangup", "unnoticed"])
+def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -> None:
+    """The run ends with a checkpoint if the system reports the hangup, else at its regular end."""
+    name = f"no-terminal-{is_told}".lower()
+    ours, theirs = os.openpty()
+    command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
+    folders = [str(warehouse.parent), str(PACKAGES)]
+    process = Forked(
+        project().fork(
+            [*command, "engine.latency_s=0.05"],
+            environment=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+            folder=PACKAGES,
+            output=theirs,
+        )
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    run = warehouse.parent / "runs" / name
+    try:
+        while not (run / "trajectories" / "step-000001.jsonl").exists():
+            assert process.poll() is None
+            with suppress(BlockingIOError):  # else its terminal would be full
+                os.read(ours, 1 << 16)
+            time.sleep(0.05)
+        os.close(ours)
+        if is_told:
+            process.send_signal(signal.SIGHUP)
+        process.wait()
+    finally:
+        process.kill()
+    assert process.returncode == (130 if is_told else 0)
+    log = (run / "run.log").read_text()
+    assert ("interrupted" in log) == is_told
+    assert "the terminal, or its file, could not be written: Input/output error" in log
+    last = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
+    assert last.name == "step-000008" or is_told
+    assert "Traceback" not in log
+
+
+def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
+    endless = ("train.num_steps=100000", "engine.latency_s=0.05")
+    with started(warehouse, "killed-learner", *endless) as (process, _):
+        children = psutil.Process(process.pid).children(recursive=True)
+        victims = [child for child in children if "learners" in " ".join(child.cmdline())]
+        assert victims
+        victims[0].kill()
+        log = process.read_log()
+    assert process.returncode == 1
+    assert "the learner was killed by SIGKILL" in log.replace("\n", " ")
+    assert "Traceback (most recent call last)" not in log
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
+    warehouse: Path,
+) -> None:
+    endless = ("train.num_steps=100000", "engine.latency_s=0.05", "checkpoint.every=1")
+    with started(warehouse, "kill-9", *endless) as (process, run):
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+        held = map(os.path.realpath, Path(f"/proc/{process.pid}/fd").iterdir())
+        own = {Path(path) for path in held if "agentenv-weights-" in path}
+        process.kill()
+        process.wait()
+        _, there = psutil.wait_procs(below, timeout=600)
+    assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
+    assert len(own) == MEMORY.is_dir()
+    steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
+    resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
+    assert train.main(resumed) == 0
+    assert not any(folder.exists() for folder in own)
+
+
+async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the memory that the model is to be loaded into."""
+    memory = tmp_path / "memory"
+    left = memory / "agentenv-weights-left"
+    (left / "v1").mkdir(parents=True)
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        assert not left.exists()
+        raise ConfigError("the first of the checks")
+
+    monkeypatch.setattr(parts, "MEMORY", memory)
+    monkeypatch.setattr(parts, "refuse", refuse)
+    config = load_config(TrainConfig, warehouse, [])
+    run = RunDirectory(tmp_path / "run", resume=False)
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match="the first of the checks"):
+            await build_parts(config, run, None, stack, lambda text: None)
+    run.close()
+    assert list(memory.iterdir()) == []

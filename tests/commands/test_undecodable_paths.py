@@ -1,0 +1,91 @@
+"""Paths that are not valid UTF-8 are refused by name in every command, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from agentenv.assembly.run.arguments import check_places
+from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.disk import undecodable
+from agentenv.base.errors import DataError
+from agentenv.data.data_files import find_files
+from tests.support.warehouse import ROOT
+
+BAD = os.fsdecode(b"runs/n\xe4me-\xff")
+SHOWN = r"runs/n\xe4me-\xff"
+COMMANDS = {
+    "train": [f"{BAD}.toml"],
+    "sft": ["configs/sft_quickstart.toml", f"run.dir={BAD}"],
+    "dpo": ["configs/dpo_quickstart.toml", f"model.path={BAD}", "--dry-run"],
+    "serve": ["configs/server_judge.toml", f"roles.judge.model={BAD}"],
+    "evaluate": [BAD],
+    "synthesize": [BAD, "configs/synthesize_tools.toml"],
+    "export": [BAD, "out"],
+    "export transcripts": ["transcripts", "runs/a", BAD],
+    "evaluate compare": ["compare", "evals/a", BAD],
+    "evaluate regrade": ["regrade", BAD],
+    "evaluate report": ["report", BAD],
+    "ctl": [BAD, "status"],
+    "view": [BAD],
+    "new": ["mine", "--folder", BAD],
+    "doctor": ["--config", f"{BAD}.toml"],
+    "doctor audit": ["audit", BAD],
+    "retriever": [f"{BAD}.toml"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_undecodable_paths(
+    command: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    main = import_module(f"launchers.{command.split()[0]}").main
+    try:
+        code = main(COMMANDS[command])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert SHOWN in capsys.readouterr().err + caplog.text
+
+
+def test_undecodable_arguments_of_a_shell_are_refused(tmp_path: Path) -> None:
+    config = os.path.join(os.fsencode(tmp_path), b"\xff.toml")
+    Path(os.fsdecode(config)).write_text("")
+    command = [os.fsencode(sys.executable), os.fsencode(ROOT / "launchers" / "train.py"), config]
+    done = subprocess.run(command, capture_output=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 2
+    assert rb"\xff.toml' is not valid UTF-8; rename the file or folder" in done.stderr
+
+
+def test_a_working_directory_and_folders_of_the_environment_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_places({"HOME": "/home/\u00e4"})
+    monkeypatch.setenv("HF_HOME", BAD)
+    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
+    assert "the environment variable HF_HOME: " in capsys.readouterr().err
+    monkeypatch.delenv("HF_HOME")
+    (tmp_path / BAD).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / BAD)
+    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
+    assert "the working directory: " in capsys.readouterr().err
+
+
+def test_a_data_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("{}\n")
+    for given in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(
+            DataError, match=r"\\xff\.jsonl: the name of this file is " r"not valid UTF-8"
+        ):
+            find_files([given])
+
+
+def test_any_utf_8_path_is_accepted() -> None:
+    for good in ("", "runs/n\u00e4me", "\U0001f600", "a b"):
+        assert undecodable(good) == ""
+    assert undecodable("\ud800") != ""

@@ -1,0 +1,172 @@
+"""Keys of verl: each is refused with the name of ours, and the names are right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agentenv.assembly.keys.help import describe, find, refuse_verl_keys, verl_keys
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
+from agentenv.base.errors import ConfigError
+from agentenv.launchers import train
+from tests.support.warehouse import ROOT
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+ROW = re.compile(r"^`([^`]+)` \| ([^|]*)$")
+
+# Every key that the released scripts of ARPO, AEPO and Tool-Star pass on the command line.
+A, R, M, F = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.ref",
+)
+SCRIPTS = f"""
+algorithm.adv_estimator algorithm.kl_ctrl.kl_coef
+data.train_files data.val_files data.prompt_key data.train_batch_size data.max_prompt_length
+data.max_response_length data.apply_chat data.prompt_template_name
+{M}.path {M}.enable_gradient_checkpointing {M}.use_remove_padding
+{A}.optim.lr {A}.ppo_mini_batch_size {A}.use_dynamic_bsz {A}.ppo_max_token_len_per_gpu
+{A}.use_kl_loss {A}.kl_loss_coef {A}.kl_loss_type {A}.fsdp_config.param_offload
+{A}.fsdp_config.grad_offload {A}.fsdp_config.optimizer_offload
+{A}.enable_entropy_balanced_clipping {A}.enable_entropy_balanced_advantage {A}.policy_loss
+{R}.log_prob_max_token_len_per_gpu {R}.tensor_model_parallel_size {R}.name {R}.mode
+{R}.gpu_memory_utilization {R}.n {R}.initial_rollouts {R}.beam_size {R}.branch_probability
+{R}.entropy_weight {R}.enable_dynamic_rollouts {R}.tools.tool_instances.search.params.cache_file
+{R}.tools.tool_instances.search.class_path {R}.tools.tool_instances.search.params.api_key
+{R}.multi_turn.enable {R}.search_url
+{F}.log_prob_max_token_len_per_gpu {F}.fsdp_config.param_offload
+reward_model.reward_manager custom_reward_function.path custom_reward_function.name
+trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
+trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs
+trainer.default_local_dir trainer.default_hdfs_dir trainer.val_before_train
+trainer.rollout_data_dir trainer.rollout_save_path hydra.run.dir
+ENABLE_DYNAMIC_ROLLOUTS ENABLE_ENTROPY_BALANCED_CLIPPING ENABLE_ENTROPY_BALANCED_ADVANTAGE
+ENABLE_POLICY_LOSS_GSPO ENABLE_MULTI_TURN
+""".split()
+
+
+def our_keys() -> set[str]:
+    """All names, a table's own and an algorithm's or backend's name included."""
+    names = {key.name for key in describe(TrainConfig)}
+    tables = {
+        name.rsplit(".", count)[0] for name in names for count in range(1, name.count(".") + 1)
+    }
+    tables |= {table.removesuffix("[n]") for table in tables}
+    return names | tables | {f"{table}.name" for table in tables}
+
+
+@pytest.mark.parametrize("key", SCRIPTS)
+def test_every_key_of_the_scripts_is_known(key: str) -> None:
+    entry = find(key)
+    assert entry is not None
+    assert any(entry), "ours, or why there is none"
+
+
+def test_our_keys_exist() -> None:
+    known = our_keys()
+    for theirs, (ours, note) in verl_keys().items():
+        assert ours or note, theirs
+        for name in filter(None, ours.split(", ")):
+            assert name in known, f"{theirs}: we have no {name}"
+
+
+def test_no_key_is_both_a_verl_key_and_ours() -> None:
+    ours = {key.name for key in describe(TrainConfig)} | {"algorithm.name", "engine.name"}
+    for name in ours:
+        refuse_verl_keys(nested(name), "test")
+
+
+def nested(key: str) -> dict[str, object]:
+    value: object = 1
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def test_the_document_is_part_of_the_table() -> None:
+    """The commonest keys that have a counterpart; a refusal has all, with notes and reasons."""
+    text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
+    rows = {match[1]: match[2] for match in map(ROW.match, text.splitlines()) if match}
+    table = {
+        theirs: ", ".join(f"`{name}`" for name in ours.split(", "))
+        for theirs, (ours, _) in verl_keys().items()
+        if ours
+    }
+    assert len(rows) > 50
+    assert rows.items() <= table.items()
+
+
+def test_keys_that_the_document_maps_from_llama_factory_exist() -> None:
+    text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z]+\.[a-z_.]+)`", text.partition("## LLaMA-Factory")[2])
+    known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in describe(config)}
+    assert len(named) > 15
+    assert set(named) <= known
+
+
+def test_overrides_of_verl_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=128",
+        "actor_rollout_ref.rollout.n=16",
+        "++actor_rollout_ref.rollout.tools.tool_instances.search.params.cache_file=x.json",
+        "critic.optim.lr=1e-5",
+        "ENABLE_DYNAMIC_ROLLOUTS=True",
+    ]
+    assert train.main([QUICKSTART, *overrides]) == 2
+    told = capsys.readouterr().err
+    for line in (
+        "algorithm.adv_estimator: use algorithm.name",
+        "data.train_batch_size: use queue.groups_per_step (prompts)",
+        "actor_rollout_ref.rollout.n: use algorithm.group_size",
+        "search.params.cache_file: use search.arpo_cache, search.cache",
+        "critic.optim.lr: no such key; no critic",
+        "ENABLE_DYNAMIC_ROLLOUTS: use algorithm.budget_split",
+        "docs/from-verl.md",
+    ):
+        assert line in told
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("actor_rollout_ref.actor.optim.lrr", "no key with a counterpart here"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size? use learner."),
+        ("trainer.total_epoch", "did you mean trainer.total_epochs? use train.num_epochs"),
+        ("algorithm.adv_estimater", "did you mean algorithm.adv_estimator? use algorithm.name"),
+        ("data.train_batch_sizes", "did you mean data.train_batch_size? use queue.groups_per_step"),
+    ],
+)
+def test_a_misspelled_key_of_verl_alone_points_to_ours(key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        refuse_verl_keys(nested(key), "x.toml")
+    assert says in str(raised.value)
+    assert "docs/from-verl.md" in str(raised.value)
+
+
+def test_a_file_of_verl_in_toml_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "verl.toml"
+    path.write_text(
+        "[data]\ntrain_files = 'a.parquet'\n[algorithm]\nadv_estimator = 'gae'\ngamma = 1.0\n"
+        "[actor_rollout_ref.actor.optim]\nlr = 1e-6\n[trainer]\nnnodes = 1\n"
+    )
+    assert train.main([str(path)]) == 2
+    told = capsys.readouterr().err
+    for key in ("data.train_files", "algorithm.gamma", "actor.optim.lr", "trainer.nnodes"):
+        assert key in told
+
+
+def test_a_mistake_in_our_key_is_not_taken_for_a_verl_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main([QUICKSTART, "algorithm.group_sice=3"]) == 2
+    assert "did you mean algorithm.group_size?" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"data\.custom_cls\.path"):
+        refuse_verl_keys({"data": {"custom_cls": {"path": "x"}}}, "test")

@@ -1,0 +1,207 @@
+r"""Formulas: equal only if their values are, at any size, and only if the whole text was parsed."""
+
+from __future__ import annotations
+
+from math import factorial
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from agentenv.envs.grading.layers import _compare
+from agentenv.envs.grading.numbers import same_plain
+from agentenv.envs.grading.text import clean
+from tests.support.grading import is_right
+
+pytest.importorskip("math_verify")
+
+# Numbers of every size: each in two notations, with a key that identifies its value.
+
+digits = st.integers(1, 99)
+powers = st.integers(1, 60)
+
+
+def _scaled(top: int, power: int) -> tuple[str, str, object]:
+    return (
+        rf"{top} \times 10^{{-{power}}}",
+        rf"\frac{{{top}}}{{10^{{{power}}}}}",
+        ("rational", top * 10 ** (60 - power)),
+    )
+
+
+def _root(radicand: int, power: int) -> tuple[str, str, object]:
+    return (
+        rf"\frac{{\sqrt{{{radicand}}}}}{{10^{{{power}}}}}",
+        rf"{radicand}^{{1/2}} \cdot 10^{{-{power}}}",
+        ("root", radicand * 100 ** (60 - power)),
+    )
+
+
+def _pi(top: int, power: int) -> tuple[str, str, object]:
+    return (
+        rf"\frac{{{top}\pi}}{{10^{{{power}}}}}",
+        rf"{top} \cdot 10^{{-{power}}} \pi",
+        ("pi", top * 10 ** (60 - power)),
+    )
+
+
+def _euler(_: int, power: int) -> tuple[str, str, object]:
+    return rf"e^{{-{power}}}", rf"\frac{{1}}{{e^{{{power}}}}}", ("e", power)
+
+
+def _halved(top: int, power: int) -> tuple[str, str, object]:
+    return (
+        rf"\frac{{{top}}}{{2^{{{power}}}}}",
+        rf"{top} \cdot 2^{{-{power}}}",
+        ("halves", top * 2 ** (60 - power)),
+    )
+
+
+def _factorial(_: int, power: int) -> tuple[str, str, object]:
+    return rf"\frac{{1}}{{{power}!}}", rf"({power}!)^{{-1}}", ("factorial", factorial(power))
+
+
+def _near_one(_: int, power: int) -> tuple[str, str, object]:
+    return rf"1 - 2^{{-{power}}}", rf"\frac{{2^{{{power}}}-1}}{{2^{{{power}}}}}", ("near 1", power)
+
+
+def _large(top: int, power: int) -> tuple[str, str, object]:
+    return rf"10^{{{power}}} + {top}", rf"{top} + 10^{{{power}}}", ("large", 10**power + top)
+
+
+KINDS = (_scaled, _root, _pi, _euler, _halved, _factorial, _near_one, _large)
+WRAPPED = (
+    "{}", "({}, 1)", "[{}, 100^{{40}}]", r"\{{ {}, -1 \}}", "({}) x^2 + 1", "2 + ({})i", "x = {}",
+    r"\begin{{pmatrix}} 1 & {} \\ 0 & 1 \end{{pmatrix}}", "-({})", r"\sqrt{{ {} }}",
+)  # fmt: skip
+
+
+@st.composite
+def sized_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
+    """A gold, an equal answer, and one of the same form with another value."""
+    kind = draw(st.sampled_from(KINDS))
+    tops, sizes = (draw(st.tuples(each, each)) for each in (digits, powers))
+    (gold, equal, value), (other, _, another) = (
+        kind(top, size) for top, size in zip(tops, sizes, strict=True)
+    )
+    assume(value != another)
+    form = draw(st.sampled_from(WRAPPED))
+    return form.format(gold), form.format(equal), form.format(other)
+
+
+@given(sized_pairs())
+@example((r"\{ \frac{1}{1!}, -1 \}", r"\{ (1!)^{-1}, -1 \}", r"\{ \frac{1}{2!}, -1 \}"))
+def test_different_values_of_any_size_are_unequal(found: tuple[str, str, str]) -> None:
+    gold, equal, other = found
+    assert is_right(gold, equal), (gold, equal)
+    assert not is_right(gold, other), (gold, other)
+    assert not is_right(other, gold), (other, gold)
+
+
+plain = st.from_regex(
+    r"[+-]?([0-9]{1,3}|[0-9]{1,2}\.[0-9]{1,2}|\.[0-9]|[0-9],[0-9]{3}|[0-9]/[1-9])", fullmatch=True
+)
+
+
+@given(plain, plain)
+def test_plain_numbers_are_compared_as_by_the_layers(answer: str, gold: str) -> None:
+    assert same_plain(gold, gold)
+    for pair in ((answer, gold), (gold + "0" if "." in gold else gold, gold)):
+        cleaned = clean(pair[0]), clean(pair[1])
+        by_layers = cleaned[0] == cleaned[1] or _compare(*cleaned)[0] is True
+        assert same_plain(*pair) == by_layers
+
+
+# Texts that are parsed in part or not evaluated.
+
+TAILS: tuple[tuple[str, st.SearchStrategy[int]], ...] = (
+    (r" \pmod{{{}}}", st.integers(2, 50)),
+    (r"\sqrt({})", st.sampled_from([2, 3, 5, 6, 7, 10])),
+    (r" : {} : \ldots", st.integers(2, 50)),
+    (r"^{{\circ}} {}'", st.integers(1, 59)),
+    (r", k \in \mathbb{{Z}}_{}", st.integers(2, 50)),
+    (r" + \frac{{{}}}{{\mathrm{{e}}}}", st.integers(1, 9)),
+    (r" + O(x^{})", st.integers(2, 9)),
+    (r" \uparrow {}", st.integers(2, 50)),
+)
+
+
+@st.composite
+def tailed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
+    """A text with a tail, the same text with another tail, and without a tail."""
+    tail, each = draw(st.sampled_from(TAILS))
+    values = draw(st.lists(each, min_size=2, max_size=2, unique=True))
+    head = draw(st.sampled_from(["4", "x \\equiv 2", "x = 3", "2x + 1", "n = 2k", r"\frac{1}{2}"]))
+    return head + tail.format(values[0]), head + tail.format(values[1]), head
+
+
+@given(tailed_pairs())
+def test_a_partly_parsed_text_equals_only_itself(found: tuple[str, str, str]) -> None:
+    text, other, head = found
+    assert is_right(text, text.replace(" ", "  "))
+    for pair in ((text, other), (text, head), (head, text)):
+        assert not is_right(*pair), pair
+
+
+UNEVALUATED = (
+    r"\frac{{dy}}{{dx}} = {}x", "y' = {}x", "f'(x) = {}x", r"\frac{{d}}{{dx}} f(x) = {}",
+    "f(x) = {}", r"f({}x)", r"\frac{{\partial u}}{{\partial x}} = {}", "y'' + {}y = 0",
+    "g(x) + {}g'(x)",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(UNEVALUATED), st.lists(st.integers(2, 40), min_size=2, max_size=2, unique=True)
+)
+def test_unevaluated_forms_with_different_values_are_unequal(form: str, values: list[int]) -> None:
+    one, other = (form.format(value) for value in values)
+    assert not is_right(one, other)
+    assert is_right(one, form.format(f"({values[0] - 1}+1)"))
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}", False),
+        (r"x \equiv 2 \pmod{7}", r"x \equiv 2 \pmod{5}", False),
+        (r"x \equiv 2 \pmod{7}", "x \N{IDENTICAL TO} 2 (mod 7)", True),
+        (r"5\sqrt(3)", r"5\sqrt{3}", True),
+        (r"(\frac{1}{2!}, 1)", "((2!)^{-1}, 1)", True),  # no end of a sentence
+        ("2(3)", "6", True),
+        ("2(3)", "5", False),
+        (r"\binom{5}{2}\binom{3}{1}", "30", True),
+        ("1.5e3", "1500", True),
+        ("A + a", "2a", False),
+        ("52_8 + 1", "52_9 + 1", False),
+        (r"\sqrt{3+2\sqrt2}", r"1+\sqrt2", True),
+        (r"\sqrt{x^2}", "x", False),
+        (r"\sqrt{1/n}", r"\frac{1}{\sqrt{n}}", True),
+        ("y = 1/x", "xy = 1", True),
+        (r"y = \sqrt{x}", "y^2 = x", False),
+        ("5 = 3", "2 = 1", False),
+        ("x > 5", "5 < x", True),
+        ("2x > 10", "x > 5", True),
+        ("x > 5", "-x > -5", False),
+        ("0", "x + 5 = 0", False),
+        ("7 = 11a + c", "11a + c", False),
+        ("595", "175 + 140 + 280 = 595", True),
+        ("595", "175 + 140 - 280 = 595", False),
+        ("11", "x = 5 + 6 = 11", True),
+        ("14", "x = 13 = 14", False),
+        ("14 - i", "14.0 + -1.0i", True),
+        ("6 - 5i", "6 + (-5)i", True),
+        ("(1+i)^2", "2i", True),
+        ("4.123105625617661", r"\sqrt{17}", True),
+        ("0.333333333333", r"\frac{1}{3}", True),
+        ("0.333333333333", "0.3333333333333", False),
+        (r"\sqrt{2}", "1.41421356237", False),
+        (r"\frac{270}{7}", r"\frac{270}{7} \approx 38.57", True),
+        (r"\frac{270}{7}", r"\frac{270}{7} \approx 39.57", False),
+        ("270/7 degrees", r"\frac{270}{7}^\circ \approx 38.57^\circ", True),
+        ("7.5 degrees", "7\N{DEGREE SIGN}30'", True),
+        ("7\N{DEGREE SIGN}30'", "7\N{DEGREE SIGN}20'", False),
+        (r"-\begin{pmatrix} 2 \\ 7 \end{pmatrix}", r"\begin{pmatrix} -2 \\ -7 \end{pmatrix}", True),
+    ],
+)
+def test_formulas_are_compared_by_value(gold: str, answer: str, right: bool) -> None:
+    assert is_right(gold, answer) == right

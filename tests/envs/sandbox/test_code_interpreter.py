@@ -1,0 +1,104 @@
+"""The registered code interpreter: its keys, its limits as the policy sees them, its reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import agentenv.contract.env
+import agentenv.envs
+from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.types import Message, Task, ToolCall
+from agentenv.contract.env import shared_stats
+from agentenv.envs.code_interpreter import python_tool, shared_sandbox
+from agentenv.envs.sandbox.keys import PythonConfig
+from agentenv.envs.sandbox.sandbox import Sandbox
+
+pytestmark = pytest.mark.usefixtures("services")
+
+ENV_ID = "agentenv/CodeInterpreter-v0"
+TASK = Task("t", ENV_ID, "How much is 57 times 4837?", ("275709",))
+
+
+def run(code: str) -> Message:
+    return Message("assistant", "<think>.</think>", (ToolCall("python", {"code": code}),))
+
+
+async def test_an_episode_uses_numpy_and_sympy() -> None:
+    env = agentenv.contract.env.make(ENV_ID, TASK, grader={"reward": "tools"})
+    prompt, info = await env.reset(seed=1)
+    assert prompt == [Message("user", TASK.question)]
+    assert [tool["name"] for tool in info["tools"]] == ["python"]
+    code = "import numpy as np, sympy\nx = int(np.int64(57) * 4837)\nsympy.factorint(x)"
+    observation, *_ = await env.step(run(code))
+    assert observation[0].content == "{3: 1, 7: 1, 19: 1, 691: 1}"
+    observation, *_ = await env.step(run("print(x)"))
+    assert observation[0].content == "275709"
+    answer = Message("assistant", r"<think>.</think><answer>\boxed{275709}</answer>")
+    _, reward, terminated, _, info = await env.step(answer)
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    await env.close()
+
+
+async def test_the_time_limit_of_a_call_is_a_key() -> None:
+    env = agentenv.contract.env.make(ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []})
+    await env.reset(seed=1)
+    observation, _, _, _, info = await env.step(run("while True: pass"))
+    assert observation[0].content == "TimeoutError: stopped after 0.3 s"
+    assert info["tool_calls"][0]["ok"] is False
+    await env.close()
+
+
+async def test_a_missing_package_is_reported_before_the_first_question() -> None:
+    env = agentenv.contract.env.make(ENV_ID, TASK, python={"preload": ["no_such_package"]})
+    with pytest.raises(ConfigError, match=r"python\.preload: .*cannot import no_such_package"):
+        await env.reset(seed=1)
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"python": {"interpretor": "x"}}, "unknown key; did you mean interpreter"),
+        ({"python": {"timeout_s": 0}}, r"python: timeout_s: Expected `float` > 0"),
+        ({"python": {"limits": {"memory": 1}}}, r"limits.memory: unknown key"),
+        ({"grader": {"kind": "best"}}, "grader: kind: expected one of"),
+    ],
+)
+def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        agentenv.contract.env.make(ENV_ID, TASK, **kwargs)
+
+
+async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
+    one = shared_sandbox(PythonConfig())
+    assert isinstance(one, Sandbox)
+    assert shared_sandbox(PythonConfig()) is one
+    assert shared_sandbox(PythonConfig(allow_unsafe=True)) is not one
+    tool = python_tool(timeout_s=3.0)
+    assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
+
+
+async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
+    env = agentenv.contract.env.make(ENV_ID, TASK)
+    await env.reset(seed=1)
+    child = await env.fork()
+    assert shared_stats()["sandbox/num_replays"] == 0  # nothing has run, nothing is to be replayed
+    await child.close()
+    await env.step(run("x = 5"))
+    child = await env.fork()
+    assert shared_stats()["sandbox/num_live_forks"] == 1
+    await child.close()
+    await env.step(run("f = open('/dev/null')"))  # which a copy would share
+    child = await env.fork()
+    assert shared_stats()["sandbox/num_replays"] == 1
+    assert (await child.step(run("x + 1")))[0][0].content == "6"
+    assert shared_stats()["sandbox/num_replays"] == 1
+    await child.close()
+    await env.step(run("import time; time.time_ns()"))
+    with pytest.raises(EnvError, match="cannot be replayed: a cell printed"):
+        await env.fork()
+    assert shared_stats()["sandbox/num_replays_refused"] == 1
+    assert (await env.step(run("x")))[0][0].content == "5"  # the parent goes on
+    await env.close()

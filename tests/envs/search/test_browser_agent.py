@@ -1,0 +1,99 @@
+"""The browser agent: pages are read and summarized for the question by a second model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.types import Message, Task, ToolCall
+from agentenv.envs.search.keys import SummarizerConfig
+from agentenv.envs.search.service import Episode, SearchService
+from agentenv.envs.web_search import WebSearchEnv
+from agentenv.reference.helpers import count_calls
+from tests.envs.search_site import GOOD, SNIPPET, Web, search
+
+
+async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -> None:
+    result = await search(site.browser(), "lima")
+    assert result.text == "Founded in 1535."
+    assert result.info["browser"] == {"found": True, "num_tokens": 930}
+    (sent,) = site.summarized
+    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
+    window = sent["messages"][0]["content"].split("Page 1: ")[1].split("\nPage 2: ")[0]
+    assert f"{SNIPPET}, it says." in window
+    assert len(window) == 3000
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "It was founded in 1535.",  # cut off, or another form
+        "<think>I shall write **Final Information** and then",
+        "<think>**Final Information** is the mark</think>No idea.",
+        "**Final Information**\n\n",
+        "",
+        None,
+    ],
+)
+async def test_the_policy_reads_the_pages_when_the_reply_has_no_final_information(
+    site: Web, reply: Any
+) -> None:
+    site.reply = reply
+    result = await search(site.browser(), "lima")
+    assert result.text.startswith("Page 1: ")
+    assert len(result.text) <= SummarizerConfig.max_chars
+    assert result.info["browser"] == {"found": False, "num_tokens": 930}
+
+
+async def test_the_thoughts_of_the_model_are_dropped_and_a_long_reply_is_cut(site: Web) -> None:
+    site.reply = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
+    result = await search(site.browser(), "lima")
+    assert result.text.startswith("Founded in 1535.")
+    assert len(result.text) == 6000
+
+
+async def test_uses_of_the_browser_agent_in_one_trajectory_can_be_limited(site: Web) -> None:
+    episode = Episode()
+    config = site.browser(max_uses=1)
+    first, second = [await search(config, query, episode) for query in ("lima", "lima again")]
+    assert first.text == "Founded in 1535."
+    assert second.text.startswith("Page 1: ")
+    assert "browser" not in second.info
+    assert episode.copy().num_summaries == 1
+    assert len(site.summarized) == 1
+
+
+async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
+    """The trajectory fails and is not counted as wrong."""
+    site.reply = 500
+    task = Task("t", "web", "When was Lima founded?", ("1535",))
+    env = WebSearchEnv(task, search=site.browser(), num_retries=0)
+    await env.reset(seed=1)
+    call = Message("assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),))
+    with pytest.raises(EnvError, match=r"search\.summarizer: .* answered 500"):
+        await env.step(call)
+    await env.close()
+    site.reply = 401
+    service = SearchService(site.browser())
+    with pytest.raises(ConfigError, match=r"search\.summarizer: .* answered 401"):
+        await service.search("lima", Episode())
+    assert service.stats()["summarizer/num_requests"] == 1
+    await service.close()
+
+
+async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: Web) -> None:
+    task = Task("t", "web", "When was Lima founded?", ("1535",))
+    env = WebSearchEnv(task, search=site.browser())
+    await env.reset(seed=1)
+    text = "<think>I need its history.</think><search>lima</search>"
+    call = Message("assistant", text, (ToolCall("search", {"query": "lima"}),))
+    *_, info = await env.step(call)
+    await env.close()
+    counts: dict[str, float] = {}
+    count_calls(counts, info["tool_calls"])
+    assert counts == {"browser_uses": 1, "browser_ok": 1, "browser_tokens": 930}
+    prompt = site.summarized[0]["messages"][0]["content"]
+    assert "When was Lima founded?" in prompt
+    assert "I need its history." in prompt

@@ -1,0 +1,199 @@
+"""From pages to text: extraction, reading, and which part the policy gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from agentenv.base.errors import ConfigError, ToolError
+from agentenv.base.result_cache import ResultCache
+from agentenv.envs.search import pages
+from agentenv.envs.search.keys import PagesConfig, TrafficConfig
+from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
+from agentenv.envs.search.service import passages, window
+from agentenv.envs.search.upstream import Reply
+from tests.envs.search_server import ONLY_127_0_0_1, PAGE, Names, serving
+
+# extraction
+
+
+@pytest.mark.parametrize("trafilatura", [True, False])
+def test_the_text_of_a_page_has_no_boilerplate(trafilatura: bool) -> None:
+    module = pytest.importorskip("trafilatura") if trafilatura else None
+    text = page_text(PAGE, module)
+    assert "founded in 1535" in text
+    assert "ten million" in text
+    for junk in ("track", "Home", "rights"):
+        assert junk not in text
+
+
+async def test_pages_are_extracted_in_workers() -> None:
+    extractor = TextExtractor(limit_s=60)
+    umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
+    try:
+        page = Reply(200, umlauts.encode("latin-1"), "text/html; charset=latin-1", "http://x/")
+        assert "L\u00e4nge und Breite" in await extractor.extract(page)
+        plain = Reply(200, "a <b> \u4eac".encode(), "text/plain", "http://x/")
+        assert await extractor.extract(plain) == "a <b> \u4eac"
+        nested = Reply(200, b"<div>" * 100_000 + b"deep", "text/html", "http://x/")
+        assert (await extractor.extract(nested)).strip() in ("", "deep")
+    finally:
+        extractor.close()
+
+
+async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
+    extractor = TextExtractor(limit_s=0.3, handler="tests.support.jobs:read")
+
+    def page(body: bytes) -> Reply:
+        return Reply(200, body, "text/html", "http://x/")
+
+    try:
+        with pytest.raises(ToolError, match="http://x/ could not be read: its text takes too long"):
+            await extractor.extract(page(b"hang"))
+        with pytest.raises(ToolError, match="http://x/ could not be read"):
+            await extractor.extract(page(b"die"))
+        assert extractor.stats() == {"pages/num_jobs": 2, "pages/num_killed": 2}
+        assert await extractor.extract(page(b"fine")) == "fine"
+    finally:
+        extractor.close()
+
+
+# reading
+
+
+async def test_a_page_is_fetched_once() -> None:
+    num_requests = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal num_requests
+        num_requests += 1
+        if request.path == "/gone":
+            return web.Response(status=404)
+        return web.Response(text=PAGE, content_type="text/html")
+
+    config = PagesConfig(fetch=ONLY_127_0_0_1)
+    async with serving(answer) as url:
+        reader = PageReader(config, ResultCache())
+        texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
+        assert await reader.text(url) == texts[0]
+        with pytest.raises(ToolError, match="answered with status 404"):
+            await reader.text(f"{url}/gone")
+        await reader.close()
+    assert num_requests == 2
+    assert "founded in 1535" in texts[0]
+
+
+class Jina:
+    """Jina's reader; keeps the paths that were asked, with what came as a key."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.asked.append((request.raw_path, request.headers.get("Authorization", "")))
+        if "missing" in request.path:
+            return web.Response(status=422)
+        if "spent" in request.path:
+            return web.Response(status=402)
+        body = f"Title: Lima\n\n{request.path}"
+        if "blocked" in request.path:
+            body = "Warning: Target URL returned error 403: Forbidden\n\nMarkdown Content:\n"
+        return web.Response(text=body)
+
+
+@pytest.fixture
+async def jina(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Jina, PageReader]]:
+    service = Jina()
+    async with serving(service) as url:
+        monkeypatch.setattr(pages, "JINA_URL", url.rstrip("/"))
+        monkeypatch.setattr(pages, "JINA_TRAFFIC", TrafficConfig(num_retries=0))
+        config = PagesConfig("jina")
+        names = Names(a_test=["93.184.216.34"], intern_test=["10.0.0.1"])
+        reader = PageReader(config, ResultCache(), names)
+        yield service, reader
+        await reader.close()
+
+
+async def test_the_reader_of_jina_returns_text_or_the_status_of_a_page(
+    jina: tuple[Jina, PageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
+    service, reader = jina
+    assert await reader.text("https://a.test/lima#x") == "Title: Lima\n\n/https://a.test/lima"
+    assert service.asked == [("/https://a.test/lima", "Bearer synthetic-key")]
+    with pytest.raises(ToolError, match="could not be read: status 422"):
+        await reader.text("https://a.test/missing")
+    with pytest.raises(ToolError, match="blocked answered with status 403"):
+        await reader.text("https://a.test/blocked")
+    with pytest.raises(ConfigError, match="jina rejected the request with status 402"):
+        await reader.text("https://a.test/spent")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "http://169.254.169.254/latest/meta-data",
+        "http://intern.test/",
+        "http://unknown.test/",
+        "http://a.test:22/",
+        "http://2130706433/",
+        "http://[::1]/",
+    ],
+)
+async def test_private_addresses_are_not_sent_to_the_reader_of_jina(
+    jina: tuple[Jina, PageReader], url: str
+) -> None:
+    service, reader = jina
+    with pytest.raises(ToolError):
+        await reader.text(url)
+    assert service.asked == []
+
+
+@pytest.mark.parametrize("path", ["../../../y", "%2e%2e/%2E%2e/y", "a/../../y", "./../y"])
+async def test_the_path_of_a_page_reaches_no_other_route_of_jina(
+    jina: tuple[Jina, PageReader], path: str
+) -> None:
+    service, reader = jina
+    await reader.text(f"https://a.test/{path}")
+    assert [asked for asked, _ in service.asked] == ["/https://a.test/y"]
+
+
+# parts of a page
+
+LONG = "\n".join(f"Line {number} speaks of nothing at all." for number in range(400))
+NEEDLE = "The treaty of Tordesillas was signed in June 1494."
+WITH_NEEDLE = f"{LONG}\n{NEEDLE}\n{LONG}"
+
+
+def test_the_window_surrounds_the_snippet() -> None:
+    found = window(WITH_NEEDLE, "... treaty of Tordesillas, signed 1494 ...", 3000)
+    assert NEEDLE in found
+    assert len(found) == 3000
+    assert 500 < found.index(NEEDLE) < 2500  # with text on both sides
+
+
+@pytest.mark.parametrize("snippet", ["", "something quite unlike this page"])
+def test_the_window_is_the_beginning_when_the_snippet_is_not_found(snippet: str) -> None:
+    assert window(WITH_NEEDLE, snippet, 1000) == WITH_NEEDLE[:1000]
+    assert window("short", snippet, 1000) == "short"
+
+
+def test_passages_of_a_page_match_the_query() -> None:
+    second = "Tordesillas lies in Spain."
+    found = passages(f"{WITH_NEEDLE}\n{second}\n{LONG}", "Tordesillas treaty", 2000)
+    assert NEEDLE in found
+    assert second in found
+    assert " ... " in found
+    assert found.index(NEEDLE) < found.index(second)
+    assert len(found) <= 2000
+    assert passages(WITH_NEEDLE, "zebra", 300) == WITH_NEEDLE[:300]
+    assert passages("short", "zebra", 300) == "short"
+
+
+def test_a_chinese_page_without_spaces_has_passages_too() -> None:
+    text = "\u7532\u4e59\u4e19\u4e01" * 1000 + "\u5317\u4eac\u5927\u5b66" + "\u7532" * 4000
+    assert "\u5317\u4eac\u5927\u5b66" in passages(text, "\u5317\u4eac\u5927\u5b66", 1200)

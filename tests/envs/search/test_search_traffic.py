@@ -1,0 +1,260 @@
+"""The traffic layer: retries, single flight, rate limit, breaks, all together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from agentenv.base.errors import ConfigError, InfraError
+from agentenv.base.result_cache import ResultCache, SharedFetches
+from agentenv.contract.http import retry_after_s
+from agentenv.envs.search.cache import CachedBackend
+from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.keys import TrafficConfig
+from agentenv.envs.search.providers import WebBackend, WebConfig
+from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
+from tests.envs.search_server import QUICK, Scripted, send, serving
+from tests.support.virtual_clock import run_virtual
+
+# retries
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+async def test_infrastructure_statuses_are_retried(status: int) -> None:
+    service = Scripted(status, status)
+    async with serving(service) as url:
+        assert await send(url) == Reply(200, b"fine")
+    assert service.num_requests == 3
+
+
+async def test_a_request_that_fails_every_attempt_is_an_infra_error() -> None:
+    service = Scripted(429, 503, 429)
+    async with serving(service) as url:
+        with pytest.raises(InfraError, match="service: 3 attempts failed: status 429"):
+            await send(url)
+    assert service.num_requests == 3
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refused_key_stops_the_run(status: int) -> None:
+    service = Scripted(status)
+    async with serving(service) as url:
+        with pytest.raises(ConfigError, match="check the key"):
+            await send(url)
+    assert service.num_requests == 1
+
+
+async def test_an_unreachable_service_is_an_infra_error_without_the_address() -> None:
+    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_params={"api_key": "s3cret"})
+    upstream = Upstream("service", QUICK)
+    with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
+        await upstream.send(request)
+    await upstream.close()
+    assert "s3cret" not in str(raised.value)
+    assert "s3cret" not in repr(request) + request.key
+
+
+async def test_a_timeout_is_an_infra_error() -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    config = TrafficConfig(timeout_s=0.02, num_retries=0)
+    async with serving(never) as url:
+        with pytest.raises(InfraError, match=r"no reply within 0\.02 s"):
+            await send(url, config)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        (
+            {
+                "Retry-After": "Sat, 01 Jan 2022 00:01:30 GMT",
+                "Date": "Sat, 01 Jan 2022 00:00:00 GMT",
+            },
+            90.0,
+        ),
+        ({"Retry-After": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_the_wait_is_read_from_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after_s(headers) == seconds
+
+
+# all of it together
+
+
+class EveryTenthRefused:
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.num_requests += 1
+        if self.num_requests % 10 == 0:
+            return web.Response(status=429, headers={"Retry-After": "0"})
+        return web.json_response({"results": [{"content": request.query["q"], "url": "u"}]})
+
+
+async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
+    service = EveryTenthRefused()
+    queries = [f"query {number % 40}" for number in range(1000)]
+    async with serving(service) as url:
+        web_config = WebConfig("searxng", url=url, traffic=QUICK)
+        cached = CachedBackend("web", WebBackend(web_config), ResultCache())
+        found = await asyncio.gather(*(cached.search(Query(query)) for query in queries))
+        await cached.close()
+    assert [hits[0].text for hits in found] == queries
+    assert service.num_requests == 44  # 40, and 4 that were refused
+
+
+# single flight
+
+
+async def test_equal_concurrent_calls_are_one_request() -> None:
+    flight: SharedFetches[int] = SharedFetches()
+    gate, calls = asyncio.Event(), []
+
+    async def fetch() -> int:
+        calls.append(1)
+        await gate.wait()
+        return 7
+
+    waiters = [asyncio.ensure_future(flight.run("q", fetch)) for _ in range(50)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()  # the one that started it
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*waiters[1:]) == [7] * 49
+    assert len(calls) == 1
+    assert waiters[0].cancelled()
+    assert await flight.run("q", fetch) == 7
+    assert len(calls) == 2  # finished: the next call fetches again
+
+
+async def test_a_failure_reaches_every_waiter_and_closing_cancels_them() -> None:
+    flight: SharedFetches[int] = SharedFetches()
+
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise InfraError("broken")
+
+    outcomes = await asyncio.gather(
+        *(flight.run("q", fail) for _ in range(3)), return_exceptions=True
+    )
+    assert [str(outcome) for outcome in outcomes] == ["broken"] * 3
+    hanging = asyncio.ensure_future(flight.run("q", asyncio.Event().wait))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await flight.close()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+
+
+# rate limit and breaks, on a virtual clock
+
+
+def test_the_bucket_keeps_its_rate() -> None:
+    async def drain() -> list[float]:
+        bucket, loop = TokenBucket(rate_per_s=10, burst=5), asyncio.get_running_loop()
+        start = loop.time()
+
+        async def take() -> float:
+            await bucket.take()
+            return loop.time() - start
+
+        times = list(await asyncio.gather(*(take() for _ in range(25))))
+        await asyncio.sleep(100)
+        again = loop.time()
+        for _ in range(6):  # refilled, but to no more than the burst
+            await bucket.take()
+        return [*times, loop.time() - again]
+
+    *times, refilled = run_virtual(drain())
+    assert times[:5] == [0.0] * 5
+    assert times[5:] == pytest.approx([number / 10 for number in range(1, 21)])
+    assert refilled == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rate_per_s", [0.0, 1000.0])
+def test_a_pause_delays_every_call(rate_per_s: float) -> None:
+    async def drain() -> float:
+        bucket, loop = TokenBucket(rate_per_s, burst=9), asyncio.get_running_loop()
+        bucket.pause(7)
+        bucket.pause(3)  # does not shorten it
+        await asyncio.gather(*(bucket.take() for _ in range(9)))
+        return loop.time()
+
+    assert run_virtual(drain()) == pytest.approx(7, abs=0.01)
+
+
+async def test_the_wait_requested_by_a_service_delays_every_call() -> None:
+    service = Scripted(429, 503, headers={"Retry-After": "1"})
+    config = TrafficConfig(num_retries=2)
+    pauses: list[float] = []
+    async with serving(service) as url:
+        upstream = Upstream("service", config)
+        upstream._bucket.pause = pauses.append  # type: ignore[method-assign]
+        assert (await upstream.send(HttpRequest("GET", url))).status == 200
+        await upstream.close()
+    assert pauses == [0.002, 0.002]  # capped by MAX_DELAY_S
+
+
+BREAK_S = 30.0  # after many failures in a row
+
+
+class Service(Upstream):
+    """A service on a virtual clock: down until `up_at`, and each request takes a second."""
+
+    def __init__(self, up_at: float, config: TrafficConfig) -> None:
+        super().__init__("service", config)
+        self.up_at = up_at
+        self.times: list[float] = []
+
+    async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
+        self.times.append(now())
+        await asyncio.sleep(1)
+        return Reply(200, b"fine") if now() > self.up_at else ("status 503", None)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def outcomes_of(service: Service, count: int) -> list[str]:
+    """The outcomes of this number of concurrent calls."""
+    calls = (service.send(HttpRequest("GET", f"http://a.test/{n}")) for n in range(count))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    return [str(getattr(one, "status", one)) for one in found]
+
+
+def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_FAILURES", 2)
+
+    async def run() -> None:
+        service = Service(up_at=10, config=TrafficConfig(num_retries=0))
+        assert await outcomes_of(service, 4) == ["service: 1 attempts failed: status 503"] * 4
+        await asyncio.sleep(5)  # calls wait for the end of the break
+        assert await outcomes_of(service, 50) == ["200"] * 50
+        assert min(service.times[4:]) == pytest.approx(1 + BREAK_S)
+
+    run_virtual(run())
+
+
+def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 20.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 30.0)
+
+    async def run() -> None:
+        service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
+        first = asyncio.ensure_future(outcomes_of(service, 1))
+        await asyncio.sleep(2)
+        assert await outcomes_of(service, 2) == ["200"] * 2
+        assert now() == pytest.approx(4)
+        assert await first == ["200"]
+        assert service.times[-1] > 20
+
+    run_virtual(run())

@@ -1,0 +1,1 @@
+"""Training: reinforcement learning, SFT, DPO, and their workers."""

@@ -1,0 +1,159 @@
+"""Warnings about steps that go wrong without an error."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.errors import SHOWN
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
+from agentenv.learners.learner import Metrics
+from agentenv.rollout.failures import faults_of
+
+logger = logging.getLogger(__name__)
+
+EQUAL = "with equal returns"  # reason of a tree without a signal
+MANY_CALLS = 10  # of a tool in a step; with so many, one should succeed
+MAX_TEXT = 500  # characters of a warning
+FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
+MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
+FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
+MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
+FIRST_STEPS = 10  # in these, a high success means that the questions are too easy
+
+
+class Alarms:
+    """The warnings of a run. A condition that lasts is reported once."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self._active: set[str] = set()  # conditions that held at their last check
+        self._num_steps = 0
+        self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
+        self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
+
+    def check_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
+        """Warn when most trees of a step are dropped, when none has a signal, and when many run out
+        of time. `fates` counts the trees without a signal by reason."""
+        reasons = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+        num_lost = fates.total() - fates[EQUAL]
+        self._warn(
+            "lost",
+            num_lost > len(delivered) / 2,
+            f"{num_lost} of {len(delivered)} trees of the step were dropped: {reasons}",
+        )
+        everything = [one for tree in delivered for one in tree.trajectories()]
+        limits = Counter(one.leaf.limit for one in everything if one.leaf.limit)
+        broken = [
+            one.named(tool)
+            for tool, one in faults_of(calls_of(delivered)).items()
+            if one.is_total and one.num_calls >= MANY_CALLS
+        ]
+        advice = (
+            "is the answer in the form that the grader reads, and does the prompt "
+            "(prompt.template) describe the tools?"
+        )
+        if broken:
+            advice = "; ".join(broken)[:MAX_TEXT]
+        elif limits.total() > len(everything) / 2:
+            limit, count = limits.most_common(1)[0]
+            advice = (
+                f"{count} of {len(everything)} trajectories were truncated by the limit {limit}"
+            )
+        self._warn(
+            "unlearned",
+            fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
+            "no tree of the step has a signal: in each all returns are equal, and no answer is "
+            f"correct; read trajectories/: {advice}",
+        )
+        if not broken:  # neither a cold start nor easier questions fix a tool
+            right = [one.success for tree in delivered for one in tree.trajectories()]
+            self._check_signal(fates[EQUAL], len(delivered), sum(right) / max(1, len(right)))
+        num_late = limits[Limit.SECONDS]
+        self._warn(
+            "late",
+            num_late > len(everything) * MAX_LATE,
+            f"{num_late} of {len(everything)} trajectories ended at limits.max_seconds or "
+            "max_tree_seconds; long trajectories are cut first, so that the rest is a biased "
+            "sample: raise the limits, or find the slow part (tool/NAME/mean_s, engine/waiting)",
+        )
+
+    def _check_signal(self, num_equal: int, num_trees: int, success: float) -> None:
+        """Warn when few trees of the last steps have a signal. If that is because the policy
+        answers everything correctly, warn only in the first steps."""
+        self._num_steps += 1
+        self._last_steps.append((num_equal, num_trees, success))
+        equal, trees = (sum(one[i] for one in self._last_steps) for i in (0, 1))
+        success = fmean(one[2] for one in self._last_steps)
+        is_right = success > 0.5
+        advice = "harder questions"
+        if not is_right:
+            advice = (
+                "a longer cold start, or one with a higher learning rate ([sft]), easier "
+                "questions, or more trajectories per question (algorithm.group_size, now "
+                f"{self.config.algorithm.group_size})"
+            )
+        refill = "" if self.config.refills else "; queue.refill = true replaces such groups"
+        self._warn(
+            "equal",
+            len(self._last_steps) == FEW_STEPS
+            and trees >= FEW_TREES
+            and equal > MAX_EQUAL * trees
+            and (not is_right or self._num_steps <= FIRST_STEPS),
+            f"{equal} of {trees} groups of the last {FEW_STEPS} steps have no signal, since all "
+            f"their returns are equal; {success:.0%} of the answers are correct: use "
+            f"{advice}{refill}",
+        )
+
+    def check_hits(self, hits: Metrics) -> None:
+        """Warn when a server with a prefix cache has no hits for FEW_STEPS steps. A single step may
+        have none: sleeping engines drop their cache."""
+        for name, share in hits.items():
+            self._num_missed[name] = 0 if share else self._num_missed[name] + 1
+            self._warn(
+                name,
+                self._num_missed[name] >= FEW_STEPS
+                and not self.config.engine.capabilities.is_exact,
+                f"{name} is 0 in {FEW_STEPS} steps: the engine recomputes every prefix; is its "
+                "prefix cache off, or too small for the trajectories in flight?",
+            )
+
+    def check_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
+        """Warn when every call of a tool fails, with the first error in the trees."""
+        for name, count in metrics.items():
+            if not (name.startswith("tool/") and name.endswith("/calls")):
+                continue
+            tool = name[len("tool/") : -len("/calls")]
+            if tool in (UNKNOWN_TOOL, MALFORMED_CALL):  # errors of the policy, not of a tool
+                continue
+            failed = count >= MANY_CALLS and metrics.get(f"tool/{tool}/errors") == count
+            errors = (one["error"] for one in calls_of(trees) if failed and one["name"] == tool)
+            error = next(errors, "the errors are in trajectories/")
+            text = f"all {count:.0f} calls of the tool {tool!r} in this step failed: {error}"
+            self._warn(name, failed, text[:MAX_TEXT])
+
+    def check_update(self, metrics: Metrics) -> None:
+        """Warn when an update has moved the policy too far to learn."""
+        moved = metrics.get("learner/kl_to_proximal", 0.0)
+        self._warn(
+            "moved",
+            moved > FAR_KL,
+            f"the update moved the policy by {moved:.2g} nats a token (learner/kl_to_proximal), "
+            f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
+        )
+
+    def _warn(self, condition: str, holds: bool, text: str) -> None:
+        if holds and condition not in self._active:
+            logger.warning("%s", text, extra=SHOWN)
+        (self._active.add if holds else self._active.discard)(condition)
+
+
+def calls_of(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:
+    """The records of all tool calls in these trees."""
+    for tree in trees:
+        for node in tree.nodes:
+            yield from node.info.get("tool_calls", ())

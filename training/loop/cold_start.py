@@ -1,0 +1,206 @@
+"""The cold start: supervised learning from demonstrations, stage by stage.
+
+A small model acquires its skills in jumps, at a different time for each kind of question. A kind
+without any skill at the start of reinforcement learning never earns a reward to learn from. So a
+stage can last until the teacher-forced exact match on clean demonstrations about unrelated facts
+(the gate) is high for every kind; until then, kinds with a low match are drawn more often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.supervised import SFTStage
+from agentenv.assembly.run.checkpoints import COLD_START, Saver
+from agentenv.base.deadline import uncancelled
+from agentenv.learners.optimizer import optimizer_of
+from agentenv.learners.trees.batch import EncodedTree
+from agentenv.training.loop.parts import Parts
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.state import Imitating
+from agentenv.training.supervised.course import LossCourse
+
+REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
+KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
+
+logger = logging.getLogger(__name__)
+
+
+class DemonstrationSampler:
+    """Draws demonstrations; within a kind, without replacement until all have been drawn."""
+
+    def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
+        self.kinds = sorted(by_kind)
+        self.weights = [1.0] * len(self.kinds)
+        self._by_kind = by_kind
+        self._rng = rng
+        self._left: dict[str, list[EncodedTree]] = {kind: [] for kind in self.kinds}
+
+    def reweigh(self, exact_match: dict[str, float], boost: float) -> None:
+        self.weights = [1 + boost * (1 - exact_match.get(kind, 0.0)) for kind in self.kinds]
+
+    def draw(self, count: int) -> list[EncodedTree]:
+        return [self._next(kind) for kind in self._rng.choices(self.kinds, self.weights, k=count)]
+
+    def _next(self, kind: str) -> EncodedTree:
+        if not self._left[kind]:
+            self._left[kind] = list(self._by_kind[kind])
+            self._rng.shuffle(self._left[kind])
+        return self._left[kind].pop()
+
+
+def why_lower(stages: Sequence[SFTStage]) -> str:
+    """A note that the last stage may lower the match on the gate, since it trains on other rows
+    than the gated stages. Empty if the match should not fall."""
+    gated = [stage.rows for stage in stages if stage.until_gate]
+    if not gated or stages[-1].rows in gated:
+        return ""
+    return (
+        f"; this stage trains on other rows than the gate measures ({gated[-1]}), so the match may "
+        "be low"
+    )
+
+
+class ColdStart:
+    """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
+    optimizer of reinforcement learning starts fresh, and the weights are published."""
+
+    def __init__(self, parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
+        """`checkpoint`: one during the cold start, to resume from."""
+        config, state = recorder.config, recorder.state
+        assert config.sft is not None
+        assert parts.demonstrations is not None
+        self.config = config.sft
+        self.learner_config = config.learner
+        self.rng = Random(f"{config.run.seed}/sft")
+        self.parts, self.recorder = parts, recorder
+        self.view, self.state = recorder.view, state
+        self.demonstrations, self.gate = parts.demonstrations
+        self.step = 0
+        self._place = ""  # a description of the stage
+        self._num_measured = 0
+        self._losses: list[float] = []  # since the last measurement
+        self._course = LossCourse(self.config.optimizer.learning_rate)  # of the stage
+        self._checkpoint = checkpoint
+        self._done = state.imitating = state.imitating or Imitating()
+        self._until = self._done.step  # earlier steps are replayed without the learner
+        self._saver = Saver(
+            replace(config.checkpoint, every=0),  # `every` counts updates
+            recorder.run.checkpoints,
+            parts.learner,
+            recorder.view,
+            step=lambda: self._done.step,
+            snapshot=state.resumable,
+            turn=parts.learner.turn,
+            phase=COLD_START,
+        )
+
+    async def run_all(self) -> None:
+        """Run all stages and publish the weights; an early end saves a checkpoint."""
+        try:
+            await self._run_all()
+        except BaseException:
+            if self._done.step and self.state.imitating is not None:
+                await self._saver.finish()
+            raise
+        finally:
+            self.view.end()
+
+    async def _run_all(self) -> None:
+        config, learner = self.config, self.parts.learner
+        num_steps = sum(stage.num_steps for stage in config.stages)
+        self.view.begin("cold start", num_steps, then="an evaluation, then RL")
+        self._time = asyncio.get_running_loop().time
+        self._reported_s = self._time()
+        samplers = {
+            stage.rows: DemonstrationSampler(self.demonstrations[stage.rows], self.rng)
+            for stage in config.stages
+        }
+        async with learner.turn():
+            await learner.reset_optimizer(config.optimizer)
+            if self._checkpoint is not None:
+                await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
+            passed = []
+            for number, stage in enumerate(config.stages, 1):
+                rows = f" ({stage.rows})" if stage.rows else ""
+                self._place = f"stage {number} of {len(config.stages)}{rows}"
+                passed.append(await self._stage(stage, samplers[stage.rows]))
+            note = why_lower(config.stages)
+            exact = await self._measure(note)
+            is_open = not (note or (config.stages[-1].until_gate and passed[-1]))
+            self._course.check(exact, is_last=is_open)
+            if not all(passed):
+                logger.warning("the cold start ended without passing its gate: %s", exact)
+            await uncancelled(self._end())
+            await self.parts.publish()
+        self.parts.demonstrations = None  # free their memory
+
+    async def _stage(self, stage: SFTStage, sampler: DemonstrationSampler) -> bool:
+        """Run a stage; returns whether its gate, if it has one, was passed."""
+        first, last = stage.lr_scale
+        self._course = LossCourse(self.config.optimizer.learning_rate)
+        for number in range(stage.num_steps):
+            scale = first + (last - first) * number / stage.num_steps
+            if self.step < self.config.warmup_steps:
+                scale *= (self.step + 1) / self.config.warmup_steps
+            sequences = sampler.draw(stage.batch_size)
+            self.step += 1
+            if self.step > self._until:
+                with self.view.doing(f"step {self.step} of the cold start"):
+                    await uncancelled(self._imitate(sequences, scale))
+                if self._saver.is_due():
+                    await self._saver.save()
+                if self._time() - self._reported_s > REPORT_EVERY_S:
+                    self._report(f"loss {self._course.losses[-1]:.3f}")
+            if stage.until_gate and self.step % self.config.gate_every == 0:
+                exact = await self._measure()
+                sampler.reweigh(exact, KIND_BOOST)
+                self._course.check(exact, is_last=False)
+                if min(exact.values()) >= self.config.gate_threshold:
+                    return True
+        return not stage.until_gate
+
+    async def _imitate(self, sequences: list[EncodedTree], scale: float) -> None:
+        async with self._saver.moving():
+            metrics = await self.parts.learner.imitate(sequences, scale)
+            self._losses.append(metrics["loss"])
+            self._course.losses.append(metrics["loss"])
+            self.state.totals.sft_tokens += int(metrics["num_tokens"])
+            self._done.step = self.step
+            self.state.line = self.state.incarnation
+
+    async def _end(self) -> None:
+        """End the cold start: later checkpoints count updates."""
+        async with self._saver.moving():
+            await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
+            self.state.imitating = None
+
+    def _report(self, what: str) -> None:
+        self.view.log(f"cold start step {self.step}, {self._place}: {what}")
+        self._reported_s = self._time()
+
+    async def _measure(self, note: str = "") -> dict[str, float]:
+        """By kind, the share of gate sequences whose trained tokens are all the most likely. The
+        `note` ends the reported line."""
+        self._num_measured += 1
+        if self._num_measured <= len(self._done.measured):
+            return self._done.measured[self._num_measured - 1]
+        exact = {}
+        for kind, sequences in self.gate[""].items():
+            scores = await self.parts.learner.score(sequences)
+            exact[kind] = sum(all(score.matches) for score in scores) / len(scores)
+        loss = sum(self._losses) / max(1, len(self._losses))
+        self._losses = []
+        kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
+        self._report(f"loss {loss:.3f}, exact match on the gate {kinds}{note}")
+        self.view.advance(self.step)
+        row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
+        await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
+        self._done.measured.append(exact)
+        return exact

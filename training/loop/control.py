@@ -1,0 +1,332 @@
+"""Runtime control of a training run: answers to the requests of `agentenv ctl`.
+
+Control subscribes to a run and does not affect it otherwise. It replies to all requests but
+checkpoints at once, from the state of actors, queue and workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from agentenv.assembly.run.control import (
+    BranchRow,
+    CancelTrees,
+    GetStatus,
+    GetWhy,
+    Pause,
+    Reply,
+    Request,
+    RequestDone,
+    Resume,
+    SaveCheckpoint,
+    Status,
+    TreeRow,
+    WaitRow,
+    WaitTable,
+    Why,
+    listening,
+)
+from agentenv.assembly.run.records import FAILED
+from agentenv.assembly.run.waits import by_what, expected_s
+from agentenv.base.errors import ConfigError
+from agentenv.rollout.actor import Actor, Awaited, awaited_by
+from agentenv.rollout.branch import BranchNow
+from agentenv.rollout.metrics import failure_kind_of
+from agentenv.training.loop.feeder import Feeder, InflightRollout
+from agentenv.training.loop.report import phase_title
+from agentenv.training.loop.training import Training
+
+PIECE = 200  # rollouts inspected between two yields to the event loop
+CANCEL_REASON = "by agentenv ctl"
+AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
+
+
+def clock_text(seconds_ago: float) -> str:
+    """The local time of day `seconds_ago`."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
+
+
+def controlled(training: Training) -> AbstractAsyncContextManager[None]:
+    """Inside, answer requests about the run; a subscriber of `Training`."""
+    control = Control(training)
+    return listening(training.run.path, control.answer, training.view.warn)
+
+
+class Control:
+    """Answers requests about one run."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self._since = time.strftime("%Y-%m-%d %H:%M:%S")
+
+    async def answer(self, request: Request) -> Reply:
+        """The reply to a request. Raises AgentEnvError if it cannot be fulfilled."""
+        match request:
+            case GetStatus():
+                return self._status()
+            case GetWhy(tree=int(index)):
+                return await self._why(index)
+            case GetWhy():
+                return await self._waits()
+            case CancelTrees():
+                return self._cancel_all(request.trees)
+            case Pause():
+                return self._pause()
+            case Resume():
+                return self._resume()
+            case SaveCheckpoint():
+                return await self._checkpoint()
+
+    @property
+    def _feeder(self) -> Feeder:
+        return self.training.loop.feeder
+
+    # Requests that only read.
+
+    def _status(self) -> Status:
+        """Phase, step, queue, engine and waits of the run."""
+        training = self.training
+        state, queue = training.state, training.queue
+        found = Status(
+            run=str(training.run.path),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            since=self._since,
+            phase=training.phase,
+            is_paused=training.phase == "RL" and self._feeder.is_paused,
+            step=state.step,
+            num_steps=0,
+            policy_version=0,
+            doing=training.view.activity,
+            evaluating="" if state.evaluating is None else state.evaluating.phase,
+            queue={
+                "growing": queue.num_waiting - queue.num_ready,
+                "ended": queue.num_ready,
+                "slots": queue.num_reserved,
+                "capacity": queue.capacity,
+            },
+            loop=training.lag.figures(),
+            longest_wait=training.view.longest_wait(),
+        )
+        counters = state.counters
+        found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)
+        if training.phase == "set-up":
+            return found
+        parts = training.loop.parts
+        found.num_steps, found.policy_version = parts.num_steps, parts.learner.policy_version
+        found.num_open_envs = self._feeder.num_open_envs()
+        found.engine = dict(parts.engine.stats())
+        if self._feeder.workers is not None:
+            found.workers = self._feeder.workers.stats()
+        return found
+
+    def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> TreeRow:
+        age_s = asyncio.get_running_loop().time() - one.began_s
+        state = "ended" if one.has_ended else "grows" if is_growing else "begins"
+        return TreeRow(index, one.task.id, state, age_s)
+
+    def _actors(self) -> list[Actor]:
+        """The actors of this process, one per table of rollouts."""
+        parts = self.training.loop.parts
+        found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
+        if parts.overlapping is not None:
+            found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
+        return list(found.values())
+
+    async def _waits(self) -> WaitTable:
+        """The waits of rollouts, the longest first, and other delays of the run."""
+        training = self.training
+        if training.phase == "set-up":
+            return WaitTable(
+                [], [f"training has not started: {training.view.activity or 'set-up'}"]
+            )
+        now = asyncio.get_running_loop().time()
+        awaited: list[Awaited] = []
+        for actor in self._actors():
+            for number, rollout in enumerate(list(actor.rollouts)):
+                awaited += awaited_by(rollout)
+                if number % PIECE == PIECE - 1:
+                    await asyncio.sleep(0)
+        waits = []
+        for what, group in by_what(awaited).items():
+            first = min(group, key=lambda one: (one.since, one.tree, one.branch))
+            for_s = now - first.since
+            waits.append(
+                WaitRow(
+                    what,
+                    len(group),
+                    for_s,
+                    clock_text(for_s),
+                    first.tree,
+                    first.branch,
+                    first.task_id,
+                    for_s >= expected_s(what),
+                )
+            )
+        waits.sort(key=lambda one: -one.longest_s)
+        return WaitTable(waits, self._lines())
+
+    def _lines(self) -> list[str]:
+        """Other reasons why the run waits, or will wait."""
+        training, lines = self.training, []
+        if self._feeder.is_paused:
+            lines.append("the run is paused: `resume` ends the pause")
+        if training.state.evaluating is not None:
+            has_sft = training.config.sft is not None
+            when = phase_title(training.state.evaluating.phase, cold_start=has_sft)
+            lines.append(f"the evaluation {when} is running")
+        if training.view.activity:
+            lines.append(f"in progress: {training.view.activity}")
+        inflight = self._feeder.inflight
+        head = min(inflight, default=None)
+        if head is not None and not inflight[head].has_ended and training.phase == "RL":
+            lines.append(f"the learner takes trees in start order and waits for tree {head} next")
+        if self._feeder.workers is not None and self._feeder.workers.behind():
+            lines.append(self._feeder.workers.behind())
+        lag_ms = training.lag.figures().get("lag_p99_ms", 0.0)
+        if lag_ms > 100:
+            lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
+        return lines
+
+    async def _why(self, index: int) -> Why:
+        """The waits of a tree and of each of its branches."""
+        training = self.training
+        one = self._inflight(index)
+        rollout = training.loop.parts.actor.growing(index)
+        row = self._row(index, one, is_growing=rollout is not None)
+        lines, branches = [], []
+        limit_s = training.config.limits.max_seconds
+        if self._feeder.workers is not None and not one.has_ended:
+            place = self._feeder.workers.places().get(index)
+            if place is not None:
+                row.worker, row.state = place.worker or "none yet", "grows"
+            found = await self._feeder.workers.wait_info(index)
+            if found is None:
+                lines.append("its worker has not reported its waits")
+            branches = [_branch_row(branch, limit_s) for branch in found or ()]
+            lines.append("finished branches of a tree in a worker are not accessible")
+        elif rollout is not None:
+            limit_s = rollout.limits.max_seconds
+            branches = [_branch_row(branch, limit_s) for branch in rollout.now()]
+        ends: Counter[str] = Counter()
+        failures: Counter[str] = Counter()
+        if rollout is not None:
+            for node in rollout.tree.nodes:
+                if node.end == FAILED:
+                    failures[failure_kind_of(node)] += 1
+                elif node.end is not None:
+                    ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
+            worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
+            lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
+        lines += self._lines_of(index, one)
+        return Why(row, branches, dict(ends), dict(failures), lines)
+
+    def _lines_of(self, index: int, one: InflightRollout) -> list[str]:
+        lines = ["it is finished and waits for the learner"] if one.has_ended else []
+        number = sum(1 for other in self._feeder.inflight if other < index)
+        before = f"{number} trees come before it" if number else "the learner takes it next"
+        return [*lines, f"{before} (start order)"]
+
+    # Requests that act.
+
+    def _inflight(self, index: int) -> InflightRollout:
+        """The in-flight tree. Raises ConfigError if it has no slot."""
+        if self.training.phase == "set-up":
+            raise ConfigError(f"training has not started: {AT_START_HINT}")
+        inflight = self._feeder.inflight
+        if index not in inflight:
+            known = sorted(inflight)
+            span = f"; in flight are {known[0]} to {known[-1]}" if known else "; none is"
+            raise ConfigError(f"tree {index} is not in flight{span}")
+        return inflight[index]
+
+    def _cancel_all(self, trees: list[int]) -> RequestDone:
+        """Cancel all trees, or none if one of them cannot be cancelled."""
+        if not trees:
+            raise ConfigError("no tree given")
+        for index in trees:
+            if self._inflight(index).has_ended:
+                raise ConfigError(f"tree {index} is finished and waits for the learner")
+        return self._done("cancel", [self._cancel(index) for index in trees], {"trees": trees})
+
+    def _cancel(self, index: int) -> str:
+        training = self.training
+        if self._feeder.workers is not None:
+            place = self._feeder.workers.places().get(index)
+            if self._feeder.workers.cancel(index, CANCEL_REASON):
+                if place is not None and place.worker:
+                    return f"tree {index} is being cancelled by {place.worker}"
+                return f"tree {index} is cancelled; it had no worker"
+        rollout = training.loop.parts.actor.growing(index)
+        if rollout is None:
+            raise ConfigError(f"tree {index} is just starting; retry")
+        number = rollout.cancel(CANCEL_REASON)
+        if not number:
+            return f"tree {index}: all its branches are ending already"
+        return f"tree {index} is cancelled, with {number} live branches"
+
+    def _pause(self) -> RequestDone:
+        phase = self.training.phase
+        if phase != "RL":
+            raise ConfigError(
+                f"only rollouts and updates of RL can be paused; the run is in phase {phase!r}"
+            )
+        if self._feeder.is_paused:
+            return RequestDone(["the run is already paused"])
+        self._feeder.pause()
+        line = (
+            "paused: no new tree, turn or update starts; running turns and tools finish, the "
+            "clocks of rollouts stop; checkpoint works"
+        )
+        return self._done("pause", [line])
+
+    def _resume(self) -> RequestDone:
+        if self.training.phase != "RL" or not self._feeder.is_paused:
+            return RequestDone(["the run is not paused"])
+        self._feeder.resume()
+        return self._done("resume", ["resumed"])
+
+    async def _checkpoint(self) -> RequestDone:
+        training = self.training
+        if training.phase != "RL":
+            raise ConfigError(
+                "a checkpoint on demand is available during RL updates; the run is in phase "
+                f"{training.phase!r}, which saves on its own schedule"
+            )
+
+        async def save() -> tuple[str, int]:
+            await training.loop.saver.save()
+            step = training.state.step
+            return str(training.run.checkpoints.path(step)), step
+
+        path, step = await training.actions.run(save)
+        line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
+        return self._done("checkpoint", [line], {"path": path, "step": step})
+
+    def _done(
+        self, command: str, lines: list[str], facts: dict[str, Any] | None = None
+    ) -> RequestDone:
+        """The reply to a command; terminal and run.log show it too."""
+        for line in lines:
+            self.training.view.log(f"agentenv ctl {command}: {line}")
+        return RequestDone(lines, facts or {})
+
+
+def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:
+    return BranchRow(
+        now.branch,
+        now.what,
+        now.for_s,
+        clock_text(now.for_s),
+        now.num_turns,
+        now.num_response_tokens,
+        now.num_tool_calls,
+        now.worked_s,
+        limit_s,
+    )

@@ -1,0 +1,367 @@
+"""Evaluations of a training run: between phases, after steps, or concurrent with training.
+
+RUN/eval/step-000040/           a complete evaluation, for `evaluate report`, `compare`, `regrade`
+RUN/eval/step-000040.partial/   an evaluation that is in progress, or was interrupted
+
+They use the sampling and storage of `agentenv evaluate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.checkpoints import REMOVED
+from agentenv.assembly.run.records import FAILED, EvalRow, Wanted
+from agentenv.assembly.run.terminal import Pulse, View
+from agentenv.base.config import to_plain
+from agentenv.base.deadline import uncancelled
+from agentenv.base.disk import PARTIAL, replace_folder
+from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
+from agentenv.base.offload import in_thread
+from agentenv.base.tree import CANCELLED
+from agentenv.base.types import Task
+from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
+from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
+from agentenv.evaluation.subject import evaluation_of
+from agentenv.rollout.actor import Actor, Answer
+from agentenv.rollout.failures import Redactor
+from agentenv.training.loop.clocks import PhaseClock
+from agentenv.training.loop.parts import Parts
+from agentenv.training.loop.recorder import EVALUATIONS, Recorder
+from agentenv.training.loop.report import PHASES
+from agentenv.training.loop.state import BriefReport, Evaluating, RunSaver, brief_report
+
+logger = logging.getLogger(__name__)
+
+SET_KEYS = ("max_tasks", "num_samples")
+BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
+MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
+Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
+
+
+@dataclass(eq=False)
+class Evaluator:
+    """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
+    that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
+    one at a time."""
+
+    parts: Parts
+    recorder: Recorder
+    saver: RunSaver
+    clock: PhaseClock
+
+    def __post_init__(self) -> None:
+        self.config, self.state = self.recorder.config, self.recorder.state
+        folder, view = self.recorder.run.path, self.recorder.view
+        self._overlapping: asyncio.Task[None] | None = None
+        self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
+        self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
+
+    def due(self, step: int) -> list[str]:
+        """The sets to evaluate after this step."""
+        sets = self.config.eval.sets
+        return [name for name, one in sets.items() if one.every and step % one.every == 0]
+
+    async def around(self, phase: str) -> None:
+        """Evaluate the sets of the report before or after a phase, and store their reports under
+        the name of the phase."""
+        names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
+        self.state.reports[phase] = await self.evaluate(names, phase)
+
+    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
+        """Evaluate these sets. `when`: the phase; empty: after a step. No weights are published
+        meanwhile, so that all rows have one policy version."""
+        if not names:  # keep `state.evaluating`, which may be an overlapping evaluation
+            return {}
+        self.state.evaluating = what = self._now(names, when)
+        with self.clock.phase("eval"):
+            found = await self._in_time(self._evaluate(self.parts.eval_actor, what), what)
+        self.state.evaluating = None
+        return found
+
+    async def after_step(self, names: list[str]) -> None:
+        """Evaluate these sets after a step, and update the best checkpoint."""
+        step = self.state.step
+        if names and self.parts.overlapping is not None:
+            await self._begin_overlapping(names)
+            return
+        for report in (await self.evaluate(names)).values():
+            await self.saver.consider_best(step, report)
+
+    async def resume(self, due: list[str]) -> None:
+        """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
+        after the last step, if the interruption came before it."""
+        what = self.state.evaluating or self._now(due)
+        if what.when or not what.sets:
+            return
+        actor = self.parts.overlapping
+        if not self._has_sets(what):
+            self._warn_of_gap(what, "eval.sets no longer has them")
+        elif await in_thread(self._evaluations.is_done, what):
+            await self._consider_again(what)
+        elif actor is not None and await in_thread(self._weights_of(what).is_dir):
+            return self._begin(actor, what)
+        elif what.step == self.state.step:
+            return await self.after_step(what.sets)
+        else:
+            self._warn_of_gap(what, "its weights were deleted")
+        self.state.evaluating = None
+
+    async def _consider_again(self, what: Evaluating) -> None:
+        """Update the best checkpoint, in case the interruption came before that."""
+        if not self.config.checkpoint.best_metric:
+            return
+        rows = await in_thread(read_rows, self._folder / what.phase)
+        for name in what.sets:
+            of_set = [row for row in rows if row.dataset == name]
+            await self.saver.consider_best(what.step, brief_report(name, of_set))
+
+    def _has_sets(self, what: Evaluating) -> bool:
+        """Whether the configuration still has all sets of the evaluation."""
+        return self.config.eval.sets.keys() >= set(what.sets)
+
+    def is_recorded(self, phase: str) -> bool:
+        """Whether the metrics of this evaluation are complete, and will not be written again."""
+        if phase in PHASES:
+            return phase in self.state.reports
+        pending = self.state.evaluating
+        if pending is not None and pending.phase == phase and self._has_sets(pending):
+            return self._evaluations.is_done(pending)
+        return not (self._folder / f"{phase}{PARTIAL}").is_dir()
+
+    async def finish(self) -> None:
+        """Wait for the overlapping evaluation, if there is one."""
+        if self._overlapping is not None:
+            await self._overlapping
+            self._overlapping = None
+
+    def cancel(self) -> None:
+        """Stop the overlapping evaluation; the state records that it is still due."""
+        if self._overlapping is not None:
+            self._overlapping.cancel()
+
+    # inner workings
+
+    def _now(self, names: list[str], when: str = "") -> Evaluating:
+        state, version = self.state, self.parts.learner.policy_version
+        return Evaluating(state.step, version, names, state.line, when)
+
+    async def _begin_overlapping(self, names: list[str]) -> None:
+        actor, learner = self.parts.overlapping, self.parts.learner
+        assert actor is not None
+        with self.clock.phase("eval"):
+            await self.finish()
+            await in_thread(self._forget_weights)
+            what = self._now(names)
+            await learner.export(self._weights_of(what))
+        self.state.evaluating = what
+        if self.config.checkpoint.best_metric.partition("/")[0] in names:
+            await self.saver.save()  # these weights may become the best checkpoint
+        self._begin(actor, what)
+
+    def _begin(self, actor: Actor, what: Evaluating) -> None:
+        self._overlapping = asyncio.create_task(self._evaluate_overlapping(actor, what))
+
+    async def _evaluate_overlapping(self, actor: Actor, what: Evaluating) -> None:
+        """Evaluate; a failure only leaves a gap in the curve, and training continues. If every
+        trajectory failed, raise: training has the same problem."""
+        try:
+            found = await self._in_time(self._with_weights(actor, what), what)
+            for report in found.values():
+                await self.saver.consider_best(what.step, report)
+        except* (AgentEnvError, OSError) as errors:
+            error = first_of(errors)
+            of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
+            if isinstance(error, EnvError) or of_env:
+                raise
+            self._warn_of_gap(what, str(error))
+        self.state.evaluating = None
+        await in_thread(self._forget_weights)
+
+    def _weights_of(self, what: Evaluating) -> Path:
+        """The folder of its weights; the state of a checkpoint may name older weights than the
+        latest."""
+        return self._weights / f"{what.phase}-{what.incarnation}"
+
+    def _forget_weights(self) -> None:
+        """Remove the weights, atomically for a later process."""
+        removed = self._weights.with_name(self._weights.name + REMOVED)
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._weights.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
+        if actor.engine.policy_version != what.policy_version:
+            await actor.engine.load_weights(self._weights_of(what), what.policy_version)
+        return await self._evaluate(actor, what)
+
+    async def _in_time(
+        self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
+    ) -> dict[str, BriefReport]:
+        """The result, or an empty one, with a warning, after `eval.timeout_s`."""
+        limit_s = self.config.eval.timeout_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await evaluation
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+        self._warn_of_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
+        return {}
+
+    def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
+        logger.warning("the evaluation %s is missing: %s", what.phase, reason, extra=SHOWN)
+
+    async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
+        if not what.sets:
+            return {}
+        found = {}
+        async with self._evaluations.begin(what) as sample:
+            for name in what.sets:
+                rows = await sample(actor, name)
+                refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
+                found[name] = brief_report(name, rows)
+                await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
+        return found
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first of the errors in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
+    """Raises the error of `broken` if every trajectory of an evaluation failed, or with `is_before`
+    (training) if MAX_FAILED of them did: training would have the same problem, and learn from a
+    biased rest."""
+    errors = [row.error or "" for row in rows if row.end == FAILED]
+    errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
+    if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
+        return
+    named = named_causes(errors, Redactor({}))
+    number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
+    raise broken(errors)(
+        f"{number} trajectories of the evaluation of eval.sets.{name} failed"
+        f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; fix it "
+        "and continue with --resume, which retries them"
+    )
+
+
+@dataclass(eq=False)
+class Evaluations:
+    """Runs the evaluations of the run in the folder `run`, and shows their progress in `view`."""
+
+    config: TrainConfig
+    run: Path
+    tasks: Mapping[str, Sequence[Task]]
+    view: View
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
+        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
+        exits without an error. An interrupted evaluation of the same weights is resumed; that of
+        other weights is removed."""
+        config = await in_thread(self._configuration, what.sets)
+        saved = self._saved(what, config)
+        folder = self.run / EVALUATIONS / what.phase
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
+
+        def open_store() -> None:
+            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            opened.append(_reopen(unfinished, saved))
+
+        try:
+            await uncancelled(in_thread(open_store))
+            yield partial(self._sample, opened[0], config)
+        finally:
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
+
+    def is_done(self, what: Evaluating) -> bool:
+        """Whether the evaluation is stored and complete."""
+        saved = self._saved(what, self._configuration(what.sets))
+        return is_of(self.run / EVALUATIONS / what.phase, saved)
+
+    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
+        subject = {
+            "name": self.run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
+
+    async def _sample(
+        self, store: Store, config: EvaluateConfig, actor: Actor, name: str
+    ) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
+        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
+        own = config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        seeded = copy.copy(actor)
+        seeded.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        samples = range(own.num_samples)
+        wanted = [Wanted(name, task, sample) for task in self.tasks[name] for sample in samples]
+        missing, many = store.missing(wanted), self.config.eval.concurrency
+        view, title = self.view, f"evaluation of {name}"
+        shows = view.is_idle  # else beside the training, whose bar it is
+        if shows:
+            view.begin(title, len(missing))
+        update = view.advance if shows else Pulse(view, title, len(missing)).update
+        progress = Progress(update, actor.engine)
+        try:
+            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
+        finally:
+            progress.close()
+            if shows:
+                view.end()
+        return [store.rows[one.key] for one in wanted]
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `agentenv evaluate RUN` has it."""
+        config = self.config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
+        return resolve_sets(raw, "eval")
+
+
+def is_of(path: Path, saved: Saved) -> bool:
+    """Whether the folder contains this evaluation."""
+    try:
+        return bool(identity(load_saved(path)) == json.loads(json.dumps(identity(saved))))
+    except DataError:
+        return False
+
+
+def _reopen(path: Path, saved: Saved) -> Store:
+    """The store in `path`; another evaluation in its place is removed."""
+    if not is_of(path, saved):
+        shutil.rmtree(path, ignore_errors=True)
+    return Store(path, saved)

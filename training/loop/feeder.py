@@ -1,0 +1,185 @@
+"""The feeder: starts a rollout for each slot of the queue, in the order of the task stream, and
+keeps the table of in-flight rollouts.
+
+The journal supplies trees that an earlier process finished, and the recorded part of trees that it
+started; all others grow in this process or in a rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.tree import TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.cluster.workers import RolloutWorkers
+from agentenv.data.curriculum import Curriculum
+from agentenv.data.dataset import TaskStream, parts_of
+from agentenv.rollout.frames import Frame, Recorded, Started
+from agentenv.rollout.journal import Journal
+from agentenv.rollout.queue import ReplayQueue
+from agentenv.training.loop.batching import BatchBuilder
+from agentenv.training.loop.clocks import adding
+from agentenv.training.loop.parts import Parts
+from agentenv.training.loop.state import RunState
+
+ROOM_S = 0.2  # between two checks whether a tree may begin
+
+
+class InflightRollout:
+    """A tree that holds a slot, from its start until weights trained on it are live."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.began_s = asyncio.get_running_loop().time()
+        self.growing: asyncio.Task[TrajectoryTree] | None = None
+        self.num_known = 0  # nodes that an earlier process grew
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the tree is complete and waits for the learner."""
+        return self.growing is not None and self.growing.done()
+
+
+@dataclass(eq=False)
+class Feeder:
+    """Feeds the queue of a run. A pause stops new trees, new turns, and updates."""
+
+    config: TrainConfig
+    state: RunState
+    parts: Parts
+    queue: ReplayQueue
+    batches: BatchBuilder
+    journal: Journal | None
+
+    def __post_init__(self) -> None:
+        self.workers: RolloutWorkers | None = None  # None: rollouts grow in this process
+        self.inflight: dict[int, InflightRollout] = {}  # by place in start order
+        self.curriculum = self._curriculum()
+        self.held_back = {"s": 0.0}  # seconds for which new trees had to wait
+        self._resumed = asyncio.Event()  # cleared during a pause
+        self._resumed.set()
+
+    async def run(self, rollouts: asyncio.TaskGroup) -> None:
+        """Start rollouts as slots allow; without refill, only as many as the run will train."""
+        parts, config = self.parts, self.config
+        needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
+        stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
+        while needed is None or stream.position < needed:
+            position, journal = stream.position, self.journal
+            is_new = journal is None or not journal.started(position)
+            early_s = await self.queue.reserve(at_once=not is_new)
+            await self._until_allowed()
+            await self._until_room()
+            task = stream.next("" if journal is None else journal.drawn(position))
+            if is_new:
+                drawn = "" if self.curriculum is None else task.id
+                self.note(Started(position, self.state.step, round(early_s, 3), drawn))
+            self.state.counters.offered += 1
+            one = self.inflight[position] = InflightRollout(task)
+            one.growing = rollouts.create_task(self._roll_out(one, position))
+            self.queue.put(one.growing, is_new=is_new)
+            await asyncio.sleep(0)  # yield: many slots may be free
+        self.queue.finish()
+
+    def note(self, frame: Frame) -> None:
+        """Write an event to the journal, if there is one."""
+        if self.journal is not None:
+            self.journal.append(frame)
+
+    def _curriculum(self) -> Curriculum | None:
+        config, seed = self.config.data.curriculum, self.config.run.seed
+        if config is None:
+            return None
+        return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
+
+    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """Update the curriculum with delivered trees; returns metrics."""
+        if self.curriculum is None:
+            return {}
+        self.curriculum.add(trees)
+        return self.curriculum.stats()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def pause(self) -> None:
+        """Start no tree, turn or update until `resume`; evaluations continue."""
+        self._resumed.clear()
+        self.parts.actor.pause()
+        self._report_pause()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._resumed.set()
+        self.parts.actor.resume()
+        self._report_pause()
+
+    def _report_pause(self) -> None:
+        if self.workers is not None:
+            self.workers.steer()
+
+    async def until_resumed(self) -> None:
+        """Wait while the run is paused."""
+        await self._resumed.wait()
+
+    def num_open_envs(self) -> int:
+        """Number of open environments, in this process and in workers."""
+        in_workers = 0 if self.workers is None else self.workers.num_open_envs
+        return self.parts.actor.envs.count + in_workers
+
+    def taken(self, trees: list[TrajectoryTree]) -> dict[int, int]:
+        """Remove trained trees from the table; returns the number of nodes of each that an earlier
+        process grew."""
+        found = {tree.index: self.inflight.pop(tree.index, None) for tree in trees}
+        return {index: 0 if one is None else one.num_known for index, one in found.items()}
+
+    async def _until_allowed(self) -> None:
+        """Delay the next tree while the run is paused, or queue.max_rollouts trees grow."""
+        while self.is_paused or self._is_full():  # noqa: ASYNC110 (many things change it)
+            await asyncio.sleep(ROOM_S)
+
+    def _is_full(self) -> bool:
+        allowed = self.config.queue.max_rollouts
+        return bool(allowed) and self.queue.num_waiting - self.queue.num_ready >= allowed
+
+    async def _until_room(self) -> None:
+        """Delay the next tree while the engine or its caches are overloaded: growing trees then end
+        sooner, and find their prefixes in the cache. At least one tree always grows."""
+        with adding(self.held_back, "s"):
+            while self.queue.num_waiting > self.queue.num_ready:
+                if self.parts.engine.has_room(self.num_open_envs()):
+                    return
+                await asyncio.sleep(ROOM_S)
+
+    async def _roll_out(self, one: InflightRollout, position: int) -> TrajectoryTree:
+        """The tree at `position`: from the journal, continued from it, or grown anew."""
+        recorded, journal = None, self.journal
+        await asyncio.sleep(0)
+        if journal is not None and journal.knows(position):
+            recorded = await journal.recall(position, one.task)
+            one.num_known = 0 if recorded is None else len(recorded.tree.nodes)
+        if recorded is not None and recorded.is_finished:
+            tree = recorded.tree
+        else:
+            tree = await self._grow(one, position, recorded)
+        self.batches.credit(tree)  # now, while others grow, instead of for a whole step at once
+        return tree
+
+    async def _grow(
+        self, one: InflightRollout, position: int, recorded: Recorded | None
+    ) -> TrajectoryTree:
+        """Grow the tree, in a worker or in this process."""
+        parts, journal = self.parts, self.journal
+        if self.workers is not None:
+            return await self.workers.rollout(one.task, index=position, recorded=recorded)
+        return await parts.actor.rollout(
+            one.task,
+            parts.plan,
+            index=position,
+            record=None if journal is None else journal.record(position),
+            recorded=recorded,
+        )

@@ -1,0 +1,509 @@
+"""The parts of a training run: questions, environments, learner, engine, and their wiring."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentenv.assembly.keys.cluster import RayCluster
+from agentenv.assembly.keys.rl import DataConfig, EvalSet, Sampling, TrainConfig
+from agentenv.assembly.parts.assembly import (
+    EVALUATING,
+    TRAINED,
+    TRAINING,
+    Questions,
+    RolloutAssembly,
+    SetConfig,
+    actor_seed,
+    load_set,
+    load_training,
+    once,
+    training_set,
+)
+from agentenv.assembly.parts.checks import refuse
+from agentenv.assembly.parts.environments import try_env
+from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
+from agentenv.assembly.run.checkpoints import COLD_START, link_model
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.assembly.serving.server_command import vllm_hint
+from agentenv.base.config import Reporter
+from agentenv.base.deadline import retrieve_exception, uncancelled
+from agentenv.base.disk import (
+    SHARED_MEMORY,
+    WEIGHTS_KEY,
+    WEIGHTS_PREFIX,
+    explain,
+    own_folder,
+    remove_left,
+)
+from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import vocab_size
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Task
+from agentenv.contract.engine import Engine, EngineStart, ServerStarter
+from agentenv.contract.env import Env
+from agentenv.contract.plan import RolloutPlan
+from agentenv.learners.learner import frozen_model, read_saved
+from agentenv.learners.lora import ADAPTER_FOLDER
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, start_ranks
+from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
+from agentenv.rollout.actor import Actor
+from agentenv.text.encoder import encode_in_process
+from agentenv.training.loop.placement import node_servers, open_ray, ray_ranks
+from agentenv.training.loop.publishing import (
+    Colocation,
+    Handover,
+    ParityProbe,
+    Publisher,
+    make_publisher,
+)
+from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
+from agentenv.training.workers.ray_placement import RayPlacement
+
+logger = logging.getLogger(__name__)
+
+NUM_PROBE_PROMPTS = 8
+MEMORY = SHARED_MEMORY
+LEARNER_LOG = "learner.log"
+LEARNER_READY = "learner-ready"
+
+
+@dataclass
+class Parts:
+    """The parts of the loop. `overlapping`: the actor of evaluations that overlap training, with a
+    separate engine. `demonstrations`: of a pending cold start, for training and for its gate."""
+
+    tokenizer: Any
+    tasks: Sequence[Task]
+    eval_tasks: dict[str, Sequence[Task]]
+    num_steps: int
+    plan: RolloutPlan
+    engine: Engine
+    learner: DeepSpeedLearner
+    actor: Actor
+    eval_actor: Actor
+    probe: ParityProbe
+    publisher: Publisher
+    overlapping: Actor | None
+    demonstrations: tuple[Demonstrations, Demonstrations] | None
+    vocab_size: int = 0  # for the plan
+    model: Path = Path()  # with weights, and the tokenizer of rollout workers
+    urls: dict[str, str] = field(default_factory=dict)  # of roles
+    ray: RayPlacement | None = None
+    handover: Handover = field(default_factory=Handover)
+
+    async def publish(self) -> None:
+        """Publish new weights to the engine while rollouts run, and start a parity probe."""
+        await self.publisher.publish()
+        self.probe.start()
+
+
+Build = Callable[
+    [TrainConfig, RunDirectory, Path | None, AsyncExitStack, Reporter], Coroutine[Any, Any, Parts]
+]
+
+
+async def build_parts(
+    config: TrainConfig,
+    run: RunDirectory,
+    checkpoint: Path | None,
+    stack: AsyncExitStack,
+    report: Reporter,
+) -> Parts:
+    """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
+    from it and no set-up runs. Raises ConfigError or DataError for bad input."""
+    assembly = TrainingAssembly(config, run.path, checkpoint, stack, report)
+    if not assembly.is_wide:  # free shared memory, which the model may need
+        await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
+    await in_thread(remove_left, run.path, WEIGHTS_PREFIX)
+    cluster = config.cluster
+    if isinstance(cluster, RayCluster):
+        await refuse(assembly, "configuration")
+        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, report)
+        if cluster.engines:
+            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, report)
+        if cluster.learner:
+            assembly.remote_ranks = ray_ranks(cluster, ray)
+    if checkpoint is None:  # else the checks have passed before
+        await refuse(assembly, "files")
+    async with assembly.starting():
+        await refuse(assembly, first="model" if checkpoint is None else "configuration")
+        return await assembly.parts()
+
+
+class TrainingAssembly(RolloutAssembly[TrainConfig]):
+    """Builds the parts of one training run."""
+
+    is_whole = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        checkpoint: Path | None,
+        stack: AsyncExitStack,
+        report: Reporter,
+    ) -> None:
+        trained = training_set(config)
+        self._starting: asyncio.Task[object] | None = None
+        sets = {TRAINED: trained}
+        for name, one in config.eval.sets.items():
+            sets[eval_key(name)] = replace(
+                trained,
+                key=eval_key(name),
+                rows=one,
+                sampling=config.sampling.eval,
+                num_samples=one.num_samples,
+            )
+        super().__init__(config, folder, stack, report, checkpoint, sets=sets)
+        self.ray: RayPlacement | None = None
+        self.engine_servers: ServerStarter = self.servers
+        self.remote_ranks: RemoteRanks | None = None
+
+    @once
+    async def model(self) -> Path:
+        """The directory of the initial weights. A checkpoint is linked into the run's folder, since
+        restarted servers and each publish read it after the checkpoint may have been removed."""
+        if self.checkpoint is None:
+            return await self.own_model(self.config.model.path)
+        folder = self.folder / "resumed"
+        self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return await in_thread(link_model, self.checkpoint, folder)
+
+    async def contexts(self) -> Sequence[int]:
+        model, config = await self.model(), self.config
+        found = [config.engine.max_context(model)]
+        if config.eval.engine is not None:
+            found.append(config.eval.engine.max_context(model, "eval.engine"))
+        return found
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        rows, env_id = one.rows, one.env.id
+        if isinstance(rows, DataConfig):
+            return await load_training(rows, env_id, self.resolve, self.report, self.ends)
+        assert isinstance(rows, EvalSet)
+        return await load_set(
+            rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks, self.ends
+        )
+
+    @once
+    async def gpus(self) -> list[str]:
+        """The GPUs of the learner's ranks; the engine's servers get others."""
+        config = self.config
+        if isinstance(config.cluster, RayCluster) and config.cluster.learner:
+            return []  # Ray assigns the GPUs of its nodes
+        gpus = learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
+        return gpus or (gpus_of_ranks() if config.learner.launch == "local" else [])
+
+    @once
+    async def urls(self) -> dict[str, str]:
+        """The URLs of roles. Engine and learner reserve their GPUs before the servers of roles."""
+        await self.gpus()
+        return await super().urls()
+
+    @once
+    async def num_steps(self) -> int:
+        """Number of updates of the run."""
+        num_tasks = len((await self.questions())[TRAINED].tasks)
+        return self.config.train.count_steps(num_tasks, self.config.queue.groups_per_step)
+
+    @once
+    async def probe_prompts(self) -> list[list[int]]:
+        """Prompts of the first training questions, for the parity probe."""
+        questions = (await self.questions())[TRAINED]
+        prompts = []
+        for task in questions.tasks[:NUM_PROBE_PROMPTS]:
+            messages, info = await try_env(questions.make_env, task)
+            prompts.append(questions.renderer.prompt(messages, info.get("tools", ())))
+        return prompts
+
+    @once
+    async def demonstrations(self) -> tuple[Demonstrations, Demonstrations] | None:
+        """Demonstrations of the cold start, for training and for its gate; None if there is no cold
+        start, or it is done."""
+        sft = self.config.sft
+        resumed = self.checkpoint
+        if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
+            return None
+        renderer = (await self.renderers())[TRAINED]
+        messages, info = (await self.episodes())[TRAINED]
+        tools = list(info.get("tools", ()))
+        system = next((one.content for one in messages if one.role == "system"), "")
+        trained, gate = [
+            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
+            for path in (sft.data, sft.gate)
+        ]
+        check_stages(sft, trained)
+        return trained, gate
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Start slow parts while the body runs: learner and engine of a resumed run, whose checks
+        have passed before; else the learner's ranks, whose imports take seconds."""
+        work: Coroutine[Any, Any, object]
+        if self.checkpoint is not None and not self.config.roles:  # servers of roles come first
+            work = self.learner_and_engine()
+        elif self.checkpoint is not None or self.config.learner.launch == "local":
+            work = self.ranks()
+        else:
+            yield
+            return
+        starting = self._starting = asyncio.create_task(work)
+        try:
+            yield
+        finally:
+            starting.add_done_callback(retrieve_exception)  # `parts` raises it, if no other
+            starting.cancel()
+            await asyncio.wait([starting])
+
+    @once
+    async def ranks(self) -> RankGroup:
+        """The learner's ranks, still empty. Their logs are removed unless the learner is built."""
+        log = self.folder / LEARNER_LOG
+        is_new = not log.exists()
+
+        def forget_logs() -> None:
+            for path in self.folder.glob(f"{log.stem}*{log.suffix}") if is_new else ():
+                path.unlink()
+
+        async def close() -> None:
+            try:
+                await group.close()
+            finally:
+                if "learner" not in self.built:
+                    forget_logs()
+
+        try:
+            group = await start_ranks(
+                self.config.learner, log, await self.gpus(), self.remote_ranks
+            )
+        except asyncio.CancelledError:  # a check failed
+            forget_logs()
+            raise
+        self.stack.push_async_callback(close)
+        return group
+
+    @once
+    async def learner(self) -> DeepSpeedLearner:
+        """The learner, started, at the policy version of the checkpoint; asleep if it shares its
+        GPUs with the engine."""
+        config, gpus = self.config, await self.gpus()
+        learner = await DeepSpeedLearner.start(
+            config.learner,
+            config.algorithm,
+            frozen_model(self.checkpoint) or await self.model(),
+            self.folder / LEARNER_LOG,
+            seed=config.run.seed,
+            gpus=gpus,
+            ranks=await self.ranks(),
+        )
+        self.stack.push_async_callback(learner.close)
+        if self.checkpoint is not None:
+            await learner.load(self.checkpoint / "trainer")
+        if config.engine.launched is not None:  # they start meanwhile
+            await learner.warm_up()
+        if config.resources.in_turn:
+            await learner.sleep()
+        return learner
+
+    @once
+    async def engine(self) -> Engine:
+        """The engine, started, at the policy version of the checkpoint."""
+        config, checkpoint, model = self.config, self.checkpoint, await self.model()
+        rank = adapter_rank(config)
+        await self.gpus()
+        if hint := await in_thread(vllm_hint, config.engine, len(self.servers.gpus.visible)):
+            self.report(hint)
+        return await config.engine.start(
+            EngineStart(
+                model=(frozen_model(checkpoint) or model) if rank else model,
+                tokenizer=await self.tokenizer(),
+                policy_version=(
+                    0 if checkpoint is None else read_saved(checkpoint / "trainer").policy_version
+                ),
+                limits=config.limits,
+                stack=self.stack,
+                servers=self.engine_servers,
+                seed=config.run.seed,
+                colocated=config.resources.colocated,
+                lora_rank=rank,
+                adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
+                gate=await self.gate(),
+            )
+        )
+
+    @once
+    async def gate(self) -> Path | None:
+        """A file whose creation lets servers on the learner's GPUs allocate memory; None if they
+        share no GPUs, or the servers cannot wait."""
+        config = self.config
+        waits = config.engine.launched is not None and config.engine.capabilities.can_map
+        if config.resources.colocated and waits and self.engine_servers is self.servers:
+            return await self.weights() / LEARNER_READY
+        return None
+
+    async def _ready_learner(self) -> DeepSpeedLearner:
+        """The learner, after it has allocated its permanent GPU memory."""
+        learner, gate = await self.learner(), await self.gate()
+        if gate is not None:
+            await in_thread(gate.touch)
+        return learner
+
+    async def learner_and_engine(self) -> tuple[DeepSpeedLearner, Engine]:
+        """Start learner and engine concurrently, or in sequence if they share GPUs and the engine
+        cannot wait for the learner."""
+        if self.config.resources.colocated and await self.gate() is None:
+            return await self.learner(), await self.engine()
+        first = asyncio.create_task(self._ready_learner())
+        second = asyncio.create_task(self.engine())
+        try:
+            return await asyncio.gather(first, second)
+        finally:  # if one fails, the other ends too
+            for task in (first, second):
+                task.cancel()
+            await asyncio.wait((first, second))
+
+    async def parts(self) -> Parts:
+        """All parts, started."""
+        config = self.config
+        questions, prompts = await self.questions(), await self.probe_prompts()
+        if self._starting is not None:
+            await self._starting
+        learner, engine = await self.learner_and_engine()
+        probe = ParityProbe(engine, learner, prompts)
+        self.stack.push_async_callback(probe.close)
+        colocation, handover = None, Handover()
+        if config.resources.in_turn:
+            engine.require("sleep")
+            colocation = Colocation(engine, learner, probe, handover)
+            learner.turn = colocation.turn
+        trained = questions[TRAINED]
+        encode_in_process(trained.renderer, self.stack)
+        make_env = await self.make_env(TRAINED)
+        eval_actor = self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING)
+        num_words = vocab_size(await self.model())
+        return Parts(
+            tokenizer=await self.tokenizer(),
+            tasks=trained.tasks,
+            eval_tasks={name: questions[eval_key(name)].tasks for name in config.eval.sets},
+            num_steps=await self.num_steps(),
+            plan=config.algorithm.plan(num_words),
+            engine=engine,
+            learner=learner,
+            actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
+            eval_actor=eval_actor,
+            probe=probe,
+            publisher=make_publisher(
+                config, engine, learner, await self.weights(), colocation, handover
+            ),
+            handover=handover,
+            overlapping=await self._overlapping(eval_actor, learner),
+            demonstrations=await self.demonstrations(),
+            vocab_size=num_words,
+            model=await self.model(),
+            urls=await self.urls(),
+            ray=self.ray,
+        )
+
+    @once
+    async def weights(self) -> Path:
+        """A folder through which weights pass from learner to engine."""
+        place = (await self.passage()).folder
+        return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
+
+    @once
+    async def passage(self) -> WeightPassage:
+        """A folder that all machines with an engine or the learner see; on one machine, shared
+        memory if it has enough space. Raises ConfigError without enough space."""
+        config, model = self.config, await self.model()
+        chosen = config.resources.weights_dir
+        return await in_thread(
+            find_passage,
+            self.folder,
+            stored_bytes(
+                self.resolve(config.model.path) if model is None else model,
+                config.learner.resolved(on_gpu=trains_on_gpu(config)),
+                config.engine,
+            ),
+            chosen=self.resolve(chosen).expanduser() if chosen else None,
+            is_wide=self.is_wide,
+            memory=MEMORY,
+        )
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether an engine or the learner may be on another machine."""
+        cluster = self.config.cluster
+        return isinstance(cluster, RayCluster) and bool(cluster.engines or cluster.learner)
+
+    def _actor(
+        self,
+        questions: Questions,
+        make_env: Callable[[Task], Env],
+        sampling: Sampling,
+        engine: Engine,
+        use: str,
+    ) -> Actor:
+        return Actor(
+            engine,
+            questions.renderer,
+            make_env,
+            self.config.limits,
+            sampling.params(),
+            actor_seed(self.config, sampling, use),
+        )
+
+    async def _overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
+        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
+        with equal seeds."""
+        config = self.config
+        if config.eval.engine is None:
+            return None
+        other = copy.copy(actor)
+        other.engine = await config.eval.engine.start(
+            EngineStart(
+                model=await self.model(),
+                tokenizer=await self.tokenizer(),
+                policy_version=learner.policy_version,
+                limits=config.limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=config.run.seed,
+                use="evaluation",
+            )
+        )
+        return other
+
+
+@contextmanager
+def _weights_folder(place: Path) -> Iterator[Path]:
+    """A folder for new weights in `place`, which is created if missing."""
+    with ExitStack() as stack:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            own = stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
+        except OSError as error:
+            reason = explain(error, WEIGHTS_KEY)
+            raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
+        yield own
+
+
+def adapter_rank(config: TrainConfig) -> int:
+    """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
+    lora = config.learner.lora if config.engine.new_weights == "adapter" else None
+    return 0 if lora is None else lora.r
+
+
+def eval_key(name: str) -> str:
+    """The configuration key of an evaluation set, its name among all sets of a run."""
+    return f"eval.sets.{name}"

@@ -1,0 +1,444 @@
+"""Publishing of new weights from learner to engine: four transports, the parity check, and the
+hand-over of shared GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
+from agentenv.assembly.serving.gpus import trains_on_gpu
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import SHOWN, EngineDeadError, LearnerError
+from agentenv.base.offload import in_thread
+from agentenv.base.types import Completion, SamplingParams
+from agentenv.contract.engine import Engine
+from agentenv.contract.weights import TransferError
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.learners.learner import Agreement, Metrics
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.training.loop.clocks import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 120.0  # deadline of a server for a prompt of a probe; a late one is left out
+
+
+CLOSE = 0.01  # maximum gap per token, nats, for the engine's log-probs to replace the learner's
+
+
+class Gap(Struct, frozen=True):
+    """|engine log-prob - learner log-prob| over the tokens of one probe, nats. `worst`: the server
+    with the largest mean, `worst_mean`; empty without servers."""
+
+    num_tokens: int
+    mean: float
+    max: float
+    worst: str
+    worst_mean: float
+
+
+class ParityGap(Struct):
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes.
+    `at_start`: the mean at version 0, when both have loaded the same file; None: not measured."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    max: float = 0.0
+    at_start: float | None = None
+
+    def add(self, gap: Gap) -> None:
+        self.num_tokens += gap.num_tokens
+        self.sum += gap.mean * gap.num_tokens
+        self.max = max(self.max, gap.max)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.num_tokens if self.num_tokens else 0.0
+
+
+@dataclass(eq=False)
+class ParityProbe:
+    """After a publish, the engine (each server of a pool) samples a few tokens for fixed prompts.
+    Before its next step the learner, still at that version, scores the same tokens."""
+
+    engine: Engine
+    learner: DeepSpeedLearner
+    prompts: Sequence[list[int]]
+    num_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        self._sampling: asyncio.Future[list[dict[str, Completion]]] | None = None
+
+    def start(self) -> None:
+        """Let the engine sample; call right after a publish."""
+        self._sampling = asyncio.gather(
+            *(self._sample(number, prompt) for number, prompt in enumerate(self.prompts))
+        )
+
+    async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
+        """Completions by the name of the server; late servers are omitted."""
+        sampling = SamplingParams(self.num_tokens, seed=number)
+        return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
+
+    async def sampled(self) -> None:
+        """Wait until the sampling of `start` has ended."""
+        if self._sampling is not None:
+            await asyncio.wait([self._sampling])
+
+    async def finish(self) -> Gap | None:
+        """Let the learner score the samples of `start`; None if there are none."""
+        if self._sampling is None:
+            return None
+        found, self._sampling = await self._sampling, None
+        sampled = [
+            (name, prompt, completion)
+            for prompt, answers in zip(self.prompts, found, strict=True)
+            for name, completion in answers.items()
+        ]
+        if not sampled:  # no server answered
+            return None
+        sequences = [
+            encode_sequence(
+                prompt + completion.token_ids,
+                [False] * len(prompt) + [True] * len(completion.token_ids),
+            )
+            for _, prompt, completion in sampled
+        ]
+        scores = await self.learner.score(sequences)
+        gaps = [
+            (abs(ours - theirs), name)
+            for (name, _, completion), score in zip(sampled, scores, strict=True)
+            for ours, theirs in zip(completion.logprobs, score.logprobs, strict=True)
+        ]
+        of_server: dict[str, list[float]] = {}
+        for gap, name in gaps:
+            of_server.setdefault(name, []).append(gap)
+        worst_mean, worst = max((fmean(found), name) for name, found in of_server.items())
+        mean, largest = fmean(gap for gap, _ in gaps), max(gaps)[0]
+        return Gap(len(gaps), mean, largest, worst, worst_mean)
+
+    async def close(self) -> None:
+        """Stop the sampling, if it is still running."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)
+
+
+class ParityCheck:
+    """Checks the gaps that the probe measures against the limits; `total` sums them up."""
+
+    def __init__(
+        self, config: TrainConfig, probe: ParityProbe, learner: DeepSpeedLearner, total: ParityGap
+    ) -> None:
+        self.train = config.train
+        self.in_float32 = computes_in_float32(config)
+        self.probe = probe
+        self.learner = learner
+        self.total = total
+        self.is_exact = is_exact(config)
+        self.agreement: Agreement = "exact" if self.is_exact else "unknown"
+
+    async def check(self) -> Metrics:
+        """The gap of the last probe, as metrics. Warns if it exceeds `train.max_logprob_gap`;
+        raises LearnerError above `train.stop_logprob_gap`."""
+        gap = await self.probe.finish()
+        if gap is None:
+            return {}
+        self.total.add(gap)
+        if not self.is_exact:
+            self.agreement = "close" if gap.max <= CLOSE else "unknown"
+        allowed, stop = gap_limits(self.train, self.in_float32, self.total.at_start)
+        version = self.learner.policy_version
+        if gap.worst_mean > stop:
+            raise LearnerError(
+                f"{gap.worst or 'the engine'} and the learner disagree by {gap.worst_mean:.2g} "
+                f"nats a token at policy version {version}, more than train.stop_logprob_gap = "
+                f"{stop:g}: they do not compute the same model; check for a different dtype, "
+                "quantization or model path"
+            )
+        if gap.worst_mean > allowed:
+            logger.warning(
+                "%s and learner disagree by %.4f nats a token, up to %.4f, at policy version %d "
+                "(train.max_logprob_gap = %g)",
+                gap.worst or "engine",
+                gap.worst_mean,
+                gap.max,
+                version,
+                allowed,
+                extra=SHOWN,
+            )
+        if version == 0:
+            self.total.at_start = gap.worst_mean
+        return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
+
+
+def gap_limits(
+    train: TrainingConfig, in_float32: bool, at_start: float | None = None
+) -> tuple[float, float]:
+    """Mean gaps between engine and learner, nats, above which a run warns and above which it ends.
+
+    bfloat16 differs from float32 by 0.033 to 0.044 nats on average, and by up to 0.25, at 0.44 to
+    0.6 billion weights (tests/gpu/RESULTS.md). Other models differ more, so the limits also scale
+    with the gap at version 0, `at_start`, if it is known.
+    """
+    warn, stop = (0.01, 0.1) if in_float32 else (0.1, 0.3)
+    if at_start is not None:
+        warn, stop = max(0.01, 3 * at_start), max(stop, 6 * at_start)
+    warn = train.max_logprob_gap or warn
+    return warn, max(train.stop_logprob_gap or stop, warn)
+
+
+def computes_in_float32(config: TrainConfig) -> bool:
+    """Whether learner and engine compute in float32, according to the configuration."""
+    engine = config.engine.local_model or config.engine.launched
+    learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
+    dtypes = {learner.dtype, "model" if engine is None else engine.dtype}
+    return dtypes <= {"float32", "model"}
+
+
+def is_exact(config: TrainConfig) -> bool:
+    """Whether the engine's log-probs equal the learner's up to rounding in float32. In bfloat16
+    they do not: engine and learner round at different places."""
+    if config.engine.local_model is None:
+        return config.engine.capabilities.is_exact
+    return config.engine.capabilities.is_exact and computes_in_float32(config)
+
+
+class Handover(Stopwatch):
+    """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
+
+    sleep    engine or learner frees its GPU memory
+    wake     the learner, or the engine with unchanged weights, allocates its GPU memory
+    publish  the learner writes, shares or sends its weights
+    load     the engine loads them; a sleeping engine wakes up, and the learner may fall asleep
+             meanwhile
+    """
+
+    prefix = "handover/"
+    METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
+
+    def take(self) -> Metrics:
+        """The seconds of all parts, and their sum, as metrics."""
+        found = super().take()
+        return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
+
+
+class Colocation:
+    """Ownership of GPUs that engine and learner share. `turn` becomes that of the learner: every
+    command to it acquires the GPUs, and a turn keeps them for several commands.
+
+        all serve --> sleep --> all train --> wake --> all serve
+                                publish -----^  with the new weights
+
+    While the learner trains, running and new rollouts wait, with their tokens, and their clocks
+    stop. Before it sleeps, the engine completes the samples of the parity `probe`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        learner: DeepSpeedLearner,
+        probe: ParityProbe,
+        handover: Handover,
+    ) -> None:
+        self._handover = handover
+        self.owner: Literal["engine", "learner"] = "engine"
+        self._engine, self._learner, self._probe = engine, learner, probe
+        self._depth = 0
+        self._moving = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Inside, the learner owns the GPUs; reentrant."""
+        self._depth += 1
+        is_lost = False
+        try:
+            await self._to_learner()
+            yield
+        except LearnerError:
+            is_lost = True  # the ranks may be gone, and a second error would hide the first
+            raise
+        finally:
+            self._depth -= 1
+            if not (self._depth or is_lost):
+                await uncancelled(self._to_engine())  # a partial hand-over leaves both asleep
+
+    async def release(self, *, is_counted: bool = True) -> None:
+        """Within a turn: put the learner to sleep before `load_weights` wakes the engine up, or
+        while it does (`is_counted` false: the time counts as load)."""
+        async with self._moving:
+            with self._handover.part("sleep") if is_counted else nullcontext():
+                await self._learner.sleep()
+            self.owner = "engine"
+
+    async def _to_learner(self) -> None:
+        async with self._moving:
+            if self.owner == "engine":
+                await self._probe.sampled()
+                with suppress(EngineDeadError), self._handover.part("sleep"):
+                    await self._engine.sleep()  # of a dead engine: the learner can still save
+                with self._handover.part("wake"):
+                    await self._learner.wake()
+                self.owner = "learner"
+
+    async def _to_engine(self) -> None:
+        async with self._moving:
+            if self.owner == "learner":
+                with self._handover.part("sleep"):
+                    await self._learner.sleep()
+                with suppress(EngineDeadError), self._handover.part("wake"):
+                    await self._engine.wake()  # if it is dead, the next request reports it
+                self.owner = "engine"
+
+
+class Publisher(Protocol):
+    """Transfers the learner's weights to the engine while rollouts run."""
+
+    async def publish(self) -> None:
+        """Publish the weights as the next policy version; a sleeping engine wakes up with them."""
+        ...
+
+
+@dataclass(eq=False)
+class DirectoryPublisher:
+    """The learner writes the whole model to `folder`, or only its LoRA adapter (`is_adapter`: the
+    engine has the base model), and the engine loads it."""
+
+    engine: Engine
+    learner: DeepSpeedLearner
+    folder: Path
+    colocation: Colocation | None = None
+    handover: Handover = field(default_factory=Handover)
+    is_adapter: bool = False
+
+    async def publish(self) -> None:
+        version = self.learner.policy_version + 1
+        async with self.learner.turn():
+            with self.handover.part("publish"):
+                write = self.learner.publish_adapter if self.is_adapter else self.learner.publish
+                path = await write(self.folder / f"v{version}")
+            if self.colocation is not None:
+                await self.colocation.release()
+        with self.handover.part("load"):
+            await self.engine.load_weights(path, version)
+        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
+
+
+@dataclass(eq=False)
+class BroadcastPublisher:
+    """The ranks of the learner send the weights to the servers of a pool, without the disk. The
+    sender writes a folder for servers that cannot receive."""
+
+    engine: EnginePool
+    sender: LearnerSender
+    handover: Handover
+
+    async def publish(self) -> None:
+        with self.handover.part("publish"):
+            version = await self.sender.publish()
+        with self.handover.part("load"):
+            await self.engine.receive_weights(self.sender, version)
+        await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
+
+
+MAX_FAILURES = 2  # consecutive updates; each failure loses the running requests
+
+
+@dataclass(eq=False)
+class MemoryPublisher:
+    """Servers read the weights from memory that the learner shares. Without memory for a copy, an
+    update uses a directory; after MAX_FAILURES consecutive failures of servers, all later updates
+    do."""
+
+    engine: EnginePool
+    sender: MemorySender
+    colocation: Colocation | None = None
+    handover: Handover = field(default_factory=Handover)
+
+    async def publish(self) -> None:
+        learner, folder = self.sender.learner, self.sender.folder
+        before = learner.policy_version
+        written: Path | None = None
+        async with learner.turn():
+            with self.handover.part("publish"):
+                try:
+                    if self.sender.num_failures < MAX_FAILURES:
+                        await self.sender.publish(sleeps_next=self.colocation is not None)
+                    else:
+                        written = await learner.publish(folder / f"v{before + 1}")
+                except TransferError as error:
+                    logger.warning(
+                        "this update sends weights through a directory: %s", error, extra=SHOWN
+                    )
+                    written = await learner.publish(folder / f"v{before + 1}")
+            overlaps = written is None and self.sender.weights.has_room
+            if self.colocation is not None and not overlaps:
+                await self.colocation.release()
+            with self.handover.part("load"):
+                if written is not None:
+                    await self.engine.load_weights(written, before + 1)
+                elif self.colocation is not None and overlaps:
+                    await self._take_overlapping(before + 1, self.colocation)
+                else:
+                    await self.engine.take_weights(self.sender, before + 1)
+        if written is None and self.sender.num_failures == MAX_FAILURES:
+            logger.warning(
+                "servers cannot read the learner's memory: weights are sent through directories "
+                "from now on",
+                extra=SHOWN,
+            )
+        await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
+
+    async def _take_overlapping(self, version: int, colocation: Colocation) -> None:
+        """Let servers wake up and read the weights while the learner falls asleep; they allocate
+        their caches afterwards."""
+        asleep = asyncio.create_task(colocation.release(is_counted=False))
+        self.sender.falling_asleep = asleep
+        try:
+            await self.engine.take_weights(self.sender, version)
+        finally:
+            self.sender.falling_asleep = None
+            await uncancelled(asleep)
+
+
+def make_publisher(
+    config: TrainConfig,
+    engine: Engine,
+    learner: DeepSpeedLearner,
+    folder: Path,
+    colocation: Colocation | None,
+    handover: Handover,
+) -> Publisher:
+    """The publisher for the transport that the engine's configuration names."""
+    kind = config.engine.new_weights
+    if kind in ("adapter", "directory"):
+        is_adapter = kind == "adapter"
+        return DirectoryPublisher(engine, learner, folder, colocation, handover, is_adapter)
+    assert isinstance(config.engine, PooledEngineConfig)
+    assert isinstance(engine, EnginePool)
+    if config.engine.new_weights == "ipc":
+        launched = config.engine.launched
+        sender = MemorySender(learner, folder, 1 if launched is None else launched.per_gpu)
+        return MemoryPublisher(engine, sender, colocation, handover)
+    pool = config.engine.pool
+    broadcaster = LearnerSender(
+        learner,
+        folder,
+        pool.broadcast_timeout_s,
+        pool.broadcast_port,
+        pool.broadcast_interface,
+    )
+    return BroadcastPublisher(engine, broadcaster, handover)

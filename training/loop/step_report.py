@@ -1,0 +1,179 @@
+"""The report of a step: its metrics, its line on the terminal, and live figures below the bar."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from agentenv.assembly.run.terminal import View
+from agentenv.base.offload import in_thread, poll_pause
+from agentenv.contract.engine import Engine
+from agentenv.contract.env import shared_stats
+from agentenv.data.data_files import Row
+from agentenv.learners.algorithms.credit import counted_leaves
+from agentenv.learners.learner import Metrics
+from agentenv.rollout.metrics import (
+    LoopLag,
+    Throughput,
+    entropy_profile,
+    rollout_metrics,
+    trained_metrics,
+)
+from agentenv.rollout.queue import ReplayQueue
+from agentenv.training.loop.batching import StepBatch
+from agentenv.training.loop.clocks import Stopwatch
+from agentenv.training.loop.feeder import Feeder
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.report import Lines, brief_line, run_rate, step_line, step_lines
+from agentenv.training.loop.score import step_score
+from agentenv.training.loop.state import RunState
+
+INTERVAL_S = 0.5
+
+
+@dataclass(eq=False)
+class LiveFigures:
+    """Refreshes the figures below the progress bar, also during a long step."""
+
+    view: View
+    state: RunState
+    queue: ReplayQueue
+    engine: Engine
+    row: Row = field(default_factory=dict)  # of the last step
+
+    def __post_init__(self) -> None:
+        self._throughput = Throughput()
+
+    async def run(self) -> None:
+        """Refresh until cancelled; returns at once without a terminal."""
+        while self.view.is_live:
+            self.view.figures(self.lines())
+            await poll_pause(INTERVAL_S)
+
+    def lines(self) -> Lines:
+        """Lines of (title, figures)."""
+        row, stats, counters = self.row, self.engine.stats(), self.state.counters
+        rate = self._throughput.rate(stats)
+        lines = [
+            (
+                "now",
+                f"{self.queue.num_waiting} trees in flight, {self.queue.num_ready} ready; engine "
+                f"{rate:,.0f} tok/s, {stats.get('running', 0):.0f} running, "
+                f"{stats.get('waiting', 0):.0f} waiting",
+            ),
+            (
+                "trees",
+                f"{counters.trained} trained, {counters.equal} of them with equal returns, "
+                f"{counters.filtered} filtered, {counters.num_failed} failed"
+                + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
+            ),
+        ]
+        return lines + (step_lines(row) if row else [])
+
+
+@dataclass(eq=False)
+class StepReport:
+    """Measures and records the steps of a run."""
+
+    feeder: Feeder
+    recorder: Recorder
+    watch: Stopwatch
+    lag: LoopLag
+
+    def __post_init__(self) -> None:
+        self.parts, self.queue = self.feeder.parts, self.feeder.queue
+        self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
+        self.view = self.recorder.view
+        self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
+        self._throughput = Throughput()
+        self._scored_s = self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Start to measure, right before the first step."""
+        self._throughput.rate(self.parts.engine.stats())
+        self._scored_s = self._began_s = asyncio.get_running_loop().time()
+
+    def begin_step(self) -> None:
+        """Start the clock of the next step, which waits for its trees."""
+        self._began_s = asyncio.get_running_loop().time()
+
+    async def measure(self, batch: StepBatch) -> Metrics:
+        """Metrics of the trees of a step; also adds to the totals of the state."""
+        state, trees, version = self.state, batch.delivered, batch.policy_version
+        metrics = await in_thread(rollout_metrics, trees, version)
+        counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
+        metrics |= await in_thread(trained_metrics, trees, counted, version)
+        profile = await in_thread(entropy_profile, trees)
+        state.entropy = state.entropy.merged(profile)
+        state.totals.add(metrics)
+        return metrics
+
+    async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
+        """Write the score of the step, its row of metrics and its trajectories. `num_known`: by the
+        tree's index, the number of nodes that an earlier process grew."""
+        began_s, self._scored_s = self._scored_s, asyncio.get_running_loop().time()
+        batch.metrics |= await in_thread(
+            step_score,
+            batch.delivered,
+            batch.learned,
+            policy_version=batch.policy_version,
+            seconds=self._scored_s - began_s,
+            groups_per_step=self.queue.groups_per_step,
+            num_known=num_known,
+        )
+        hits = self.parts.actor.prefixes.take()
+        self.alarms.check_hits(hits)
+        self.alarms.check_tools(batch.metrics, batch.delivered)
+        self.alarms.check_update(batch.metrics)
+        row = self._row(batch.metrics, hits)
+        await self.recorder.log(row)
+        self.live.row = row
+        num_steps = self.parts.num_steps
+        self.view.log(step_line(row, num_steps), brief_line(row, num_steps))
+        self.view.advance(self.state.step)
+        await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
+
+    def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
+        state, queue = self.state, self.queue
+        engine = self.parts.engine.stats()
+        trees_by_fate = state.counters.counts(in_flight=queue.num_waiting)
+        return {
+            "step": state.step,
+            "policy_version": self.parts.learner.policy_version,
+            **metrics,
+            **{f"trees/{name}": count for name, count in trees_by_fate.items()},
+            "staleness/bound": queue.max_staleness,
+            **queue.flow.take(),
+            "queue/ready": queue.num_ready,
+            "queue/held_back_s": self.feeder.held_back["s"],
+            **{f"engine/{name}": value for name, value in engine.items()},
+            **hits,
+            **self.parts.actor.probes.take(),
+            "env/num_open": self.feeder.num_open_envs(),
+            **self._env_figures(),
+            **self._worker_figures(),
+            "time/sampled_tokens_per_s": self._throughput.rate(engine),
+            "time/run_tokens_per_s": run_rate(
+                state, asyncio.get_running_loop().time() - self._began_s
+            ),
+            **self.watch.take(),
+            **self.parts.handover.take(),
+            **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
+        }
+
+    def _env_figures(self) -> Metrics:
+        """Counts of environments since the start, in this process and in workers."""
+        total = Counter(shared_stats())
+        num_cut = getattr(self.parts.actor.renderer, "num_cut", 0)
+        workers = self.feeder.workers
+        for figures in () if workers is None else workers.figures():
+            total.update(figures.env)
+            num_cut += figures.num_cut
+        counted = {f"env/{name}": value for name, value in total.items()}
+        return {"env/num_results_cut": num_cut, **counted}
+
+    def _worker_figures(self) -> Metrics:
+        workers = self.feeder.workers
+        stats = {} if workers is None else workers.stats()
+        return {f"workers/{name}": value for name, value in stats.items()}

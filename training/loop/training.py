@@ -1,0 +1,318 @@
+"""A training run from set-up to report.
+
+setup        create or check model, data and environment
+cold start   imitate demonstrations, if [sft] is configured
+RL           feeder --slot--> rollouts --trees--> learner    concurrently: rollouts continue
+                ^                                    |       while the learner trains and
+                +---- release <--- engine <--- publish       weights are replaced (loop.py)
+evaluation   before and after the cold start, at intervals of steps, and at the end
+checkpoint   after the cold start, at intervals of steps or minutes, and at any end of the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from agentenv.assembly.keys.cluster import WHERE
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.checkpoints import load_state
+from agentenv.assembly.run.rundir import JOURNAL, RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.waits import watched
+from agentenv.assembly.run.watchdog import rolling_out
+from agentenv.base.config import to_plain
+from agentenv.base.deadline import uncancelled
+from agentenv.base.offload import in_thread
+from agentenv.base.types import TIMES
+from agentenv.cluster.workers import RolloutWorkers
+from agentenv.rollout.failures import Redactor
+from agentenv.rollout.journal import Journal
+from agentenv.rollout.metrics import LoopLag
+from agentenv.rollout.queue import ReplayQueue
+from agentenv.training.loop.batching import BatchBuilder
+from agentenv.training.loop.clocks import PhaseClock, Stopwatch
+from agentenv.training.loop.cold_start import ColdStart
+from agentenv.training.loop.evaluations import Evaluator
+from agentenv.training.loop.feeder import Feeder
+from agentenv.training.loop.loop import Loop, PendingActions
+from agentenv.training.loop.parts import Build, build_parts
+from agentenv.training.loop.publishing import ParityCheck
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.self_critic import SelfCritic
+from agentenv.training.loop.state import RunSaver, RunState
+from agentenv.training.loop.step_report import StepReport
+from agentenv.training.loop.worker_start import start_workers
+
+
+def rollout_settings(config: TrainConfig) -> str:
+    """A hash of all settings that affect trees, except weights and time limits: a tree started
+    under other settings is not resumed."""
+    tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
+    plain = to_plain(config)
+    plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
+    plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
+    chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
+    return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
+StartWorkers = Callable[..., Awaitable[RolloutWorkers | None]]
+
+
+class Training:
+    """The phases of a run. `loop` has the objects that they share, from the set-up on."""
+
+    loop: Loop
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        view: View,
+        *,
+        resume: str = "",
+        build: Build = build_parts,
+        make_feeder: type[Feeder] = Feeder,
+        make_report: type[StepReport] = StepReport,
+        start_workers: StartWorkers = start_workers,
+        subscribers: Sequence[Subscriber] = (),
+    ) -> None:
+        """`resume`: latest, best or a checkpoint's path; empty: a new run. Simulated runs pass the
+        functions that make their parts. Each subscriber is entered before the set-up and exited at
+        the end of the run."""
+        self.config, self.run, self.view = config, run, view
+        self.subscribers = subscribers
+        self._build, self._start_workers = build, start_workers
+        self._make_feeder, self._make_report = make_feeder, make_report
+        self.state = RunState()
+        self.checkpoint = run.checkpoints.to_resume(resume) if resume else None
+        if self.checkpoint is not None:
+            run.check_optimizer(config.learner.optimizer)
+            self.state = load_state(self.checkpoint, RunState)
+        self.state.incarnation = run.count_start(self.state.incarnation)
+        self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
+        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
+        self.lag = LoopLag()
+        self.phase = "set-up"  # cold start, RL, end
+        self.actions = PendingActions()
+
+    async def run_all(self) -> None:
+        """The whole run. A cancellation stops it cleanly, with a checkpoint if RL has begun."""
+        async with AsyncExitStack() as stack:
+            for subscriber in self.subscribers:
+                await stack.enter_async_context(subscriber(self))
+            with self.clock.phase("setup"), self.view.doing("the start of the run"):
+                loop = await self.set_up(stack)
+                workers = loop.feeder.workers = await self._start_workers(
+                    self.config,
+                    loop.parts,
+                    self.run.path,
+                    loop.feeder.journal,
+                    self.view,
+                    stack,
+                    settings=loop.settings,
+                    incarnation=self.state.incarnation,
+                )
+                await self._announce()
+            self.view.end()
+            measuring = asyncio.create_task(self.lag.run())
+            stack.callback(measuring.cancel)
+            stack.enter_context(watched(loop.actors, self.view))
+            if workers is not None:
+                here, behind = self.view.longest_wait, workers.behind
+                self.view.longest_wait = lambda: "; ".join(filter(None, [here(), behind()]))
+            with rolling_out():
+                if "after_sft" not in self.state.reports:
+                    self.phase = "cold start"
+                    await self._begin()
+                self.phase = "RL"
+                await self.run_rl()
+                self.phase = "end"
+                if "after_rl" not in self.state.reports:
+                    await self._saved_at_end(loop.evaluator.around("after_rl"))
+                    await loop.saver.amend()
+            await self._finish()
+
+    async def set_up(self, stack: AsyncExitStack) -> Loop:
+        """Build all objects of the run but the rollout workers; `stack` closes them."""
+        config, run, state, queue = self.config, self.run, self.state, self.queue
+        parts = await self._build(config, run, self.checkpoint, stack, self.view.log)
+        log = parts.actor.failures.log
+        log.redactor = Redactor(to_plain(config))
+        for actor in (parts.eval_actor, parts.overlapping):
+            if actor is not None:
+                actor.failures.log = log
+        stack.callback(log.report)
+        recorder = Recorder(config, run, self.view, state, parts.tokenizer)
+        stack.push_async_callback(recorder.close)
+        settings, journal = rollout_settings(config), None
+        if config.journal.enabled:
+            journal = Journal(
+                run.path / JOURNAL,
+                config.journal,
+                settings=settings,
+                incarnation=state.incarnation,
+            )
+            stack.push_async_callback(journal.close)
+        batches = BatchBuilder(config, state)
+        feeder = self._make_feeder(config, state, parts, queue, batches, journal)
+        kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
+        saver = RunSaver(
+            config.checkpoint,
+            run.checkpoints,
+            state,
+            parts.learner,
+            self.view,
+            kept,
+            journal,
+            recorder.archive,
+        )
+        watch = Stopwatch()
+        self.loop = Loop(
+            config=config,
+            state=state,
+            parts=parts,
+            queue=queue,
+            feeder=feeder,
+            batches=batches,
+            parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
+            saver=saver,
+            recorder=recorder,
+            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            report=self._make_report(feeder, recorder, watch, self.lag),
+            critic=None if config.self_critic is None else SelfCritic(config, parts, run),
+            actions=self.actions,
+            clock=self.clock,
+            watch=watch,
+            view=self.view,
+            settings=settings,
+        )
+        return self.loop
+
+    async def _finish(self) -> None:
+        """Write the report, and raise if too many rollouts failed."""
+        loop, parts = self.loop, self.loop.parts
+        self.view.wait_for("writing the report and its plots")
+        with self.view.doing("the report"):  # the plots take seconds on a busy machine
+            finish = partial(
+                loop.recorder.finish,
+                policy_version=parts.learner.policy_version,
+                in_flight=self.queue.num_waiting,
+                event_loop=self.lag.figures(),
+                engine=parts.engine.account(),
+                failures=parts.actor.failures.log.lines(),
+            )
+            await uncancelled(in_thread(finish))
+        self.view.end()
+        if loop.feeder.workers is not None:
+            loop.feeder.workers.is_over = True
+        for actor in loop.actors():
+            actor.failures.check_share()
+
+    # before RL
+
+    async def _announce(self) -> None:
+        """Mark the folder as a run, or resume it, and report the plan of the run."""
+        config, loop = self.config, self.loop
+        is_recorded, journal = loop.evaluator.is_recorded, loop.feeder.journal
+        if self.checkpoint is None:
+            self.run.forget_metrics_after(0, is_recorded, 0)  # rows of an interrupted start
+            self.run.begin(config)
+        else:
+            imitating = self.state.imitating
+            loop.recorder.archive.forget_after(self.state.step)
+            done = imitating.step if imitating else None
+            has_newer = self.run.resume_from(
+                config, self.state.step, self.view.log, is_recorded, done
+            )
+            if has_newer and journal is not None:
+                await journal.rotate(sys.maxsize)  # trees of abandoned weights
+        self.view.log(
+            f"{config.algorithm_name} on {config.env.id}: {len(loop.parts.tasks)} training "
+            f"questions, {loop.parts.num_steps} updates; an update takes {config.size_of_update}"
+        )
+        if dropped := config.dropped_terms:
+            self.view.warn(dropped)
+
+    async def _begin(self) -> None:
+        """Run or resume the cold start, if there is one, and the evaluations around it."""
+        loop, state = self.loop, self.state
+        if self.checkpoint is None:  # engine and learner have loaded the same file
+            loop.parts.probe.start()
+        if "before_sft" not in state.reports:
+            await loop.evaluator.around("before_sft")
+        if loop.parts.demonstrations is not None:
+            await loop.parity.check()
+            cold_start = ColdStart(loop.parts, loop.recorder, self.checkpoint)
+            with self.clock.phase("sft"):
+                try:
+                    await cold_start.run_all()
+                except BaseException:
+                    if state.imitating is None:  # it had ended
+                        await loop.saver.finish()
+                    raise
+        await loop.saver.save()
+        if self.config.sft is None:
+            state.reports["after_sft"] = state.reports["before_sft"]
+        else:
+            await self._saved_at_end(loop.evaluator.around("after_sft"))
+        await loop.saver.amend()
+
+    async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
+        """Await the evaluation; if it is interrupted, save a checkpoint that resumes it."""
+        try:
+            await evaluation
+        except BaseException:
+            await self.loop.saver.finish()
+            raise
+
+    # RL
+
+    async def run_rl(self) -> None:
+        """Run rollouts, updates, evaluations and checkpoints until the last update."""
+        loop, step = self.loop, self.state.step
+        self.view.begin("RL", loop.parts.num_steps, step, "evaluation and report")
+        loop.report.begin()
+        if self.checkpoint is not None:
+            await loop.evaluator.resume(loop.evaluator.due(step) if step else [])
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                try:
+                    await self._take_steps(rollouts)
+                    await loop.saver.save()
+                except BaseException:  # also a rollout's, which cancels this task
+                    await loop.saver.finish()
+                    raise
+            await loop.recorder.written()
+            await loop.recorder.archive.written()
+            await loop.evaluator.finish()
+            await loop.saver.amend()
+        except BaseException:
+            with suppress(OSError), self.view.doing("the plots"):
+                await uncancelled(in_thread(loop.recorder.draw))
+            raise
+        finally:
+            loop.evaluator.cancel()
+            self.view.end()
+
+    async def _take_steps(self, rollouts: asyncio.TaskGroup) -> None:
+        """Run all steps while rollouts grow, then cancel the remaining rollouts."""
+        loop = self.loop
+        feeding = rollouts.create_task(loop.feeder.run(rollouts))
+        showing = rollouts.create_task(loop.report.live.run())
+        self.actions.group = rollouts
+        try:
+            await loop.run()
+        finally:
+            self.actions.group = None
+        feeding.cancel()
+        showing.cancel()
+        for rollout in self.queue.drain():
+            rollout.cancel()

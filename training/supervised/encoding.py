@@ -1,0 +1,232 @@
+"""Conversion of conversations into token ids and masks, with the renderer of rollouts.
+
+    prompt      the system and user messages before the first answer: the prompt of an episode
+    answer      the policy's text, trained; then its end-of-turn token, unless a call of the
+                tag protocol ends the turn
+    tool result rendered as an environment's, never trained
+    user again  rendered as a user's message from an environment, never trained
+
+In the tag protocol, an answer of a dataset may contain the whole chain with <result>..</result>. It
+is split there, so that the results count as the environment's and not the policy's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from agentenv.base.errors import ConfigError, CrashError, DataError
+from agentenv.base.model_files import GENERATION
+from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
+from agentenv.contract.instruction import Instruction
+from agentenv.data.rows import BROKEN_BOXED
+from agentenv.learners.trees.batch import EncodedTree, encode_sequence
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
+from agentenv.text.tags import tag_calls, written_arguments
+from agentenv.training.supervised.dialogues import Dialogue
+
+# An encoded dialogue: token ids, and the mask of trained ones.
+
+
+class Example(NamedTuple):
+    """Token ids and mask, each [tokens]; `mask` is True for trained tokens."""
+
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, token_ids: ArrayLike, mask: ArrayLike) -> Example:
+        return cls(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
+
+    def cut(self, max_length: int) -> Example:
+        """The first `max_length` tokens."""
+        return Example(self.token_ids[:max_length], self.mask[:max_length])
+
+    def encoded(self) -> EncodedTree:
+        """The sequence in the learner's format."""
+        return encode_sequence(self.token_ids.tolist(), self.mask.tolist())
+
+    def equals(self, other: Example) -> bool:
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(
+            self.mask, other.mask
+        )
+
+
+RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
+WHOLE = 10**9  # limit on tokens of a tool result: none; data.max_length limits the sequence
+NUM_END_CHARS = 64  # of an answer, to search for a special token at its end
+
+Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
+
+
+class ChatEncoder:
+    """Encodes conversations for one model.
+
+    `instruction`: the system prompt of rows without one. With `compat`, tool results within an
+    answer are trained like the answer.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        instruction: Instruction | None = None,
+        *,
+        compat: bool = False,
+    ) -> None:
+        assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint cannot be trained"
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.instruction = instruction or Instruction()
+        self.compat = compat
+        self.is_native = isinstance(renderer, NativeRenderer)
+        self._opens_thought: bool | None = None
+        self.end_id = self._end_of_turn()
+
+    def encode(self, conversation: Dialogue, first_trained: int = 0) -> Example:
+        """Encode a conversation. Answers are trained from message number `first_trained` on,
+        counted from 0 without the system prompt.
+
+        Raises DataError for messages that the renderer cannot express.
+        """
+        prompt, turns = self._split(conversation)
+        tools = conversation.tools
+        ids = self.renderer.prompt(prompt, tools)
+        if self._opens_thought is None:  # a property of the template, equal for every prompt
+            tail = self.renderer.decode(ids[-NUM_TAIL_IDS:])
+            self._opens_thought = tail.rstrip().endswith(THOUGHT_OPEN)
+        parts: list[Part] = [(ids, False)]
+        number = sum(message.role != "system" for message in prompt)
+        groups = [list(group) for _, group in groupby(turns, lambda turn: turn.role == "assistant")]
+        for place, group in enumerate(groups):
+            if group[0].role != "assistant":
+                turn_ids = parts[-1][0]
+                parts.append((self._between(group, tools, turn_ids), False))
+            else:
+                follower = groups[place + 1][0].role if place + 1 < len(groups) else ""
+                is_trained = number >= first_trained
+                for answer in group:
+                    written = self._answer(answer, tools, follower)
+                    parts += [(ids, is_policy and is_trained) for ids, is_policy in written]
+            number += len(group)
+        return _join(parts)
+
+    def _split(self, conversation: Dialogue) -> tuple[list[Message], list[Message]]:
+        """Messages of the prompt, with the effective system prompt, and the turns after it."""
+        messages = [self._repaired(message) for message in conversation.messages]
+        size = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+        prompt = messages[:size]
+        row = {SYSTEM_KEY: prompt[0].content} if prompt and prompt[0].role == "system" else {}
+        question = next((m.content for m in reversed(prompt) if m.role == "user"), "")
+        task = Task("", "", question, (), metadata=row)
+        return self.instruction.apply(prompt, task), messages[size:]
+
+    def _repaired(self, message: Message) -> Message:
+        if self.compat or BROKEN_BOXED not in message.content:
+            return message
+        content = message.content.replace(BROKEN_BOXED, "\\boxed")
+        return Message(message.role, content, message.tool_calls, message.name)
+
+    def _answer(
+        self, answer: Message, tools: Sequence[dict[str, Any]], follower: str
+    ) -> Iterator[Part]:
+        """The parts of a turn, without a <think> that the prompt already contains."""
+        text = answer.content
+        if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
+            text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
+        if answer.tool_calls:
+            text = self._with_calls(text, answer, tools)
+        text = self._without_end(text)
+        if self.is_native or self.compat:
+            yield self.renderer.encode(text), True
+        else:
+            yield from self._chain(text, tools)
+        calls = answer.tool_calls or tag_calls(text, tools)
+        if self.is_native or not (follower == "tool" or (calls and follower)):
+            yield [self.end_id], True
+
+    def _without_end(self, text: str) -> str:
+        """An answer without a special token at its end, which some datasets include. Raises
+        DataError for a token at which generation does not stop."""
+        ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
+        if not ids or ids[-1] not in self.renderer.special_ids:
+            return text
+        last, end = ids[-1], self.renderer.decode(ids[-1:])
+        if last not in self.renderer.eos_ids:
+            known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
+            raise DataError(
+                f"an answer ends with {end!r}, at which generation does not stop; it stops at "
+                f"{', '.join(map(repr, known))}: remove {end!r} from the data, or add token {last} "
+                f"to eos_token_id in {GENERATION}"
+            )
+        return text.rstrip().removesuffix(end)
+
+    def _chain(self, text: str, tools: Sequence[dict[str, Any]]) -> Iterator[Part]:
+        """The policy's texts and, between them, the results in the answer."""
+        opened, closed = text.count("<result>"), text.count("</result>")
+        found = list(RESULT.finditer(text))
+        if not opened == closed == len(found) or any("<result>" in one[1] for one in found):
+            raise DataError(
+                f"an answer opens <result> {opened} times and closes it {closed} times, "
+                f"{len(found)} of them in pairs; tool results in an answer are recognized by their "
+                "tags"
+            )
+        start = 0
+        for one in found:
+            yield self.renderer.encode(text[start : one.start()]), True
+            result = Message("tool", one[1].strip())
+            yield list(self.renderer.observation([result], tools, WHOLE)), False
+            start = one.end()
+        yield self.renderer.encode(text[start:]), True
+
+    def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
+        calls = answer.tool_calls
+        if not self.is_native:
+            if len(calls) > 1:
+                raise DataError("the tag protocol has one call per turn, a message has several")
+            (call,) = calls
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            return f"{text}<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
+        assert isinstance(self.renderer, NativeRenderer)
+        try:
+            whole = self.renderer.calling(text, calls)
+        except ConfigError as error:
+            raise DataError(f"the call {calls[0].name} cannot be rendered: {error}") from error
+        done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
+        if self.renderer.parse(done, tools).tool_calls != calls:
+            raise DataError(
+                f"the call {calls[0].name} cannot be rendered so that the renderer parses it back"
+            )
+        return whole
+
+    def _between(
+        self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: list[int]
+    ) -> list[int]:
+        """The token ids between two answers: tool results and user messages."""
+        try:
+            return list(self.renderer.observation(group, tools, WHOLE, turn_ids))
+        except (ConfigError, CrashError) as error:
+            raise DataError(str(error)) from error
+
+    def _end_of_turn(self) -> int:
+        """The token that ends an answer: the chat template's, else the tokenizer's."""
+        found = self.renderer.written_end
+        if found is None:
+            return self.renderer.end_id
+        if found not in self.renderer.eos_ids:
+            raise DataError(
+                f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "
+                f"at which generation does not stop; it stops at {sorted(self.renderer.eos_ids)}"
+            )
+        return found
+
+
+def _join(parts: list[Part]) -> Example:
+    sizes = [len(ids) for ids, _ in parts]
+    mask = np.repeat(np.array([is_policy for _, is_policy in parts], np.bool_), sizes)
+    return Example.of([token for ids, _ in parts for token in ids], mask)

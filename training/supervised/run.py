@@ -1,0 +1,296 @@
+"""A supervised run with any objective: parts, order of rows, steps, checkpoints, curves.
+
+Each epoch has its own order of rows, determined by the seed. Step n takes the next rows of that
+order, so a resumed run continues bit for bit with the same rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from agentenv.assembly.keys.supervised import SupervisedRunConfig
+from agentenv.assembly.parts.assembly import Assembly, once
+from agentenv.assembly.parts.checks import refuse
+from agentenv.assembly.run.checkpoints import Saver, load_state
+from agentenv.assembly.run.pictures import panels, png
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.terminal import View
+from agentenv.base.deadline import uncancelled
+from agentenv.base.disk import write_whole
+from agentenv.base.offload import in_thread
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.learner import Metrics
+from agentenv.learners.optimizer import lr_factor
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.text.prompt import load_instruction
+from agentenv.text.renderer import Renderer
+from agentenv.training.supervised.data import Loaded, RowLoader
+from agentenv.training.supervised.encoding import ChatEncoder
+
+SMOOTHING = 0.9  # of the plotted running mean
+
+
+def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
+    """Plot loss.png, with a panel per key: each step, their running mean, and the held-out rows."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
+    figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
+    for axes, key in zip(places, keys, strict=True):
+        trained, held_out = (
+            np.array([(row["step"], row[full]) for row in rows if full in row]).reshape(-1, 2).T
+            for full in (f"{name}/{key}", f"eval/{key}")
+        )
+        axes.plot(*trained, alpha=0.35, label="steps")
+        axes.plot(trained[0], smoothed(trained[1].tolist()), color="C0", label="running mean")
+        if held_out.size:
+            axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
+        axes.set(title=key, xlabel="step")
+        axes.locator_params(axis="x", integer=True)
+    write_whole(run / "loss.png", png(figure))
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential running mean, with bias correction."""
+    from scipy.signal import lfilter  # takes half a second
+
+    means = lfilter([1 - SMOOTHING], [1, -SMOOTHING], values)
+    found: list[float] = (means / (1 - SMOOTHING ** np.arange(1, len(values) + 1))).tolist()
+    return found
+
+
+class SupervisedAssembly(Assembly[SupervisedRunConfig]):
+    """Builds the parts of one run of agentenv sft or agentenv dpo."""
+
+    @once
+    async def model(self) -> Path:
+        """The directory of the initial weights. A resumed run needs it too: its checkpoint is
+        loaded over them, and adapters belong to that model."""
+        return await self.own_model(self.config.model.path)
+
+    @once
+    async def renderers(self) -> Mapping[str, Renderer]:
+        return {"": await self.renderer(self.config.prompt)}
+
+    @once
+    async def encoder(self) -> ChatEncoder:
+        """The encoder of dialogues."""
+        compat = self.config.data.compat == "reference"
+        instruction = load_instruction(self.config.prompt, self.resolve)
+        return ChatEncoder((await self.renderers())[""], instruction, compat=compat)
+
+    @once
+    async def rows(self) -> Loaded[Any]:
+        """Training and held-out rows: sequences, or preference pairs."""
+        loader = RowLoader(self.config, self.resolve, self.report, self.ends)
+        return await in_thread(loader.load, await self.encoder())
+
+    @once
+    async def learner(self) -> DeepSpeedLearner:
+        """The learner with the initial weights; the checkpoint is loaded later."""
+        config, model = self.config, await self.model()
+        learner = await DeepSpeedLearner.start(
+            config.learner, GRPO(), model, self.folder / "learner.log", seed=config.run.seed
+        )
+        self.stack.push_async_callback(learner.close)
+        return learner
+
+
+class SupervisedState(Struct):
+    """The state in a checkpoint, besides the learner's own."""
+
+    step: int = 0
+    num_tokens: int = 0
+    num_skipped: int = 0
+    best: float | None = None
+    first_eval: Metrics = {}
+    last_eval: Metrics = {}
+    wall_s: float = 0.0
+
+
+class Objective(Protocol):
+    """An objective over `num_rows` rows. `name`: prefix of its metrics; `plotted`: the plotted
+    metrics."""
+
+    name: ClassVar[str]
+    plotted: ClassVar[tuple[str, ...]]
+
+    @property
+    def num_rows(self) -> int: ...
+
+    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+        """One optimizer step on these rows."""
+        ...
+
+    async def measure(self) -> Metrics:
+        """Metrics of the held-out rows, including "loss"; empty without such rows."""
+        ...
+
+
+class Rows:
+    """The rows of a step."""
+
+    def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
+        self.num_rows = num_rows
+        self.rows_per_step = rows_per_step
+        self.steps_per_epoch = -(-num_rows // rows_per_step)
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def of_step(self, step: int) -> list[int]:
+        """Rows of step `step`, counted from 0; the last step of an epoch may have fewer."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._order = list(range(self.num_rows))
+            Random(f"{self._seed}/order/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[place * self.rows_per_step :][: self.rows_per_step]
+
+
+async def train_supervised(
+    make_objective: Callable[[SupervisedAssembly], Awaitable[Objective]],
+    config: SupervisedRunConfig,
+    run: RunDirectory,
+    view: View,
+    resume: str,
+) -> None:
+    """A whole run of agentenv sft or agentenv dpo, with the objective of `make_objective`."""
+    checkpoint = run.checkpoints.to_resume(resume) if resume else None
+    async with AsyncExitStack() as stack:
+        assembly = SupervisedAssembly(config, run.path, stack, view.log, checkpoint)
+        await refuse(assembly)
+        learner, objective = await assembly.learner(), await make_objective(assembly)
+        await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
+
+
+@dataclass(eq=False)
+class SupervisedTraining:
+    """The loop of a run; with a checkpoint, it loads the learner's state."""
+
+    config: SupervisedRunConfig
+    run: RunDirectory
+    view: View
+    learner: DeepSpeedLearner
+    objective: Objective
+    checkpoint: Path | None
+
+    def __post_init__(self) -> None:
+        self.loop, self.state = self.config.loop, SupervisedState()
+        if self.checkpoint is not None:
+            self.state = load_state(self.checkpoint, SupervisedState)
+        self.saver = Saver(
+            self.config.checkpoint,
+            self.run.checkpoints,
+            self.learner,
+            self.view,
+            step=lambda: self.state.step,
+            snapshot=lambda: self.state,
+        )
+        num_rows = self.objective.num_rows
+        self.rows = Rows(num_rows, self.loop.rows_per_step, self.config.run.seed)
+        self.num_steps = self.loop.count_steps(num_rows)
+
+    async def run_all(self) -> None:
+        """Run all steps; any end of the run saves a checkpoint."""
+        self._announce()
+        if self.checkpoint is not None:
+            await self.learner.load(self.checkpoint / "trainer")
+        elif not self.state.step:
+            await self._measure()
+        self.view.begin(self.objective.name, self.num_steps, self.state.step, "the report")
+        try:
+            while self.state.step < self.num_steps:
+                with self.view.doing(f"step {self.state.step + 1}"):
+                    await uncancelled(self._step())
+                if self.saver.is_due():
+                    await self.saver.save()
+        except BaseException:
+            await self.saver.finish()
+            raise
+        finally:
+            self.view.end()
+        await self.saver.save()
+        self._finish()
+
+    def _announce(self) -> None:
+        loop, name = self.loop, self.objective.name
+        if self.checkpoint is None:
+            self.run.forget_metrics_after(-1)  # rows of an interrupted start
+            self.run.begin(self.config)
+        else:
+            self.run.resume_from(self.config, self.state.step, self.view.log)
+        self.view.log(
+            f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
+            f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
+            f"{loop.batch_size} x {loop.gradient_accumulation} = {loop.rows_per_step} rows"
+        )
+
+    async def _step(self) -> None:
+        """One optimizer step, and a measurement if it is due."""
+        state, start = self.state, asyncio.get_running_loop().time()
+        scale = lr_factor(self.config.learner, state.step, self.num_steps)
+        async with self.saver.moving():
+            metrics = await self.objective.step(self.rows.of_step(state.step), scale)
+            state.step += 1
+            state.num_tokens += int(metrics["num_tokens"])
+            state.num_skipped += int(metrics["num_skipped"])
+            state.wall_s += asyncio.get_running_loop().time() - start
+        row = {
+            "step": state.step,
+            "epoch": state.step / self.rows.steps_per_epoch,
+            "learning_rate": self.config.learner.learning_rate * scale,
+            **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
+        }
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
+        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
+        self.view.log(
+            f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
+        )
+        self.view.advance(state.step)
+        last = state.step == self.num_steps
+        if last or (self.loop.eval_every and state.step % self.loop.eval_every == 0):
+            await self._measure()
+
+    async def _measure(self) -> None:
+        state, start = self.state, asyncio.get_running_loop().time()
+        metrics = await self.objective.measure()
+        state.wall_s += asyncio.get_running_loop().time() - start
+        if not metrics:
+            return
+        state.first_eval = state.first_eval or metrics
+        state.last_eval = metrics
+        row = {"step": state.step, **{f"eval/{name}": metrics[name] for name in metrics}}
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
+        shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.view.log(f"held out after step {state.step}: {shown}")
+        is_best = state.best is None or metrics["loss"] < state.best
+        if self.config.checkpoint.keep_best and is_best:
+            state.best = metrics["loss"]
+            if state.step:
+                await self.saver.save()
+                await in_thread(self.run.checkpoints.keep_best, state.step)
+
+    def _finish(self) -> None:
+        state = self.state
+        counts = {"num_rows": self.rows.num_rows, "num_steps": state.step}
+        counts |= {"num_skipped": state.num_skipped, "num_tokens": state.num_tokens}
+        figures = {"before": state.first_eval, "after": state.last_eval}
+        summary = {**counts, **figures, "wall_s": round(state.wall_s, 2)}
+        self.run.write_json("summary.json", summary)
+        plot_losses(self.run.path, self.objective.name, self.objective.plotted)
+        self.view.log(
+            f"results in {self.run.path}: summary.json, loss.png, metrics.jsonl, "
+            f"checkpoints/{self.run.checkpoints.path(state.step).name}"
+        )

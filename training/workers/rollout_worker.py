@@ -1,0 +1,311 @@
+"""A rollout worker: an event loop with its own actor, connected to a controller. It sends trees
+turn by turn, as the frames of the controller's journal.
+
+The supervisor, Ray, or a cluster's job starts
+`python -m agentenv.training.workers.rollout_worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentenv.assembly.keys.cluster import FOLDER, Setup, SpreadCluster, read_setup
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import (
+    TRAINED,
+    TRAINING,
+    RolloutAssembly,
+    actor_seed,
+    training_set,
+)
+from agentenv.assembly.run.waits import WaitWatch
+from agentenv.assembly.run.watchdog import ended_when_held
+from agentenv.base.config import Reporter, build_config
+from agentenv.base.model_files import read_eos_ids
+from agentenv.cluster import messages
+from agentenv.cluster.engines import LeasedEngine, LinkedEngine
+from agentenv.cluster.messages import Grow, WorkerFigures, pack
+from agentenv.contract.env import close_shared, shared_stats
+from agentenv.contract.plan import RolloutPlan
+from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.processes.link import Link
+from agentenv.processes.worker_group import named, serve
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.failures import MAX_TEXTS, Failure, Failures
+from agentenv.rollout.frames import Frame, framed, unpack_recorded
+from agentenv.rollout.journal import TreeRecord
+from agentenv.rollout.metrics import LoopLag
+from agentenv.text.encoder import encode_in_process
+from agentenv.training.workers.worker_process import main
+
+logger = logging.getLogger(__name__)
+
+SOON_S = 0.1  # between two checks whether a tree has started
+
+
+class Frames:
+    """The journal of a tree, over the link. `settings` and `incarnation`: those of the controller's
+    journal."""
+
+    def __init__(self, link: Link, number: int, settings: str, incarnation: int) -> None:
+        self.settings, self.incarnation = settings, incarnation
+        self._link, self._number = link, number
+
+    def append(self, frame: Frame) -> None:
+        """Send a frame."""
+        tag = frame.__struct_config__.tag
+        assert isinstance(tag, int)
+        self._link.send(pack(messages.TreeFrame(self._number, tag, framed(frame))))
+
+    async def commit(self) -> None:
+        """Return at once: the controller waits until a tree is on the disk."""
+
+
+class ReportedFailures(Failures):
+    """Reports failures to the controller, which counts those of all workers. The worker's log has
+    the traceback of the first failure of each cause."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(1.0, strict=False)
+        self._link = link
+        self._traced: set[str] = set()
+
+    def add(
+        self,
+        failure: Failure | None,
+        error: BaseException | None = None,
+        who: str = "",
+        *,
+        again: bool = False,
+    ) -> None:
+        """Report the end of a rollout, with or without a failure."""
+        if failure is not None:
+            self.num += 1
+            if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
+                self._traced.add(failure.same)
+                logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
+        self._link.send(pack(messages.RolloutEnded(failure)))
+
+
+class WorkerEngine(Protocol):
+    """The engine of a worker: LinkedEngine or LeasedEngine."""
+
+    policy_version: int
+
+    def handle(self, message: Any) -> None:
+        """Handle a message of the controller about turns, or their slots."""
+        ...
+
+
+class RolloutWorker:
+    """Grows trees on `actor` with `plan` for the controller at the other end of the link.
+
+    `engine`: that of the actor; it sends its requests over the link. `look` may add figures to a
+    heartbeat.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        plan: RolloutPlan,
+        link: Link,
+        engine: WorkerEngine,
+        *,
+        settings: str = "",
+        incarnation: int = 0,
+        look: Callable[[WorkerFigures], None] = lambda figures: None,
+    ) -> None:
+        self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
+        self._settings, self._incarnation = settings, incarnation
+        self._look = look
+        self._is_over = False
+        actor.failures = ReportedFailures(link)
+        self._rollouts: dict[int, asyncio.Task[None]] = {}
+        self._indices: dict[int, int] = {}  # of their trees
+
+    async def serve(self) -> bool:
+        """Work until the connection ends, then cancel the remaining rollouts. Returns whether the
+        run was over."""
+        async with asyncio.TaskGroup() as group:
+            await serve(self._link, partial(self._take, group), self._beat)
+            self._link.close()  # at once: the controller waits for pending messages
+            for task in self._rollouts.values():
+                task.cancel()
+        return self._is_over
+
+    def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
+        request = messages.read_request(frame)
+        match request:
+            case Grow():
+                self._engine.policy_version = request.policy_version
+                task = self._rollouts[request.number] = group.create_task(self._grow(request))
+                self._indices[request.number] = request.index
+                task.add_done_callback(partial(self._forget, request.number))
+            case messages.Drop():
+                if request.number in self._rollouts:
+                    self._rollouts[request.number].cancel()
+            case messages.Steer():
+                (self._actor.pause if request.holds else self._actor.resume)()
+            case messages.CancelTree() | messages.GetWaits():
+                self._of_tree(request)
+            case messages.Over():
+                self._is_over = True
+            case _:
+                self._engine.handle(request)
+
+    def notify(self, text: str) -> None:
+        """Send a message for the user to the controller."""
+        self._link.send(pack(messages.Notice(text)))
+
+    def leave(self, within_s: float) -> None:
+        """Request no more trees: this process ends in `within_s` seconds."""
+        self._link.send(pack(messages.Leaving(within_s)))
+
+    def _of_tree(self, request: messages.CancelTree | messages.GetWaits) -> None:
+        """Handle the request as soon as the tree grows; a new tree starts at once."""
+        index = self._indices.get(request.number)
+        rollout = None if index is None else self._actor.growing(index)
+        if rollout is None:
+            if index is not None and request.number in self._rollouts:
+                asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
+        elif isinstance(request, messages.GetWaits):
+            self._link.send(pack(messages.CurrentWaits(request.number, rollout.now())))
+        else:
+            rollout.cancel(request.reason)
+
+    async def _grow(self, request: Grow) -> None:
+        recorded = None
+        if request.recorded is not None:
+            recorded = unpack_recorded(request.recorded)
+        frames = Frames(self._link, request.number, self._settings, self._incarnation)
+        try:
+            await self._actor.rollout(
+                request.task,
+                self._plan,
+                index=request.index,
+                session=request.session,
+                record=TreeRecord(frames, request.index, request.number),
+                recorded=recorded,
+            )
+        except Exception as error:
+            self._link.send(pack(messages.Raised(request.number, *named(error))))
+
+    def _forget(self, number: int, task: object) -> None:
+        del self._rollouts[number], self._indices[number]
+
+    def _beat(self) -> bytes:
+        actor = self._actor
+        found = WorkerFigures(
+            num_trees=len(self._rollouts),
+            num_open_envs=actor.envs.count,
+            num_cut=getattr(actor.renderer, "num_cut", 0),
+            hits=actor.prefixes.drain(),
+            probe_waits_s=actor.probes.drain(),
+        )
+        self._look(found)
+        return pack(messages.Alive(found))
+
+
+class WorkerAssembly(RolloutAssembly[TrainConfig]):
+    """The parts of a rollout worker: set-up, model and servers of roles already exist."""
+
+    def __init__(
+        self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, report: Reporter, peer: str
+    ) -> None:
+        super().__init__(
+            config, Path(setup.folder), stack, report, sets={TRAINED: training_set(config)}
+        )
+        self._model = Path(setup.model)
+        urls = {name: seen_from_here(url, peer) for name, url in setup.urls.items()}
+        self.built |= {"urls": urls, "set_up": None}
+
+    async def model(self) -> Path:
+        return self._model
+
+
+LOOPBACK = re.compile(r"(?<=//)(127\.0\.0\.1|localhost)(?=[:/]|$)")
+
+
+def seen_from_here(url: str, controller: str) -> str:
+    """A URL of the controller, with its loopback address replaced by its network address."""
+    return LOOPBACK.sub(controller, url)
+
+
+async def make_engine(
+    assembly: WorkerAssembly, setup: Setup, link: Link
+) -> LinkedEngine | LeasedEngine:
+    """The engine: over the servers of the controller's pool, or in the controller's process."""
+    config = assembly.config.engine
+    if not setup.is_leased:
+        return LinkedEngine(link)
+    assert isinstance(config, PooledEngineConfig)
+    model = await assembly.model()
+    make = config.server_maker(setup.vocab_size)
+    return LeasedEngine(
+        link,
+        lambda url: make(seen_from_here(url, link.peer)),
+        model,
+        vocab_size=setup.vocab_size,
+        eos_ids=read_eos_ids(model, await assembly.tokenizer()),
+        config=config.pool,
+        name=f"agentenv-{secrets.token_hex(6)}",
+        seed=assembly.config.run.seed,
+        entropies=config.entropies,
+    )
+
+
+async def build(
+    frame: bytes, link: Link, stack: AsyncExitStack, report: Reporter, number: int
+) -> RolloutWorker:
+    """The worker with this number; `stack` closes its parts."""
+    setup = read_setup(frame)
+    config = build_config(TrainConfig, setup.config, "the controller")
+    assembly = WorkerAssembly(config, setup, stack, report, link.peer)
+    assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
+    stack.push_async_callback(close_shared)
+    renderer = (await assembly.renderers())[TRAINED]
+    encode_in_process(renderer, stack)
+    sampling, engine = config.sampling.train, await make_engine(assembly, setup, link)
+    stack.push_async_callback(engine.close)
+    actor = Actor(
+        engine,
+        renderer,
+        await assembly.make_env(TRAINED),
+        config.limits,
+        sampling.params(),
+        actor_seed(config, sampling, TRAINING),
+    )
+    lag = LoopLag()
+    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
+
+    def look(figures: WorkerFigures) -> None:
+        figures.env, figures.loop = shared_stats(), lag.figures()
+        figures.behind = waits.longest()
+
+    worker = RolloutWorker(
+        actor,
+        config.algorithm.plan(setup.vocab_size),
+        link,
+        engine,
+        settings=setup.settings,
+        incarnation=setup.incarnation,
+        look=look,
+    )
+    if isinstance(config.cluster, SpreadCluster):
+        stack.enter_context(ended_when_held(config.cluster.silence_s))
+    for monitor in (lag.run(), waits.run()):
+        stack.callback(asyncio.create_task(monitor).cancel)
+    return worker
+
+
+if __name__ == "__main__":
+    sys.exit(main(build))
