@@ -73,7 +73,6 @@ OURS = {
     "learners/ranks/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
     "learners/ranks/messages.py": "a process of ours",
-    "learners/ranks/rank_group.py": "a process of ours",
 }
 
 

@@ -58,7 +58,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, credits_of, level
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 KL = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05)
 # Matrices are cut and norms stay whole on every rank, as in a large model.
@@ -170,7 +170,10 @@ CASES: dict[str, tuple[dict[str, Any], Algorithm]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.promise if n == "zero-1" else ()) for n in CASES],
+)
 async def test_two_ranks_equal_one(name: str, team: Team, model_dir: Path, tmp_path: Path) -> None:
     """Updates, imitation, preferences and scores, with steps in which a rank has no tree; and the
     published weights."""
