@@ -4,8 +4,8 @@
 
     files, lines of code        by folder; lines without blank ones, comments and docstrings
     docstrings, described keys  shares that should not fall
-    circles, arrows up          between folders, imports for types counted; between files, without
-                                those; imports against the packages' order
+    circles, arrows up          between folders and between files, imports for types counted;
+                                imports against the packages' order
     longest                     file in lines, class in lines of code
     walks                       files of which a function ran, in runs of the real commands:
         update      the training loop of a shrunk quick start, two updates (controller only)
@@ -148,9 +148,8 @@ def measured(repo: Path) -> dict[str, Any]:
                 described += 1
     modules = {module_name(path, repo): path for path in paths}
     arrows = {name: imports(path, set(modules)) for name, path in modules.items()}
-    typed = {name: imports(path, set(modules), types=True) for name, path in modules.items()}
     between: dict[str, set[str]] = {}
-    for name, found in typed.items():
+    for name, found in arrows.items():
         for other in found:
             ends = [str(modules[one].parent.relative_to(repo)) for one in (name, other)]
             if ends[0] != ends[1]:
@@ -198,20 +197,10 @@ def module_name(path: Path, repo: Path) -> str:
     return name.removesuffix(".__init__")
 
 
-def imports(path: Path, modules: set[str], *, types: bool = False) -> set[str]:
-    """The modules that a file imports, including imports inside functions; imports for `types` only
-    on request."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    own = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for child in node.body
-    }
+def imports(path: Path, modules: set[str]) -> set[str]:
+    """The modules that a file imports, also inside functions and for types only."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if node in own and not types:
-            continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {folder_name(alias.name) for alias in node.names} & modules
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -1,0 +1,125 @@
+"""The size of the code and its shape: what one addition takes up, another gives back.
+
+A bound that is above its goal falls with the code and never rises.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.structure import imports, lines_of_code, module_name
+from tests.support.sources import PACKAGES, ROOT, sources
+
+DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+MOST = {  # lines of code, and the goal
+    "core": (16_500, 15_000),
+    "wheel": (63_450, 58_000),
+    "tests": (62_500, 58_000),
+    "benchmarks": (5_950, 5_950),
+    "tables": (3_400, 3_400),
+}
+INTO_PROVINCES = {  # imports of the core that a seam shall replace
+    "assembly/parts/environments.py -> agentenv/cluster/envs.py",
+    "assembly/parts/environments.py -> envs/grading/reward.py",
+    "training/loop/feeder.py -> agentenv/cluster/workers.py",
+    "training/loop/parts.py -> training/supervised/data.py",
+    "training/loop/parts.py -> training/workers/ray_placement.py",
+    "training/loop/state.py -> evaluation/statistics.py",
+    "training/loop/training.py -> agentenv/cluster/workers.py",
+    "training/loop/worker_start.py -> agentenv/cluster/workers.py",
+}
+
+
+def section(name: str) -> str:
+    return DESIGN.partition(f"## {name}\n")[2].partition("\n## ")[0]
+
+
+CORE = [
+    name
+    for name in dict.fromkeys(re.findall(r"`(\S+\.py)`", section("The core")))
+    if not name.startswith("tests/")
+]
+PROVINCES = tuple(
+    folder
+    for line in section("Provinces").splitlines()
+    if line.startswith("| ")
+    for folder in re.findall(r"`(\S+/)`", line.split("|")[2])
+)
+
+
+def size(paths: list[Path]) -> int:
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    return sum(lines_of_code(text, ast.parse(text)) for text in texts)
+
+
+def parts() -> Iterator[tuple[str, list[Path]]]:
+    yield "core", [ROOT / name for name in CORE]
+    yield "wheel", sources()
+    for folder in ("tests", "benchmarks"):
+        yield folder, sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("part", MOST)
+def test_no_part_grows_beyond_its_bound(part: str) -> None:
+    if part == "tables":
+        tables = [path for name in PACKAGES for path in (ROOT / name).rglob("*.toml")]
+        found = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tables)
+    else:
+        found = size(dict(parts())[part])
+    most, goal = MOST[part]
+    assert goal <= most
+    assert found <= most, f"{part}: {found} lines; take out what nobody needs"
+    assert found > most - 500 or most == goal, f"lower the bound of {part}: {found} lines"
+
+
+def test_the_core_imports_no_province() -> None:
+    modules = {module_name(path, ROOT): path for path in sources()}
+    found = set()
+    for name in CORE:
+        for other in imports(ROOT / name, set(modules)):
+            target = str(modules[other].relative_to(ROOT))
+            if target.startswith(PROVINCES):
+                found.add(f"{name} -> {target}")
+    assert found == INTO_PROVINCES
+
+
+def test_a_public_class_name_is_used_once() -> None:
+    names = Counter(
+        node.name
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_heart_stays_small() -> None:
+    """At most 400 lines for the rollout, and 12 attributes for a branch."""
+    folder = ROOT / "agentenv" / "rollout"
+    assert len((folder / "rollout.py").read_text(encoding="utf-8").splitlines()) <= 400
+    tree = ast.parse((folder / "branch.py").read_text(encoding="utf-8"))
+    (branch,) = (one for one in tree.body if getattr(one, "name", "") == "Branch")
+    attributes = {
+        target.attr
+        for node in ast.walk(branch)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
+    }
+    assert len(attributes) <= 12, sorted(attributes)
+
+
+def test_each_province_has_its_folder_tests_and_page() -> None:
+    rows = [line.split("|")[1:-1] for line in section("Provinces").splitlines() if "`" in line]
+    assert len(rows) > 8
+    for _, folder, tests, page, _ in rows:
+        for name in re.findall(r"`(\S+/)`", folder + tests):
+            assert (ROOT / name).is_dir(), name
+        for name in re.findall(r"\((\S+\.md)\)", page):
+            assert (ROOT / "docs" / name).is_file(), name
