@@ -264,10 +264,12 @@ def test_keys_that_pages_name_exist() -> None:
 
 
 def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHON": sys.executable}
+    subprocess.run(["sh", ".ci/tree"], cwd=ROOT, env=environment, check=True)
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=280,

@@ -48,6 +48,7 @@ OURS = {
     "agentenv/base/untrusted.py": "the one place",
     "agentenv/base/tree.py": "a process of ours",
     "envs/grading/custom.py": "in a worker, a payload of ours",
+    "envs/grading/identifiers.py": "a literal of an answer; anything else is None",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/bridges/verifiers_env.py": "what the host sends to a package's process; a row of ours",

@@ -39,7 +39,7 @@ CHILD = "a child waits for what its parent asks, and ends with the connection"
 CALLER = "its callers bound it: "
 BEATS = "a worker that says nothing is given up, and one without its controller ends"
 SAME = "an event of the same loop; who sets it has a deadline"
-SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
+PEER = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 ANSWER = "settimeout(ANSWER_TIMEOUT_S)"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
 PERSON = "until a person says so, who can see it, or the run ends"
@@ -71,8 +71,8 @@ ALLOWED = {
     "agentenv/rollout/queue.py ReplayQueue.reserve: self._freed.wait": SAME,
     "envs/bridges/mcp_tools.py _all_tools: session.list_tools": CALLER + "START_TIMEOUT_S",
     "envs/bridges/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
-    "envs/sandbox/process.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
-    "envs/sandbox/process.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,
+    "envs/sandbox/process.py SessionChannel._read: asyncio.get_running_loop().sock_recv": PEER,
+    "envs/sandbox/process.py SessionChannel._send: asyncio.get_running_loop().sock_sendall": PEER,
     "envs/sandbox/fork_broker.py ForkInitializer.initialize: self._socket.recv": ANSWER,
     "envs/sandbox/fork_broker.py ForkInitializer.initialize: self._socket.sendall": ANSWER,
     "envs/sandbox/fork_broker.py _serve: os.waitpid": CHILD,
@@ -112,15 +112,15 @@ ALLOWED = {
     "assembly/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
     "agentenv/base/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within",
-    "evaluation/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
+    "evaluation/sweep.py SweepRunner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
-    "envs/bridges/openenv.py Session.begin: self.server.freed.wait": SAME,
+    "envs/bridges/openenv.py OpenEnvSession.begin: self.server.freed.wait": SAME,
     "training/loop/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,
-    "agentenv/endpoint/capture.py Session.next: self._came.wait": "its env, and the program's end",
-    "agentenv/endpoint/capture.py Session.reward: self._rewarded.wait": "the same",
-    "envs/bridges/verifiers_env.py Rollout.wait: self.process.wait": CALLER
+    "agentenv/endpoint/capture.py CaptureSession.next: self._came.wait": "env, end of the program",
+    "agentenv/endpoint/capture.py CaptureSession.reward: self._rewarded.wait": "the same",
+    "envs/bridges/verifiers_env.py VerifiersRollout.wait: self.process.wait": CALLER
     + "ProgramEnv._next, and stop",
     "envs/bridges/verifiers_env.py _serve: asyncio.to_thread": CHILD,
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
