@@ -13,6 +13,10 @@ from agentenv.envs.grading.text import Tables, unify
 
 _TABLES = Tables("identifiers")
 _FORM = _TABLES.pattern("identifier")
+_INSIDE = re.compile(rf"(?<![\w.#-])(?:{_FORM.pattern})(?![\w-]|\.\d)")
+_DENIED = re.compile(
+    rf",?\s*\b(?:and |but )?(?:not|rather than|instead of)\s+(?:{_FORM.pattern})(?![\w-]|\.\d)"
+)
 _PHONE = _TABLES.pattern("phone")
 _SECTION = _TABLES.pattern("section")
 _LABEL = _TABLES.pattern("label", re.IGNORECASE)
@@ -64,10 +68,27 @@ def identifier(text: str) -> str:
     return re.sub(r"^v(?=\d)", "", text.casefold())
 
 
+def without_denied(text: str) -> str:
+    """It is 3-1, for It is 3-1, not 4-2."""
+    return _DENIED.sub("", unify(text)).strip(" ,")
+
+
+def written_in(text: str) -> list[str]:
+    """The texts of the form of an identifier in a text, dates and ranges included."""
+    return [match[0] for match in _INSIDE.finditer(unify(text))]
+
+
+def is_written(text: str) -> bool:
+    """Whether a text has the form of an identifier."""
+    return len(text) <= MAX_CHARS and _FORM.fullmatch(_LABEL.sub("", bare(text))) is not None
+
+
 def same_marks(answer: str, gold: str) -> bool:
     """Whether two words of code have the same signs around them, as in #id, --all, **kwargs or
     __init__; a dot or an @ may be missing."""
     one, other = _marks(answer), _marks(gold)
+    if len(bare(answer).split()) > 1:  # a sentence
+        return not other or gold.strip() in answer
     return one == other or (one + other) in (".", "@") or (one == "____" and not other)
 
 

@@ -16,14 +16,28 @@ from msgspec import Struct
 
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading import dates, forms, quantities
-from agentenv.envs.grading.candidates import Gold
+from agentenv.envs.grading.candidates import (
+    is_framed_in,
+    is_named_in,
+    rivals_in,
+    without_decoration,
+)
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
-from agentenv.envs.grading.identifiers import identifier, literal, same_marks, unfenced
+from agentenv.envs.grading.gold import Gold, Same, gold_of, kind_of
+from agentenv.envs.grading.identifiers import (
+    identifier,
+    is_written,
+    literal,
+    same_marks,
+    unfenced,
+    without_denied,
+    written_in,
+)
 from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
-from agentenv.envs.grading.parts import OPENING, Same, amount_of
+from agentenv.envs.grading.parts import OPENING, amount_of
 from agentenv.envs.grading.quantities import same_quantity
 from agentenv.envs.grading.sentences import affirmed, has_verb, is_denied, same_statement, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
@@ -178,8 +192,8 @@ def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
     found = [_gold(gold, False) for gold in golds]
     if len(answer) <= MAX_ANSWER_CHARS:  # of a longer one all remains, which is stricter
-        return any(gold.rivals(gold.undecorated(answer)).certain for gold in found)
-    return any(gold.rivals(answer).certain for gold in found)
+        return any(rivals_in(gold, without_decoration(gold, answer)).certain for gold in found)
+    return any(rivals_in(gold, answer).certain for gold in found)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
@@ -214,7 +228,7 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     answer = answer[:MAX_ANSWER_CHARS]
     answer = unfenced(answer) if "```" in answer else answer
     found, wanted = clean(answer), clean(gold)
-    if _LETTERS.fullmatch(wanted) and answer.strip().casefold() == wanted.casefold():
+    if _LETTERS.fullmatch(gold) and answer.strip().casefold() == gold.casefold():
         return Finding(True, "words")
     if not same_marks(answer, gold) or _DOUBLED.findall(answer) != _DOUBLED.findall(gold):
         return Finding(False, "identifier")
@@ -222,15 +236,19 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
         return Finding(literal(answer) == literal(gold), "identifier")
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
-    if identifier(gold) and identifier(gold) == identifier(answer):
-        return Finding(True, "identifier")
+    if is_written(gold) and not all(
+        _compare(clean(one), wanted)[0] for one in written_in(without_denied(answer))
+    ):
+        return Finding(False, ONE_ANSWER)
+    if _gold(gold, ordered).kind == "identifier":
+        return _of_identifier(without_denied(answer), _gold(gold, ordered))
     if _VECTORS.search(gold):
         return Finding(same_dot(answer, gold), "products of vectors")
-    answer = _gold(gold, ordered).undecorated(answer)
+    answer = without_decoration(_gold(gold, ordered), answer)
     found = clean(answer)
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
-    if _gold(gold, ordered).is_framed_by(answer):
+    if is_framed_in(_gold(gold, ordered), answer):
         return Finding(True, "string")
     one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
@@ -241,6 +259,16 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
             again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one
+
+
+def _of_identifier(answer: str, gold: Gold) -> Finding:
+    """The verdict on an answer that must be an identifier, alone or in a sentence that names no
+    other."""
+    code = identifier(gold.text)
+    if identifier(answer) == code or is_framed_in(gold, answer):
+        return Finding(True, "identifier")
+    right, layer = _agree(without_decoration(gold, answer), gold.text)
+    return Finding(right is True, layer)
 
 
 def _ends_in_another(answer: str, gold: str, ordered: bool, is_truth: bool) -> bool:
@@ -255,12 +283,12 @@ def _ends_in_another(answer: str, gold: str, ordered: bool, is_truth: bool) -> b
 def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
     right, layer = _agree(answer, gold, ordered)
     wanted = _gold(gold, ordered)
-    if right is False and not wanted.is_named_by(answer):
+    if right is False and not is_named_in(wanted, answer):
         return Finding(False, layer)
-    rivals = wanted.rivals(answer)
+    rivals = rivals_in(wanted, answer)
     if rivals.certain:
         return Finding(False, ONE_ANSWER)
-    if right is False or (right is None and wanted.is_named_by(answer)):
+    if right is False or (right is None and is_named_in(wanted, answer)):
         return Finding(True, layer)
     if right and rivals.unsure:
         return Finding(None, layer, answer, rivals.unsure, agrees=True)
@@ -269,7 +297,7 @@ def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
 
 @lru_cache(maxsize=1024)
 def _gold(gold: str, ordered: bool) -> Gold:
-    return Gold(gold, _same(ordered))
+    return gold_of(gold, _same(ordered))
 
 
 def _same(ordered: bool) -> Same:
@@ -338,10 +366,10 @@ _found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer a
 @lru_cache(maxsize=16_384)
 def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
     """Whether they are the same (None: undecided), and the layer that decides."""
-    if squashed(found) == squashed(wanted):
+    if "\\" not in wanted and squashed(found) == squashed(wanted):
         return True, "string"
-    code = identifier(wanted)
-    if code and not dates.dates(wanted) and dates.minutes(wanted) is None:
+    if kind_of(wanted) == "identifier":
+        code = identifier(wanted)
         return identifier(found) == code or found == code.rpartition(" ")[2], "identifier"
     by_choice = _choice(found, wanted)
     if by_choice is not None:

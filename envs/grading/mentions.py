@@ -13,6 +13,7 @@ from msgspec import Struct
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth
 from agentenv.envs.grading.frame import FRAME, MASK, masked
+from agentenv.envs.grading.gold import Gold, meets
 from agentenv.envs.grading.parts import (
     ASIDES,
     EDGE,
@@ -30,7 +31,7 @@ from agentenv.envs.grading.parts import (
     is_role,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
-from agentenv.envs.grading.rivals import Rivalry
+from agentenv.envs.grading.rivals import is_same_time, restates
 from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import Joint, Tables, clean
 
@@ -82,121 +83,121 @@ class Mention(Struct, frozen=True):
         return match[1] if match is not None else ""
 
 
-class Mentions(Rivalry):
-    """A gold, and the mentions beside it."""
+def unexplained(gold: Gold, text: str, parts: Sequence[Part]) -> list[str]:
+    """The mentions in a text of these parts, which names the gold, that nothing explains."""
+    if gold.kind == "truth":
+        truths = {truth(word) for word in _TRUTH.findall(text)}
+        return [text] if truths - {None, truth(gold.text)} else []
+    is_name = gold.kind == "words" and gold.is_named
+    if not is_name and gold.kind not in ("number", "date", "time"):
+        return []
+    met = [part.text for part in parts if part.meets]
+    bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
+    hidden = masked(text, (*gold.forms, *bare)) if len(met) < len(parts) else ""
+    same = [amount for amount in (gold.amount, *map(amount_of, map(clean, met))) if amount]
+    others, found, start, last = [], [], 0, ""
+    for one in _mentions(hidden, is_name):
+        end = _end_of_same(gold, one, same)
+        start = max(start, end)
+        if len(one.before) < start:
+            continue
+        others.append(one)
+        is_joined = last and _JOINED.fullmatch(one.before.removeprefix(last))
+        if is_joined or _is_explained(gold, one):
+            last = one.before + one.text
+        else:
+            found.append(one.text)
+    amounts = [quantity(clean(one.text)) for one in others] if len(others) > 1 else []
+    total = sum(one.value for one in amounts if one)
+    is_sum = bool(amounts) and gold.amount is not None and gold.amount.value == total
+    return [] if is_sum else found
 
-    def unexplained(self, text: str, parts: Sequence[Part]) -> list[str]:
-        """The mentions in a text of these parts, which names the gold, that nothing explains."""
-        if self.kind == "truth":
-            truths = {truth(word) for word in _TRUTH.findall(text)}
-            return [text] if truths - {None, truth(self.text)} else []
-        is_name = self.kind == "words" and self.is_named
-        if not is_name and self.kind not in ("number", "date", "time"):
-            return []
-        met = [part.text for part in parts if part.meets]
-        bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
-        hidden = masked(text, (*self.forms, *bare)) if len(met) < len(parts) else ""
-        same = [amount for amount in (self.amount, *map(amount_of, map(clean, met))) if amount]
-        others, found, start, last = [], [], 0, ""
-        for one in _mentions(hidden, is_name):
-            end = self._end_of_same(one, same)
-            start = max(start, end)
-            if len(one.before) < start:
-                continue
-            others.append(one)
-            is_joined = last and _JOINED.fullmatch(one.before.removeprefix(last))
-            if is_joined or self._is_explained(one):
-                last = one.before + one.text
-            else:
-                found.append(one.text)
-        amounts = [quantity(clean(one.text)) for one in others] if len(others) > 1 else []
-        total = sum(one.value for one in amounts if one)
-        is_sum = bool(amounts) and self.amount is not None and self.amount.value == total
-        return [] if is_sum else found
 
-    def _end_of_same(self, mention: Mention, same: list[Quantity]) -> int:
-        """The end of a mention that is the gold, a part of it, the same amount in another unit, or
-        of another kind; 0 for another value."""
-        bare, end = clean(mention.text), len(mention.before) + len(mention.text)
-        if not bare or self.meets(bare) or self._restates(bare, ""):
-            return end
-        when = dates.dates(bare)
-        if self.kind in ("date", "time"):
-            words = bare.split()
-            tails = [" ".join(words[count:]) for count in range(len(words))]
-            return 0 if any(map(self._is_another_time, tails)) else end
-        if self.kind != "number":
-            return 0  # a name
-        if when:
-            return end if {date[0] for date in when} & {0, same[0].value} else 0
-        words = mention.after.split(None, MAX_WORDS_OF_AMOUNT)[:MAX_WORDS_OF_AMOUNT]
-        for count in range(len(words), -1, -1):
-            whole = clean(" ".join([mention.text, *words[:count]]).rstrip(EDGE))
-            amount = amount_of(whole)
-            if amount is not None and any(
-                same_quantity(amount, one) or is_conversion(amount, one, whole) for one in same
-            ):
-                return end + len(" ".join(words[:count]))
-        return 0
+def _end_of_same(gold: Gold, mention: Mention, same: list[Quantity]) -> int:
+    """The end of a mention that is the gold, a part of it, the same amount in another unit, or
+    of another kind; 0 for another value."""
+    bare, end = clean(mention.text), len(mention.before) + len(mention.text)
+    if not bare or meets(gold, bare) or restates(gold, bare, ""):
+        return end
+    when = dates.dates(bare)
+    if gold.kind in ("date", "time"):
+        words = bare.split()
+        tails = [" ".join(words[count:]) for count in range(len(words))]
+        return 0 if any(_is_another_time(gold, tail) for tail in tails) else end
+    if gold.kind != "number":
+        return 0  # a name
+    if when:
+        return end if {date[0] for date in when} & {0, same[0].value} else 0
+    words = mention.after.split(None, MAX_WORDS_OF_AMOUNT)[:MAX_WORDS_OF_AMOUNT]
+    for count in range(len(words), -1, -1):
+        whole = clean(" ".join([mention.text, *words[:count]]).rstrip(EDGE))
+        amount = amount_of(whole)
+        if amount is not None and any(
+            same_quantity(amount, one) or is_conversion(amount, one, whole) for one in same
+        ):
+            return end + len(" ".join(words[:count]))
+    return 0
 
-    def _is_another_time(self, text: str) -> bool:
-        is_when = dates.dates(text) or dates.minutes(text) is not None or _YEAR.fullmatch(text)
-        return bool(is_when) and not self._is_same_time(text)
 
-    def _is_explained(self, mention: Mention) -> bool:
-        """Whether grammar explains a mention as no answer."""
-        before, _ = mention.clause
-        if _RETRACTED.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
-            return True
-        if _INVERTED.search(mention.after):
-            return False
-        if _CONCLUDED.search(mention.after):
-            return True  # we have 3 rows, so the answer is
-        if _BESIDE.match(mention.after):
-            return False  # between 90 and the gold
-        if self._is_about_gold(mention):
-            return True
-        is_governed = _GOVERNED.search(before) is not None
-        if self.kind == "words":
-            return is_governed or self._is_described(mention)
-        if _OPERAND[0].search(mention.before) or _OPERAND[1].match(mention.after):
-            return True
-        is_counted = _is_noun(mention.next_word)
-        is_year = _YEAR.fullmatch(mention.text) is not None
-        if (is_governed and (is_counted or is_year)) or (is_year and is_counted):
-            return True
-        is_of_a_set = _SET.search(before) or (MASK in mention.after and has_verb(before))
-        return self.kind == "number" and bool(
-            (is_counted and is_of_a_set) or _CALCULATED.search(mention.before)
-        )
+def _is_another_time(gold: Gold, text: str) -> bool:
+    is_when = dates.dates(text) or dates.minutes(text) is not None or _YEAR.fullmatch(text)
+    return bool(is_when) and not is_same_time(gold, text)
 
-    def _is_described(self, mention: Mention) -> bool:
-        """Whether a name is a place, a role or an adjective of the gold, or part of a phrase."""
-        bare, before = clean(mention.text), mention.before.rstrip()
-        part = Part(bare, _JOINTS.get(before[-1:], ""))
-        if is_of_place(bare, self.rank, part) or is_role(bare) or is_note(bare, part):
-            return True
-        if before.endswith(MASK) or mention.after.lstrip().startswith(MASK):
-            return not _STARTS.search(before)
-        word = mention.next_word
-        is_a_kind = _is_noun(word) and _ARTICLE.fullmatch(mention.clause[0]) is not None
-        return is_a_kind or (
-            bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part))
-        )
 
-    def _is_about_gold(self, mention: Mention) -> bool:
-        """Whether the clause is a statement about the gold or a pronoun: it hosts the Louvre; not
-        "it is", which would name it."""
-        before, after = mention.clause
-        rest = f"{before} @ {after}"
-        words = re.sub(r"\b(?:the|an?)\s*$", "", before).split()
-        is_subject = mention.next_word not in FRAME and has_verb(f"N {mention.next_word} N")
-        if not is_subject and words and words[-1].strip(EDGE).casefold() in FRAME - {"because"}:
-            return False
-        if MASK in rest:
-            between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
-            return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
-        return _ANAPHOR.search(rest) is not None
+def _is_explained(gold: Gold, mention: Mention) -> bool:
+    """Whether grammar explains a mention as no answer."""
+    before, _ = mention.clause
+    if _RETRACTED.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
+        return True
+    if _INVERTED.search(mention.after):
+        return False
+    if _CONCLUDED.search(mention.after):
+        return True  # we have 3 rows, so the answer is
+    if _BESIDE.match(mention.after):
+        return False  # between 90 and the gold
+    if _is_about_gold(gold, mention):
+        return True
+    is_governed = _GOVERNED.search(before) is not None
+    if gold.kind == "words":
+        return is_governed or _is_described(gold, mention)
+    if _OPERAND[0].search(mention.before) or _OPERAND[1].match(mention.after):
+        return True
+    is_counted = _is_noun(mention.next_word)
+    is_year = _YEAR.fullmatch(mention.text) is not None
+    if (is_governed and (is_counted or is_year)) or (is_year and is_counted):
+        return True
+    is_of_a_set = _SET.search(before) or (MASK in mention.after and has_verb(before))
+    return gold.kind == "number" and bool(
+        (is_counted and is_of_a_set) or _CALCULATED.search(mention.before)
+    )
+
+
+def _is_described(gold: Gold, mention: Mention) -> bool:
+    """Whether a name is a place, a role or an adjective of the gold, or part of a phrase."""
+    bare, before = clean(mention.text), mention.before.rstrip()
+    part = Part(bare, _JOINTS.get(before[-1:], ""))
+    if is_of_place(bare, gold.rank, part) or is_role(bare) or is_note(bare, part):
+        return True
+    if before.endswith(MASK) or mention.after.lstrip().startswith(MASK):
+        return not _STARTS.search(before)
+    word = mention.next_word
+    is_a_kind = _is_noun(word) and _ARTICLE.fullmatch(mention.clause[0]) is not None
+    return is_a_kind or (bool(word) and (is_nationality(bare) or is_note(f"{bare} {word}", part)))
+
+
+def _is_about_gold(gold: Gold, mention: Mention) -> bool:
+    """Whether the clause is a statement about the gold or a pronoun: it hosts the Louvre; not
+    "it is", which would name it."""
+    before, after = mention.clause
+    rest = f"{before} @ {after}"
+    words = re.sub(r"\b(?:the|an?)\s*$", "", before).split()
+    is_subject = mention.next_word not in FRAME and has_verb(f"N {mention.next_word} N")
+    if not is_subject and words and words[-1].strip(EDGE).casefold() in FRAME - {"because"}:
+        return False
+    if MASK in rest:
+        between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
+        return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
+    return _ANAPHOR.search(rest) is not None
 
 
 def _is_noun(word: str) -> bool:

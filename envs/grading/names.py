@@ -17,23 +17,21 @@ from agentenv.envs.grading.words import (
 MAX_CHARS = 400  # no name is longer
 MAX_PLACE_CHARS = 120
 _NAME_TABLES = Tables("names")
-_TITLES: dict[str, str] = {
-    short: long for long, forms in _NAME_TABLES["titles"].items() for short in (long, *forms)
-}
+_LONG = [*_NAME_TABLES["plain_titles"], *_NAME_TABLES["titles"]]
+_TITLES = {**{name: name for name in _LONG}, **_NAME_TABLES.by_form("titles")}
 _COURTESIES = frozenset(_NAME_TABLES["courtesies"])
 _BEFORE_TITLES = frozenset(_NAME_TABLES["before_titles"])
 _BEFORE_RANKS = frozenset(_NAME_TABLES["before_ranks"])
 _DEGREES = frozenset(_NAME_TABLES["degrees"])
-_KINDS: dict[str, str] = {
-    short: long for long, forms in _NAME_TABLES["kinds"].items() for short in (long, *forms)
-}
+_LONG_KINDS = [*_NAME_TABLES["plain_kinds"], *_NAME_TABLES["kinds"]]
+_KINDS = {**{name: name for name in _LONG_KINDS}, **_NAME_TABLES.by_form("kinds")}
 _NO_PERSON = frozenset(_NAME_TABLES["no_person"])
 _FEATURES = frozenset(_NAME_TABLES["features"])
 _GIVEN = frozenset(_NAME_TABLES["given"])
 _PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
-_ALIASES: dict[str, str] = _NAME_TABLES["aliases"]
-STATES: dict[str, str] = _NAME_TABLES["states"]  # by their letters
+_ALIASES = _NAME_TABLES.by_form("aliases")
+STATES: dict[str, str] = dict(one.split(" ", 1) for one in _NAME_TABLES["states"])  # by letters
 
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
 _OPENING = _NAME_TABLES.pattern("opening", re.IGNORECASE)

@@ -119,8 +119,9 @@ def _value(number: str) -> Fraction | None:
 
 
 _NUMBER_TABLES = Tables("numbers")
-CARDINALS: dict[str, int] = _NUMBER_TABLES["cardinals"]
-ORDINALS: dict[str, int] = _NUMBER_TABLES["ordinals"]
+_IN_ORDER = (*range(20), *range(20, 100, 10))
+CARDINALS: dict[str, int] = dict(zip(_NUMBER_TABLES["cardinals"], _IN_ORDER, strict=True))
+ORDINALS: dict[str, int] = dict(zip(_NUMBER_TABLES["ordinals"], _IN_ORDER, strict=True))
 _PARTS: dict[str, int] = {
     **{word: value for word, value in ORDINALS.items() if value > 2},
     **_NUMBER_TABLES["parts"],

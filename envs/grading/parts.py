@@ -9,12 +9,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
 
 from msgspec import Struct
 
-from agentenv.envs.grading import dates, forms
-from agentenv.envs.grading.forms import several, special, truth, without_name
+from agentenv.envs.grading import dates
+from agentenv.envs.grading.forms import truth
 from agentenv.envs.grading.names import STATES, country_of, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
@@ -273,36 +272,8 @@ def is_nationality(text: str) -> bool:
     return _NATIONAL.search(text) is not None
 
 
-Kind = Literal[
-    "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
-]
-Same = Callable[[str, str], bool | None]
-
 BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 MAX_COMPOUND = 60
-
-
-def kind_of(gold: str) -> Kind:
-    """The layer that a cleaned gold belongs to."""
-    if forms.is_choice(gold) or forms.labeled(gold) is not None:
-        return "choice"
-    if truth(gold) is not None:
-        return "truth"
-    if special(gold):
-        return "special"
-    if dates.minutes(gold) is not None:
-        return "time"
-    if dates.period(gold) is not None:
-        return "span"
-    if amount_of(gold) is not None:
-        return "number"
-    if dates.dates(gold):
-        return "date"
-    if is_range(gold):
-        return "span"
-    if several(without_name(gold)) is not None:
-        return "list"
-    return "words" if is_wordy(gold) else "math"
 
 
 def is_compound(text: str) -> bool:

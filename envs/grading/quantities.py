@@ -26,7 +26,7 @@ _OWN = {
     for dimension, units in _UNIT_TABLES["units"].items()
     for name, factor in units.items()
 }
-_NAMES: dict[str, str] = _UNIT_TABLES["names"]
+_NAMES = _UNIT_TABLES.by_form("names")
 # pint reads "cats" as centi-atmospheres: prefixes are taken before the units that carry them only
 _PREFIXED = frozenset(
     str.split(

@@ -11,7 +11,6 @@ from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.text import Tables, lines, named_again, sentences
 from agentenv.envs.grading.words import (
     is_numeral,
-    same_signs,
     singular,
     tokens,
 )
@@ -45,15 +44,6 @@ _PREDICATED = re.compile(
     r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
 )
 _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
-
-
-_ANNOUNCED = _SENTENCE_TABLES.pattern("announced", re.IGNORECASE)
-
-
-def announcement(text: str) -> str:
-    """The words that announce a second answer; "" if there are none."""
-    match = _ANNOUNCED.search(text)
-    return match[0] if match is not None else ""
 
 
 def is_hedged(text: str) -> bool:
@@ -170,25 +160,6 @@ def _amounts_to(
     if is_plain:
         return has_verb and same(last[0].rstrip(","))
     return len(amounts) == 1 and same(clause[last.start() :])
-
-
-def _names(clause: str, wanted: str) -> bool:
-    """Whether the clause contains the words of the gold together, and no other name or number."""
-    words = clause.split()
-    gold = tokens(wanted)
-    if not gold or not any(map(str.isalpha, gold)):
-        return False
-    others = tokens(" ".join([words[0].lower(), *words[1:]]))
-    for place in range(len(others) - len(gold) + 1):
-        if others[place : place + len(gold)] == gold:
-            break
-    else:
-        return False
-    capitals = {token for word in words[1:] if word[:1].isupper() for token in tokens(word)}
-    numbers = {token for token in others if is_numeral(token)}
-    if not (capitals | numbers) <= set(gold) or not same_signs(clause, wanted):
-        return False
-    return wanted != wanted.lower() or len(gold) > 1
 
 
 # Two sentences.

@@ -38,6 +38,10 @@ class Tables:
         """A list as a set."""
         return frozenset(self._tables["words"][name])
 
+    def by_form(self, name: str) -> dict[str, str]:
+        """A table of words, each with a list of its other forms, by the form."""
+        return {form: word for word, forms in self._tables[name].items() for form in forms}
+
     def text(self, name: str) -> str:
         """The text of a regular expression."""
         return self._filled(self._tables["patterns"][name])

@@ -19,7 +19,7 @@ NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 _TABLES = Tables("words", signs=SIGNS)
 _SIGN_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
 
-_COMMANDS: dict[str, str] = _TABLES["commands"]
+_COMMANDS = _TABLES.by_form("commands")
 _FORMAT = _TABLES.words("format")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTILINE)
@@ -29,10 +29,9 @@ _GREEK = re.compile("(?<![\u0370-\u03ff])[\u0391-\u03c9](?![\u0370-\u03ff])")
 _A = re.compile(r"(?<![\w'.])[Aa](?![\w'.])")
 _LETTERED = _TABLES.pattern("lettered", re.IGNORECASE)
 _BEHIND_A_NAME = _TABLES.pattern("behind_a_name")
-_SHORT: dict[str, str] = _TABLES["short"]
+_SHORT = _TABLES.by_form("short")
 _PLURALS: dict[str, str] = _TABLES["plurals"]
-_STROKES: dict[str, str] = _TABLES["strokes"]
-_VOWELS: dict[str, str] = _TABLES["vowels"]
+_STROKES, _VOWELS = _TABLES.by_form("strokes"), _TABLES.by_form("vowels")
 _INITIALS = re.compile(r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,}|ph\.\s?d\b\.?)")
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_CHARACTER = re.compile(f"[{_CJK}]")

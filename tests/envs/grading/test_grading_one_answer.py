@@ -23,8 +23,9 @@ from agentenv.base.types import Message, Task
 from agentenv.contract.env import close_shared
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several
+from agentenv.envs.grading.gold import kind_of
 from agentenv.envs.grading.layers import Layered, TokenF1, compare
-from agentenv.envs.grading.parts import is_named, is_nationality, kind_of, rank_of
+from agentenv.envs.grading.parts import is_named, is_nationality, rank_of
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.grading.text import clean
 from agentenv.envs.grading.words import has_cjk
