@@ -20,7 +20,7 @@ DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 MOST = {  # lines of code, and the goal
     "core": (16_500, 15_000),
     "wheel": (63_450, 58_000),
-    "tests": (62_500, 58_000),
+    "tests": (62_600, 58_000),
     "benchmarks": (5_950, 5_950),
     "tables": (3_400, 3_400),
 }

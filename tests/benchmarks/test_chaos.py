@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agentenv.base.errors import PACKAGES
-from agentenv.rollout.frames import Began, Finished, Frame, Leased, Trained
+from agentenv.rollout.frames import Began, Counts, Finished, Frame, Leased, Mark, Trained
 from benchmarks import bench
 from benchmarks.parts import chaos
 from benchmarks.parts.chaos import Witness
@@ -57,7 +57,8 @@ def seen(*starts: list[Frame]) -> Witness:
 
 
 def begun(tree: int) -> list[Frame]:
-    return [Began(tree, f"t{tree}", 0, 1, "s"), Finished(tree, 0, [], None)]  # type: ignore[arg-type]
+    counts, marks = Counts(1, 1, 0, 0, 0), [Mark(1, tree, place) for place in (0, 1)]
+    return [Began(tree, f"t{tree}", 0, 1, "s", marks[0]), Finished(tree, 0, [], counts, marks[1])]
 
 
 def test_a_repeated_step_is_not_a_duplicate() -> None:

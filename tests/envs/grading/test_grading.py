@@ -154,7 +154,7 @@ def test_plain_answers_enter_only_the_modules_they_need(
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if path.parent.name == "grading":
+        if path.parent.name == "grading" and "tests" not in path.parts:
             files.add(path.stem)
 
     sys.setprofile(note)
