@@ -23,7 +23,7 @@ from agentenv.base.disk import append_whole, make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.learners.ranks.checkpoint import write_tensors
 from agentenv.rollout.archive import Archive
-from agentenv.rollout.frames import ArchiveConfig, Began, JournalConfig
+from agentenv.rollout.frames import ArchiveConfig, Began, JournalConfig, Mark
 from agentenv.rollout.journal import Journal
 from tests.test_archive import header, kept
 

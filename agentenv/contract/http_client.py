@@ -56,7 +56,7 @@ Logprob = Annotated[float, Meta(le=1.0)]  # with tolerance for rounding
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # exact as a float
 
 
-class RequestRefusedError(EngineError):
+class RefusedError(EngineError):
     """The server rejected the request; `status` is the HTTP status, `reason` the server's text."""
 
     is_final = True
@@ -220,7 +220,7 @@ class ServerClient:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
-        except RequestRefusedError as error:
+        except RefusedError as error:
             raise ConfigError(
                 f"{self.name} answers {error.status} to GET /openapi.json, which lists the routes "
                 "of an engine: it is not an engine server, or it was started with "
@@ -318,7 +318,7 @@ class ServerClient:
             raise FailedError(text, status, reason)
         if status == 401:
             text += "; check the API key of this server"
-        raise RequestRefusedError(text, status, reason)
+        raise RefusedError(text, status, reason)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
         # Not readline, whose limit is below a line with the log-probs of a whole vocabulary.

@@ -15,7 +15,7 @@ from msgspec import Meta, field
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Completion, VersionSpan
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.contract.http_client import FailedError, RequestRefusedError, SilentServerError
+from agentenv.contract.http_client import FailedError, RefusedError, SilentServerError
 from agentenv.contract.request import ServerLostError
 from agentenv.text.endpoint import ModelEndpoint
 
@@ -125,7 +125,7 @@ class EndpointEngine(Engine):
             raise EngineDeadError(self._dead)
         try:
             yield
-        except RequestRefusedError as error:
+        except RefusedError as error:
             if error.status not in HOPELESS:
                 raise
             self._dead = str(error)

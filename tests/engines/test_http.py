@@ -16,7 +16,7 @@ import pytest
 
 from agentenv.assembly.run.terminal import is_shown
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.contract.http_client import FailedError, RequestRefusedError, ServerClient
+from agentenv.contract.http_client import FailedError, RefusedError, ServerClient
 from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,
@@ -74,7 +74,7 @@ def answering(status: str, body: str) -> Handler:
 )
 async def test_a_refusal_reports_the_reason_of_the_server(body: str) -> None:
     async with serving(answering("400 Bad Request", body)) as client:
-        with pytest.raises(RequestRefusedError, match="/x answered 400: too long") as caught:
+        with pytest.raises(RefusedError, match="/x answered 400: too long") as caught:
             await client.call("POST", "/x", {"a": 1})
     assert (caught.value.status, caught.value.reason) == (400, "too long")
     assert not isinstance(caught.value, ServerLostError)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.types import Chunk, Completion, VersionSpan
-from agentenv.contract.http_client import RequestRefusedError, ServerClient
+from agentenv.contract.http_client import RefusedError, ServerClient
 from agentenv.contract.request import (
     ForeignWeightsError,
     NoDescriptorError,
@@ -387,7 +387,7 @@ class RemoteServer(ABC, Generic[F]):
         """POST; raises RefusedError also for an answer with success: false."""
         answer = await self._http.call_json("POST", path, body, params=params, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise RequestRefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
+            raise RefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; ignores errors, since a request may have ended, possibly with its

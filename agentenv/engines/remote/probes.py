@@ -17,7 +17,7 @@ from agentenv.contract.http_client import (
     Count,
     Logprob,
     MalformedReplyError,
-    RequestRefusedError,
+    RefusedError,
     ServerClient,
 )
 from agentenv.contract.request import PartEnd, ServerInfo, ServerRequest
@@ -430,7 +430,7 @@ async def _top_logprobs(
     try:
         answer = await http.call_as(_Probed, "POST", "/generate", body)
         top = (answer.meta_info.output_top_logprobs or [])[0] or []
-    except (RequestRefusedError, MalformedReplyError, IndexError) as error:
+    except (RefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
     return {token: logprob for logprob, token, _ in top if logprob is not None}
 

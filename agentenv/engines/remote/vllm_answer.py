@@ -15,7 +15,7 @@ from msgspec import Struct
 from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk
 from agentenv.base.untrusted import decode
-from agentenv.contract.http_client import Count, FailedError, Logprob, RequestRefusedError
+from agentenv.contract.http_client import Count, FailedError, Logprob, RefusedError
 from agentenv.contract.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.probes import (
@@ -154,7 +154,7 @@ class VLLMAnswer(AnswerParser):
             text = f"{self._server} aborted the request: {failure.message}"
             if failure.code == 429:
                 raise BusyError(text)
-            kind = FailedError if failure.code >= 500 else RequestRefusedError
+            kind = FailedError if failure.code >= 500 else RefusedError
             raise kind(text, failure.code, failure.message)
         if found.usage is not None and found.usage.prompt_tokens_details is not None:
             cached = found.usage.prompt_tokens_details.cached_tokens

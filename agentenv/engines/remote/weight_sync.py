@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from agentenv.base.errors import EngineError
 from agentenv.base.offload import in_thread
-from agentenv.contract.http_client import FailedError, RequestRefusedError
+from agentenv.contract.http_client import FailedError, RefusedError
 from agentenv.contract.request import ServerLostError
 from agentenv.contract.weights import (
     Bucket,
@@ -144,7 +144,7 @@ class WeightSync(RemoteServer[F]):
             self.pause_wait_s = loop.time() - requested_s
             try:
                 await change()
-            except RequestRefusedError:
+            except RefusedError:
                 await self._resume()
                 refused, self._unusable = True, before
                 raise
@@ -193,7 +193,7 @@ class WeightSync(RemoteServer[F]):
         try:
             await self._post(routes.start, routes.empty)
         except (
-            RequestRefusedError,
+            RefusedError,
             FailedError,
         ):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
