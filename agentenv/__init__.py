@@ -2,7 +2,7 @@
 
 `agentenv.train` and `agentenv.evaluate` are those of agentenv.training.api, loaded on first use.
 
-Custom environments can import their names from here; the rest is in these rooms, each of which
+Custom environments can import their names from here; the rest is in these packages, each of which
 imports only those above it:
 
     base        types, tree, errors, config, registry; deadline (clocks), offload (threads and

@@ -2,8 +2,9 @@
 
 A group with a single member keeps its reward, and the log-ratio is not clamped. AEPO's z-score is
 over the micro-batch, from current entropies, and not clamped. Equal rewards leave rounding noise,
-which credits do not contain (`learners.credit.tree_credit`): such a group has no signal. The
-released code's weighting of micro-batches, which depends on the packing, is not reproduced.
+which credits do not contain (`agentenv.learners.algorithms.credit.tree_credit`): such a group has
+no signal. The released code's weighting of micro-batches, which depends on the packing, is not
+reproduced.
 
 The rollouts of ARPO and AEPO also differ from the papers. Both compare the segment before the tool
 result with the first segment of the trajectory's own list entry, by sums of entropies:

@@ -64,14 +64,14 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Where a walk begins: a file (regular expression) and functions, of this code or an older one.
 ENTRIES = {
-    "turn": (r"agentenv/(actor|rollout|growth|branch)\.py", ("_generate", "generate")),
+    "turn": (r"agentenv/(?:rollout/)?(actor|rollout|growth|branch)\.py", ("_generate", "generate")),
     "weights": (r"(?:launchers/rl|pipelines/rl|training/loop)/\w+\.py", ("publish",)),
     "gradient": (
-        r"(?:launchers/rl|pipelines/rl|training/loop)/\w+\.py|learners/(deepspeed_learner|trainer)\.py",
+        r"(?:launchers/rl|pipelines/rl|training/loop)/\w+\.py|learners/(?:ranks/)?(deepspeed_learner|trainer)\.py",
         ("settle", "update"),
     ),
 }
-NOT_A_TURN = r"envs/.*|agentenv/(tool\w*|env|open_envs|renderer)\.py"
+NOT_A_TURN = r"envs/.*|agentenv/(?:\w+/)?(tool\w*|env|open_envs|renderer)\.py"
 WINDOW = (
     r"(?:launchers/rl|pipelines/rl|training/loop)/training\.py",
     ("run_rl", "_run_rl", "_reinforce", "reinforce"),
@@ -292,7 +292,8 @@ def traced(repo: Path, command: list[str], place: Path) -> dict[str, set[str]]:
 def trace() -> None:
     """Called at the start of each process of a traced command."""
     if not any(
-        re.search(r"launchers/(train|evaluate)\.py|learners\.worker", one) for one in sys.orig_argv
+        re.search(r"launchers/(train|evaluate)\.py|learners\.(?:worker|ranks\.rank_process)", one)
+        for one in sys.orig_argv
     ):
         return
     import atexit

@@ -1,4 +1,4 @@
-"""The system prompt of an episode."""
+"""Puts a system prompt into an environment's messages."""
 
 from __future__ import annotations
 

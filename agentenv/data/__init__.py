@@ -1,1 +1,1 @@
-"""Tasks: datasets, their rows and files, the order of a curriculum, the cold start."""
+"""Tasks: datasets, their rows and files, the order of a curriculum."""

@@ -13,7 +13,7 @@ without these keys in the column ground_truth becomes an answer as JSON, for a c
 
 The metadata has everything that is not a field of the task: other columns, whole objects, and an
 answer that is not plain text, as metadata["ground_truth"]. Nulls are dropped. A system prompt goes
-to metadata["system_prompt"], where `agentenv/text/prompt.py` finds it.
+to metadata["system_prompt"], where `agentenv/contract/instruction.py` finds it.
 """
 
 from __future__ import annotations

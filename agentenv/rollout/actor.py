@@ -1,8 +1,8 @@
 """The actor: rolls out tasks with one engine, renderer and environment type.
 
 It serves any number of concurrent rollouts, each of which grows one tree (`rollout.py`) with
-`RolloutHooks`. Evaluation (`ask`, `evaluate`) is the same rollout with the plan `Independent` and a
-list instead of a queue.
+`RolloutHooks`. Evaluation (`run_questions`, `evaluate`) is the same rollout with the plan
+`Independent` and a list instead of a queue.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ async def evaluate(
     actor: Actor, tasks: Sequence[Task], *, num_samples: int = 1, concurrency: int = 256
 ) -> list[TrajectoryTree]:
     """Roll out every task `num_samples` times, at most `concurrency` trajectories at a time unless
-    one task has more; one tree per task, in the order of the tasks. Seeds are those of `ask`.
+    one task has more; one tree per task, in the order of the tasks. Seeds are those of
+    `run_questions`.
     """
     places = asyncio.Semaphore(max(1, concurrency // num_samples))
 

@@ -44,7 +44,7 @@ class ActorParts:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)  # earlier versions reproduce their samples
+        self._draws.seed(key)
         return self._draws.getrandbits(63)
 
     @property

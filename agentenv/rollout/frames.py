@@ -10,7 +10,7 @@ recognized. The journal has one for each event of a tree or a step:
     Finished   all its branches have ended: the queue may deliver it
     Leased     the learner takes these trees for a step
     Trained    their outcome; weights trained on them are live
-    Refused    no step trains them: they are rolled out again
+    StepRefused  no step trains them: they are rolled out again
     WorkerLost its worker was lost; the number of consecutive losses without progress
 
 Each is an array. It does not name its writer, so that a worker on another host can write it. A

@@ -436,7 +436,7 @@ class TreeRecord:
         )
 
     def _mark(self) -> Mark:
-        """Of the next frame."""
+        """The mark of the next frame."""
         self._num_frames += 1
         return Mark(self._journal.incarnation, self._number, self._num_frames)
 

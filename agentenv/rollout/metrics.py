@@ -31,8 +31,7 @@ Metrics = dict[str, float]
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
     """Metrics of one step's trees, averaged over trajectories. Lengths are in tokens, entropy in
     nats; staleness is the number of published versions between the oldest sampled token and the
-    learner. Rewards and success include only trees that began at their question, since given turns
-    are chosen to change them."""
+    learner."""
     seen = _Seen(learner_version)
     for tree in trees:
         seen.add(tree)

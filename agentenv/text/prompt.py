@@ -1,5 +1,4 @@
-"""The system prompt of an episode: its configuration, the included presets, files, and the system
-prompts of rows."""
+"""Loads the system prompt of an episode: a preset, a file, or the one that rows share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The frame of a training run, of a command or from Python: its folder, log, monitors and end."""
+"""What surrounds a training run, started by a command or from Python: its folder, log, monitors and
+end."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _signal(recent: Sequence[Row], last: str) -> Iterator[Health]:
     )
     success = _mean(recent, "reward/success")
     if not any("learner/num_trained" in row for row in recent):
-        return  # a run of an earlier version does not count them
+        return
     if not groups:
         yield Health("unhealthy", f"in {last}, no tree had a signal")
     elif equal / groups > EQUAL and success < SOLVED:

@@ -44,8 +44,8 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     those of groups of equal returns included (queue.equal_groups), from entropies of the old
     policy, so that z depends neither on micro-batches nor on the step; the multiplier is clamped to
     [0, 2], so that no advantage changes its sign; missing entropies are an error. compat =
-    "reference" is the released code, `reference.algorithms`: z over the micro-batch, from current
-    entropies, not clamped; its own forks and split (its scripts have budget_split = false).
+    "reference" is the released code, `agentenv.reference.algorithms`: z over the micro-batch, from
+    current entropies, not clamped; its own forks and split (its scripts have budget_split = false).
     """
 
     budget_split: Annotated[

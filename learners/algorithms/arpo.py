@@ -64,7 +64,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     from forking itself. fork_criterion = "relative" lets the signal decide; the signal carries
     information only with an entropy_window that reaches past a turn's opening phrase.
 
-    compat = "reference" is the released code, `reference.algorithms`; entropy_window is
+    compat = "reference" is the released code, `agentenv.reference.algorithms`; entropy_window is
     then always 20 tokens.
     """
 

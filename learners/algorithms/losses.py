@@ -23,8 +23,9 @@ class LossBatch:
     the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
     of the positive and of the negative advantages of the leaves below a token; weight: number of
     leaves; if the aggregation is over sequences, each leaf counts with its coefficient
-    (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
-    aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
+    (`agentenv.learners.trees.minibatch`). The scalars belong to the whole mini-batch: the
+    denominator of the aggregation, and mean and unbiased standard deviation of `entropies` over the
+    flat tokens.
 
     importance: truncated and masked proximal / behavior. sum_weight: sum of `weight` over the
     computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.

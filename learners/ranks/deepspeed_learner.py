@@ -189,7 +189,8 @@ class DeepSpeedLearner:
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
-        """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
+        """One optimizer step of DPO (`agentenv.learners.ranks.dpo`) on pairs with the reference's
+        log-probs."""
         if not pairs:
             return {"num_steps": 0.0}
         replies = await self._spread(pairs, lambda own: wire.Prefer(own, beta, lr_scale))
@@ -255,7 +256,7 @@ class DeepSpeedLearner:
         await self._exchange([command] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
-        """Write the same directory without a new version."""
+        """As `publish`, without a new version."""
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
 

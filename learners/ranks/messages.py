@@ -238,7 +238,7 @@ class LeaveGroup(RankCommand[RankDone]):
 
 class ShareWeights(RankCommand[RankShared]):
     """Increment the policy version, and copy its weights to memory that servers of the machine can
-    read (agentenv/learners/ranks/shared.py). With a problem, which all ranks report, the version is
+    read (learners/ranks/shared.py). With a problem, which all ranks report, the version is
     unchanged. `sleeps_next`: the ranks then sleep with the copy in place; `num_readers`: servers
     that share a GPU."""
 

@@ -2,10 +2,11 @@
 
     python -m agentenv.learners.ranks.rank_process
 
-Environment variables have the controller's address and a secret token (`learners.messages`), and
-the rank's number, from torchrun, the DeepSpeed launcher or Slurm (`find_position`). `join_ranks`
-joins the ranks, `serve` lets the `Rank` execute the commands. The process ends when the
-controller stops it, dies, or closes the connection; the controller handles keyboard interrupts.
+Environment variables have the controller's address and a secret token
+(`agentenv.learners.ranks.messages`), and the rank's number, from torchrun, the DeepSpeed launcher
+or Slurm (`find_position`). `join_ranks` joins the ranks, `serve` lets the `Rank` execute the
+commands. The process ends when the controller stops it, dies, or closes the connection; the
+controller handles keyboard interrupts.
 """
 
 from __future__ import annotations

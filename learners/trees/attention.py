@@ -3,8 +3,8 @@
 `use_tree_attention(model)` once; then pass `tree_layout=` and `attention_mask=NO_MASK` to the
 model. Without a layout the model computes as before.
 
-In a packed tree (`learners.batch`) query q sees key k iff k <= q < end[k]. The layout chooses how
-to compute that:
+In a packed tree (`agentenv.learners.trees.batch`) query q sees key k iff k <= q < end[k]. The
+layout chooses how to compute that:
 
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`

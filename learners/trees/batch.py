@@ -7,9 +7,9 @@ The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, ea
     log p(t)       reads logits[pred[t]]     the token before t on its path, not t - 1
 
 A `MicroBatch` computes each token once, without padding. Attention separates trees and computes
-only visible pairs (`learners.attention`). A tree larger than the budget is cut, and its pieces
-repeat the path to them; gradients are the same, since a repeated token has its loss in one piece
-only.
+only visible pairs (`agentenv.learners.trees.attention`). A tree larger than the budget is cut, and
+its pieces repeat the path to them; gradients are the same, since a repeated token has its loss in
+one piece only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentenv.learners.algorithms.credit import Floats, TreeCredit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Layout = Literal["tree", "segments", "padded"]  # see `learners.layouts`
+Layout = Literal["tree", "segments", "padded"]  # see `agentenv.learners.trees.layouts`
 LAYOUTS: tuple[Layout, ...] = ("tree", "segments", "padded")
 
 LINKS = ("pred", "depth", "end")
@@ -61,8 +61,8 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
-    Several ranks may have parts of a tree (`learners.partition`). A part has all nodes; those that
-    do not lead to its leaves have no tokens. It trains only some of its tokens.
+    Several ranks may have parts of a tree (`agentenv.learners.trees.partition`). A part has all
+    nodes; those that do not lead to its leaves have no tokens. It trains only some of its tokens.
 
     is_counted: a group without a signal, whose tokens have no gradient: it counts in the
     denominators and statistics of its mini-batch, but is in no micro-batch.

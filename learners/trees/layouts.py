@@ -1,8 +1,9 @@
 """The layout of a rank's micro-batches: the fastest one, as measured in the first updates.
 
-    tree      every shared token once, attention in the form of the device (`learners.attention`)
-    segments  the same tokens, attention by `learners.segments`
-    padded    one row per trajectory (`learners.partition.pack`)
+    tree      every shared token once, attention in the form of the device
+    (`agentenv.learners.trees.attention`) segments  the same tokens, attention by
+    `agentenv.learners.trees.segments` padded    one row per trajectory
+    (`agentenv.learners.trees.partition.pack`)
 
 Loss and gradient are the same, up to rounding. The time of a micro-batch in layout L is fitted, by
 non-negative least squares of the relative error, as

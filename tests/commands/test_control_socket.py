@@ -147,7 +147,7 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
         (b"rm -rf /\n", b"refused"),
         (b'{"type":"status","more":1}\n', b"unknown field"),
         (b'{"type":"cancel","trees":"all"}\n', b"refused"),
-        (b'{"type":"set","values":[]}\n', b"refused"),  # of an earlier version
+        (b'{"type":"set","values":[]}\n', b"refused"),
         (b"[" * 5000 + b"\n", b"refused"),
         (b"x" * (2 * MAX_REQUEST), b"refused"),
     ],

@@ -2,8 +2,8 @@
 
 Each pass: all active trajectories get one segment, then tools run, then survivors may fork, then
 prompts without survivors get one refill. Forks and refills are decided by the real plans of
-`reference.algorithms` on real trees; the loop adds what only a barrier over a batch has: baselines
-by list index that outlive a batch, and the count of passes in a row per prompt.
+`agentenv.reference.algorithms` on real trees; the loop adds what only a barrier over a batch has:
+baselines by list index that outlive a batch, and the count of passes in a row per prompt.
 """
 
 from __future__ import annotations

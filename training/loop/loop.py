@@ -5,7 +5,7 @@
     update     the self-critic's round and the learner's update     learners/
     publish    new weights into the engine, trees into the archive  publishing.py, recorder.py
     release    the slots of the trees, for new rollouts             agentenv/rollout/queue.py
-    record     figures, score, the row of metrics                   report.py
+    record     figures, score, the row of metrics                   step_report.py
 
 Rollouts continue meanwhile (feeder.py). The journal receives events (frames.py), and an action that
 a user requests (control.py) runs between two steps.

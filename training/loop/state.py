@@ -171,7 +171,7 @@ class RunState(Struct):
     position: int = 0
     incarnation: int = 0
     line: int = 0
-    counters: TreeCounters = field(default_factory=TreeCounters, name="ledger")
+    counters: TreeCounters = field(default_factory=TreeCounters)
     totals: Totals = field(default_factory=Totals)
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Its base types are vLLM's, which is in another environment.
-"""vLLM's end of weights in shared memory of the learner (agentenv/learners/ranks/shared.py).
+"""vLLM's end of weights in shared memory of the learner (learners/ranks/shared.py).
 
 The backend "agentenv_ipc" of --weight-transfer-config, which `agentenv_vllm.register` registers.
 The learner's ranks and vLLM's workers are processes of one user on one machine: a worker maps the

@@ -47,7 +47,6 @@ def test_passages_are_found_by_place_and_by_id(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_depend_on_the_length_of_passages(tmp_path: Path) -> None:
-    """benchmarks/parts/bench_search.py --corpus 1000000 measures a million."""
     number, rng = 20_000, Random(0)
     path = tmp_path / "corpus.jsonl"
     with path.open("w") as file:
