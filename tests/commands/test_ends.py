@@ -67,9 +67,9 @@ def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
     step: one update per step, since the script leaves no group with equal returns."""
     path = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
     state = json.loads((path / "state.json").read_text())
-    ledger = state["ledger"]
+    counted = state["counters"]
     assert path.name == f"step-{state['step']:06d}"
-    assert state["position"] == 2 * state["step"] == ledger["offered"]
+    assert state["position"] == 2 * state["step"] == counted["offered"]
     for folder in (path, path / "trainer"):
         count = json.loads((folder / COUNT).read_text())
         assert count["updates"] == state["step"] - num_untrained(run, state["step"])
