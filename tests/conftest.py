@@ -88,12 +88,16 @@ def pytest_sessionfinish() -> None:
     forkserver.close_all()
 
 
+_kept: list[dict[object, object]] = []
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_shared() -> Iterator[None]:
     """The order of modules changes nothing: none sees the shared resources of the one before, which
     count in the metrics of a run."""
     yield
     if env := sys.modules.get("agentenv.contract.env"):
+        _kept.append(dict(env._resources))  # they end with the process, as they did in use
         env.forget_shared()
 
 

@@ -210,7 +210,7 @@ def test_a_third_signal_ends_a_process_that_cannot_write_to_stderr() -> None:
 
 HANGING = """
 import sys, time
-from agentenv import offload
+from agentenv.base import offload
 from agentenv.base.errors import StallError
 from agentenv.assembly.run import terminal
 offload.HANGS_S = terminal.SHOWN_S = 0.2
