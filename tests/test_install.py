@@ -333,19 +333,6 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
     assert "success on dev" not in said, "there is nothing to show"
 
 
-def test_the_error_of_a_former_import_path_names_the_new_one(full: Path, user: Path) -> None:
-    """Of a module that the user's own package of that name does not have."""
-    text = "from envs.qa_grader import QAGraderEnv\n"
-    (user / "older.py").write_text(text, encoding="utf-8")
-    done(full, user, "agentenv", "new", "shop")
-    words = ["train", "shop/train.toml", "--dry-run", "env.module=older"]
-    result = run(full, user, "agentenv", *words)
-    assert result.returncode == 2
-    said = " ".join((result.stdout + result.stderr).split())
-    assert "older.py, line 1" in said
-    assert "its new path in this project is agentenv.envs.qa_grader" in said
-
-
 def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Path) -> None:
     done(full, tmp_path, "agentenv", "new", "shop")
     with hold_port("127.0.0.1", 0) as held:

@@ -24,7 +24,7 @@ from agentenv.engines.token_routes import TokensEngine, _sglang_body
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer
-from agentenv.training.supervised.dialogues import Conversation
+from agentenv.training.supervised.dialogues import Dialogue
 from agentenv.training.supervised.encoding import ChatEncoder
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
@@ -168,8 +168,8 @@ def encoder(model: Model, tokenizer: Any) -> ChatEncoder:
     return ChatEncoder(TagRenderer(tokenizer, PromptConfig(), ends))
 
 
-def dialogue(answer: str) -> Conversation:
-    return Conversation((Message("user", "What is 2 + 3?"), Message("assistant", answer)))
+def dialogue(answer: str) -> Dialogue:
+    return Dialogue((Message("user", "What is 2 + 3?"), Message("assistant", answer)))
 
 
 def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> None:
