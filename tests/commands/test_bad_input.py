@@ -41,7 +41,6 @@ CONFIGURATIONS = [
     "sampling.train.top_p=0.9",
     "data.train=/nowhere/x.jsonl",
     "model.path=/nowhere",
-    "env.id=me/Warehose-v0",
     "env.module=nowhere",
     "env.module=my_evn",
     "env.module=agentenv.evns",

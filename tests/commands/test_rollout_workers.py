@@ -182,9 +182,9 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
 
     async def kill(training: Training) -> None:
         def has_trees() -> bool:
-            workers = training.loop.feeder.workers
-            assert workers is not None
-            found = workers.workers.values()
+            group = training.loop.feeder.workers
+            assert group is not None
+            found = group.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):
