@@ -92,7 +92,7 @@ class Recovery:
                 if attempt:
                     await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
-                return await self._patient(branch, "step")(step)
+                return await self._retrying(branch, "step")(step)
             except (OutageError, CrashError):
                 raise
             except (EnvError, GraderError):
@@ -107,15 +107,15 @@ class Recovery:
         self, branch: Branch, finish: Callable[[], Awaitable[tuple[float, Info]]]
     ) -> tuple[float, Info]:
         """Reward and info of an ended episode, from its env."""
-        patient = self._patient(branch, "finish")
+        retrying = self._retrying(branch, "finish")
         with working(branch.clock):
             branch.clock.now("its environment to finish")
-            return await patient(finish)
+            return await retrying(finish)
 
-    def _patient(
+    def _retrying(
         self, branch: Branch, use: str
     ) -> Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]:
-        """A call through this retries another while its infrastructure is down, for `outage_s` of
+        """A function that retries calls while their infrastructure is down, for `outage_s` of
         the limits at most."""
         return partial(
             through_outage,
@@ -227,7 +227,7 @@ class Recovery:
         async def step(action: Message) -> StepResult:
             assert branch.env is not None
             taken = partial(self._actor.envs.step, branch.env, action)
-            return await self._patient(branch, "step")(taken)
+            return await self._retrying(branch, "step")(taken)
 
         path = self._tree.path(branch.cursor)[1:]
         is_equal = await branch.conversation.replay(path, step) and is_equal
@@ -250,4 +250,4 @@ class Recovery:
                 raise CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
-        return await self._patient(branch, "reset")(reset)
+        return await self._retrying(branch, "reset")(reset)
