@@ -12,7 +12,7 @@ imports only those above it:
     processes   supervisor, worker_group, link, worker_pool; guard ends a process with its starter
     data        data_files, rows, dataset: from files to tasks; curriculum
     text        prompt, prompt_fitting, renderer, tags, native, call_syntax, encoder: messages to
-                token ids and back; endpoint, chat_model: models behind a chat API
+                token ids and back; endpoint, chat_model: clients of chat APIs
     rollout     actor, rollout, growth, branch, conversation, recovery, hooks, open_envs: a task
                 to its tree; queue to the learner; journal, frames; archive, metrics, failures
     engines     samplers: embedded, scripted, vLLM, SGLang, pools of servers
