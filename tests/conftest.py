@@ -94,8 +94,13 @@ _kept: list[dict[object, object]] = []
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_shared() -> Iterator[None]:
     """The order of modules changes nothing: none sees the shared resources of the one before, which
-    count in the metrics of a run."""
+    count in the metrics of a run, or its classes among the names of parts."""
     yield
+    if registry := sys.modules.get("agentenv.base.registry"):
+        for key in registry.PartKey.__subclasses__():
+            known = key.registry._loaded
+            for name in [name for name in known if ":" in name]:
+                del known[name]
     if env := sys.modules.get("agentenv.contract.env"):
         _kept.append(dict(env._resources))  # they end with the process, as they did in use
         env.forget_shared()

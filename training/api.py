@@ -25,8 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,7 +54,7 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config
 from agentenv.base.errors import AgentEnvError, ConfigError, require_train
 from agentenv.base.model_files import fetch_from_hub
-from agentenv.base.offload import in_new_thread
+from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
 from agentenv.contract.env import Env, Grader, isolated_shared, registered
@@ -494,11 +493,13 @@ def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
 
     outcome = in_new_thread(run, "agentenv")
     try:
-        return outcome.result()
+        return result_of(outcome)
     except KeyboardInterrupt:
         activity = f"; waiting for {view.activity}" if view.activity else ""
         view.log(f"interrupted{activity}")
-        if task is not None:
-            loop.call_soon_threadsafe(task.cancel)
-        wait([outcome])
+        with suppress(RuntimeError):  # the loop is closed: the work has ended
+            if task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+        with suppress(BaseException):
+            result_of(outcome)
         raise

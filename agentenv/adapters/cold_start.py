@@ -37,7 +37,7 @@ from agentenv.base.errors import (
     OutageError,
     require_train,
 )
-from agentenv.base.offload import in_new_thread
+from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
 from agentenv.data.data_files import RawRow, plain
@@ -84,7 +84,7 @@ def demonstrate(
         asyncio.get_running_loop()
     except RuntimeError:  # no running loop
         return asyncio.run(played())
-    return in_new_thread(lambda: asyncio.run(played()), "demonstrate").result()
+    return result_of(in_new_thread(lambda: asyncio.run(played()), "demonstrate"))
 
 
 async def _demonstrate(

@@ -4,7 +4,7 @@
     await OwnThread("journal")(write, frames)   the same, in a dedicated thread
     await start_process(*command, ...)      starts a program
     start_thread(serve, name="..")          starts a daemon thread
-    in_new_thread(run, name="..").result()  runs a function with its own event loop
+    result_of(in_new_thread(run, "..."))    runs a function with its own event loop
     check_outside("the sandbox")            raises where threads and processes are not allowed
     await poll_pause(0.02)                  sleeps between two polls
     await kill(process)                     kills a program and waits for its end
@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 LONGEST_S = 3600.0  # loading a large model from a slow disk takes minutes
 START_S = 60.0
 KILL_S = 10.0
+SIGNAL_S = 0.2
 HANGS_S = 30.0  # when the command exits, it does not wait for functions that have run longer
 
 
@@ -186,6 +187,15 @@ def in_new_thread(function: Callable[[], T], name: str) -> Future[T]:
 
     start_thread(run, name)
     return outcome
+
+
+def result_of(outcome: Future[T]) -> T:
+    """The result, once it is there; Ctrl-C ends the wait. The system may hand a signal to another
+    thread, which does not wake the main one, whose turn it is to handle it: so the wait is in
+    pieces."""
+    while not outcome.done():
+        wait([outcome], SIGNAL_S)
+    return outcome.result()
 
 
 def check_outside(what: str) -> None:

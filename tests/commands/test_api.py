@@ -251,6 +251,7 @@ calls = itertools.count()
 
 
 def test_an_interrupted_run_is_saved_and_resumes(warehouse: Path, tmp_path: Path) -> None:
+    train(warehouse, {"run.dir": str(tmp_path), "train.num_steps": 1}, is_quiet=True)  # registers
     before = state()
     more = {"run.dir": str(tmp_path), "run.name": "stopped", "train.num_steps": 100}
     with pytest.raises(KeyboardInterrupt):
