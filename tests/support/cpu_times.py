@@ -125,7 +125,12 @@ class CpuTimes:
         self.ended += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        total = cpu_seconds(with_servers=True) + self.ended
+        own = resource.getrusage(resource.RUSAGE_SELF)  # the workers are among its children
+        total = (
+            self.ended + own.ru_utime + own.ru_stime
+            if self.ended
+            else cpu_seconds(with_servers=True)
+        )
         terminalreporter.line(
             f"{self.seconds.total():.0f} CPU seconds of tests, {total:.0f} in all"
         )
