@@ -63,7 +63,7 @@ OURS = {
     "evaluation/subject.py": "a run directory",
     "training/loop/evaluations.py": "what was encoded before",
     "training/loop/recorder.py": "a process of ours",
-    "assembly/run/pictures.py": "a run directory",
+    "assembly/reports/pictures.py": "a run directory",
     "assembly/run/checkpoints.py": "a run directory",
     "assembly/run/rundir.py": "a run directory",
     "assembly/serving/servers.py": "configuration",

@@ -48,7 +48,7 @@ FILES = {
     "evaluation/report.py": ASKED,
     "launchers/synthesize.py": ASKED,
     "assembly/parts/assembly.py": BEFORE,
-    "assembly/parts/start_checks.py": BEFORE,
+    "assembly/checks/start_checks.py": BEFORE,
     "training/loop/parts.py": BEFORE,
 }
 ALLOWED = {

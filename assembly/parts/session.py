@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentenv.assembly.reports.monitors import MonitorConfig
 from agentenv.assembly.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED
-from agentenv.assembly.run.monitors import MonitorConfig
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others

@@ -34,8 +34,8 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from agentenv.assembly.reports.monitors import MonitorConfig, Monitors
 from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
-from agentenv.assembly.run.monitors import MonitorConfig, Monitors
 from agentenv.base.config import changes, resolver, to_plain
 from agentenv.base.disk import (
     DIR_KEY,

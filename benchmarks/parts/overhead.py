@@ -59,7 +59,7 @@ from agentenv.contract.request import PartEnd, ServerInfo, ServerLoad, ServerReq
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.envs.quickstart import COMPANIES
+from agentenv.envs.quickstart.world import COMPANIES
 from agentenv.learners.learner import Score
 from agentenv.learners.ranks import messages as wire
 from agentenv.processes.link import PREFIX_BYTES, frame_of
@@ -513,7 +513,7 @@ def write_workspace(
 ) -> None:
     """Write model, questions and configuration for `num_steps` steps. `tables` has the TOML tables
     [env], [engine] and [cluster]."""
-    from agentenv.envs.quickstart_setup import build_model
+    from agentenv.envs.quickstart.setup import build_model
 
     build_model(folder / "model", seed=0)
     rows = [

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
-from agentenv.assembly.parts.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.base.deadline import within
 from agentenv.base.errors import (

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError, EngineError, EnvError
 from agentenv.base.tree import TrajectoryTree

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentenv import tool
+from agentenv.assembly.checks.checks import START, Check, CheckResult, CheckRunner, select
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import Assembly, once
-from agentenv.assembly.parts.checks import START, Check, CheckResult, CheckRunner, select
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
 from agentenv.lab.diagnosis.doctor import CHECKS
@@ -147,7 +147,7 @@ EARLY = [  # of a run with a set-up: overrides, check, problem
     (["data.train={folder}/bad.jsonl"], "rows that are here", "bad.jsonl, row 1: key 'question'"),
     (["model.path=/nowhere"], "model", "model.path: /nowhere is not a model directory"),
     (["grader={{path='/nowhere.py'}}"], "files", "grader.path: /nowhere.py: no such file"),
-    (["run.setup=agentenv.envs.quickstart_setup:prepar"], "set-up",
+    (["run.setup=agentenv.envs.quickstart.setup:prepar"], "set-up",
      "run.setup: 'agentenv.envs.quickstart"),
     (["engine={{name='vllm', servers={{python='/nowhere'}}}}"], "servers",
      "engine.servers.python: /nowhere"),

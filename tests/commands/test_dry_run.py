@@ -13,7 +13,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.serving.gpus import PlannedMachine
 from agentenv.base.config import load_config
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
 from agentenv.learners.learner import LearnerConfig

@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.data.data_files import read_rows
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train
 from tests.support.released import (
     BROKEN_CHAIN,

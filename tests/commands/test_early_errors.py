@@ -36,7 +36,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepSpeedLearner, "start", started)
     for engine in (EmbeddedConfig, ScriptedConfig, PooledEngineConfig):
         monkeypatch.setattr(engine, "start", started)
-    monkeypatch.setattr("agentenv.envs.quickstart_setup.prepare", started)
+    monkeypatch.setattr("agentenv.envs.quickstart.setup.prepare", started)
 
 
 def test_a_context_beyond_that_of_an_evaluated_model(
@@ -98,7 +98,7 @@ def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(
         (run / "my-corpus").mkdir()
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("agentenv.envs.quickstart_setup.prepare", prepare)
+    monkeypatch.setattr("agentenv.envs.quickstart.setup.prepare", prepare)
     runs = tmp_path / "runs"
     assert train.main([QUICKSTART, f"run.dir={runs}"]) == 130
     assert "interrupted; training had not started" in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_files_of_a_fine_tuning_are_checked_before_its_setup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "agentenv.envs.quickstart_setup.prepare_chat", lambda *_: pytest.fail("it was run")
+        "agentenv.envs.quickstart.setup.prepare_chat", lambda *_: pytest.fail("it was run")
     )
     config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
     arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]

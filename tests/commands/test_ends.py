@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.parts import start_checks
+from agentenv.assembly.checks import start_checks
 from agentenv.assembly.run import checkpoints
 from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.base.errors import DataError, EngineDeadError, EnvError, LearnerError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentenv.assembly.reports.pictures import learning_curve
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run import terminal
-from agentenv.assembly.run.pictures import learning_curve
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import PLAIN_S, View
 from agentenv.training.loop.report import (
     final_table,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run import pictures
-from agentenv.assembly.run.records import write_rows
+from agentenv.assembly.reports import pictures
+from agentenv.assembly.reports.records import write_rows
 from agentenv.assembly.run.terminal import reason_of
 from agentenv.base.disk import explain
 from agentenv.rollout.metrics import EntropyProfile

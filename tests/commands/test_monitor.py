@@ -15,15 +15,15 @@ import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SFTRunConfig
-from agentenv.assembly.run import monitors as module
-from agentenv.assembly.run.monitors import (
+from agentenv.assembly.reports import monitors as module
+from agentenv.assembly.reports.monitors import (
     Axis,
     MonitorConfig,
     Monitors,
     RolloutMonitorConfig,
     Row,
 )
-from agentenv.assembly.run.trackers import (
+from agentenv.assembly.reports.trackers import (
     WandbConfig,
     wandb_mode,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.assembly.parts.memory import find_passage, find_shape, lack, passing_bytes
+from agentenv.assembly.checks.memory import find_passage, find_shape, lack, passing_bytes
 from agentenv.base.disk import SHARED_MEMORY, explain, free_bytes
 from agentenv.base.errors import ConfigError
 from agentenv.engines.scripted import ScriptedConfig

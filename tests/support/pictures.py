@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 PICTURES = (
-    "agentenv.assembly.run.pictures._plot",
+    "agentenv.assembly.reports.pictures._plot",
     "agentenv.training.loop.recorder.write_plots",
 )
 

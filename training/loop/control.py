@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from agentenv.assembly.reports.records import FAILED
 from agentenv.assembly.run.control import (
     BranchRow,
     CancelTrees,
@@ -32,7 +33,6 @@ from agentenv.assembly.run.control import (
     Why,
     listening,
 )
-from agentenv.assembly.run.records import FAILED
 from agentenv.assembly.run.waits import by_what, expected_s
 from agentenv.base.errors import ConfigError
 from agentenv.rollout.actor import Actor, Awaited, awaited_by

@@ -22,8 +22,8 @@ from typing import Any
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.checkpoints import REMOVED
-from agentenv.assembly.run.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.terminal import Pulse, View
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled

@@ -14,6 +14,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentenv.assembly.checks.checks import refuse
+from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.assembly.keys.cluster import RayCluster
 from agentenv.assembly.keys.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.assembly.parts.assembly import (
@@ -29,9 +31,7 @@ from agentenv.assembly.parts.assembly import (
     once,
     training_set,
 )
-from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.assembly.run.checkpoints import COLD_START, link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu

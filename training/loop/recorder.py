@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.run.pictures import write_entropy, write_plots
-from agentenv.assembly.run.records import EvalRow, write_rows
+from agentenv.assembly.reports.pictures import write_entropy, write_plots
+from agentenv.assembly.reports.records import EvalRow, write_rows
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
@@ -167,7 +167,7 @@ class Recorder:
         has_many = sum(tree.num_tokens for tree in trees) > MANY_TOKENS
         if has_many and await in_thread(file.is_file):
             if self._writer is None:
-                handler = "agentenv.assembly.run.records:TrajectoryWriter"
+                handler = "agentenv.assembly.reports.records:TrajectoryWriter"
                 arguments = {"tokenizer": str(file)}
                 self._writer = WorkerPool(
                     handler, name="trajectories", arguments=arguments, max_jobs=1

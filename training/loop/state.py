@@ -11,8 +11,8 @@ from statistics import fmean
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.errors import AgentEnvError, ConfigError

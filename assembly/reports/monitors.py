@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from msgspec import Meta, Struct, field
 
-from agentenv.assembly.run.records import readable
-from agentenv.assembly.run.trackers import Axis as Axis
-from agentenv.assembly.run.trackers import WandbConfig, WandbMonitor
+from agentenv.assembly.reports.records import readable
+from agentenv.assembly.reports.trackers import Axis as Axis
+from agentenv.assembly.reports.trackers import WandbConfig, WandbMonitor
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import MissingError, install_hint
 from agentenv.base.registry import Registry
