@@ -50,6 +50,7 @@ FILES = {
     "assembly/parts/assembly.py": BEFORE,
     "assembly/checks/start_checks.py": BEFORE,
     "training/loop/parts.py": BEFORE,
+    "training/start.py": BEFORE,
 }
 ALLOWED = {
     "agentenv/contract/http_client.py _send: _lacks_descriptors": NO_DISK,
@@ -73,11 +74,11 @@ ALLOWED = {
     "agentenv/rollout/recovery.py reopen: self.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.prompt_ids": NO_DISK,
-    "training/loop/placement.py open_ray: found.open": NO_DISK,
+    "training/workers/placement.py open_ray: found.open": NO_DISK,
     "training/loop/training.py _announce: loop.recorder.archive.forget_after": BEFORE,
     "training/loop/training.py _announce: self.run.forget_metrics_after": BEFORE,
-    "training/loop/rounds.py run_rounds: run.forget_metrics_after": BEFORE,
-    "training/loop/rounds.py run_rounds: run.resume_from": BEFORE,
+    "training/supervised/rounds.py run_rounds: run.forget_metrics_after": BEFORE,
+    "training/supervised/rounds.py run_rounds: run.resume_from": BEFORE,
     "training/loop/training.py _announce: self.run.resume_from": BEFORE,
     "training/supervised/run.py encoder: load_instruction": BEFORE,
     "training/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,

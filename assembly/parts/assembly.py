@@ -32,9 +32,9 @@ from agentenv.assembly.keys.rl import (
     Sampling,
     TrainConfig,
 )
+from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import (
     EnvMaker,
-    EnvProcesses,
     EnvSettings,
     Resolve,
     try_env,

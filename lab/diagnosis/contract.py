@@ -32,8 +32,8 @@ from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, ToolSchemas
 from agentenv.text.tags import takes_object, written_arguments
-from agentenv.training.loop.parts import TrainingAssembly
 from agentenv.training.loop.publishing import ParityProbe, computes_in_float32, gap_limits
+from agentenv.training.start import TrainingAssembly
 
 ARGUMENT = "1"
 

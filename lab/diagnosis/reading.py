@@ -74,7 +74,7 @@ def _assembly(
     config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, report: Reporter
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
-        from agentenv.training.loop.parts import (
+        from agentenv.training.start import (
             TrainingAssembly,  # slow to load: after the checks of the configuration
         )
 

@@ -51,10 +51,10 @@ KEYS = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "train.num_
 def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]:
     """Of a toy run under the virtual clock: 0.5 s and 40 tokens a second a turn, 20 s an update."""
     config = toy_config(tmp_path_factory.mktemp("toy"), *KEYS)
-    run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
+    run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
     training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.training.loop.recorder.Recorder.draw", lambda self: [])
+        patch.setattr("agentenv.training.reports.recorder.RunRecorder.draw", lambda self: [])
         run_virtual(training.run_all())
     run.close()
     return config, read_trace(run.path)

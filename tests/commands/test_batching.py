@@ -24,11 +24,12 @@ from agentenv.learners.algorithms.baselines import DAPO, ReinforcePP
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.trees.batch import encode
 from agentenv.training.loop.alarms import Alarms
-from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
+from agentenv.training.loop.batching import BatchBuilder, StepBatch
 from agentenv.training.loop.evaluations import refuse_failed
 from agentenv.training.loop.publishing import is_exact
-from agentenv.training.loop.report import step_line
+from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunState
+from agentenv.training.reports.texts import step_line
 from agentenv.training.supervised.course import LossCourse
 from tests.learners.trees import credited, random_tree
 

@@ -34,9 +34,9 @@ from agentenv.rollout.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop import cold_start, evaluations, step_report
 from agentenv.training.loop.alarms import Alarms
-from agentenv.training.loop.parts import TrainingAssembly
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunSaver
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import TrainingAssembly
 from benchmarks.parts.chaos import Reader
 from tests.support.runs import trees_of
 from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
@@ -48,7 +48,7 @@ NUM_STEPS = 4
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ToyRank]]:
     """The class of the learner's ranks; attributes set by a test are restored."""
     monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
-    monkeypatch.setattr(Recorder, "draw", lambda self: [])  # most of a run's CPU time here
+    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])  # most of a run's CPU time here
     with toy_ranks() as found:
         yield found
 
@@ -160,18 +160,18 @@ class Signals:
 
         monkeypatch.setattr(ScriptedEngine, "generate", generating)
         monkeypatch.setattr(ToyRank, "at", staticmethod(self.of_learner))
-        write, finish = Archive.write, Recorder.finish
+        write, finish = Archive.write, RunRecorder.finish
 
         def writing(archive: Archive, header: StepHeader, trees: Any) -> None:
             self.at(f"archive {header.step}")
             write(archive, header, trees)
 
-        def finishing(recorder: Recorder, **keys: Any) -> None:
+        def finishing(recorder: RunRecorder, **keys: Any) -> None:
             self.at("report")
             finish(recorder, **keys)
 
         monkeypatch.setattr(Archive, "write", writing)
-        monkeypatch.setattr(Recorder, "finish", finishing)
+        monkeypatch.setattr(RunRecorder, "finish", finishing)
 
     def of_learner(self, name: str) -> float:
         self.seen[name] = self.seen.get(name, 0) + 1
@@ -332,14 +332,14 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Recorder.write_trajectories
+    write = RunRecorder.write_trajectories
 
-    async def writing(recorder: Recorder, name: str, trees: list[TrajectoryTree]) -> None:
+    async def writing(recorder: RunRecorder, name: str, trees: list[TrajectoryTree]) -> None:
         if name == "step-000002":  # while step 3 is taken
             raise OSError(errno.ENOSPC, "No space left on device", f"{name}.jsonl")
         await write(recorder, name, trees)
 
-    monkeypatch.setattr(Recorder, "write_trajectories", writing)
+    monkeypatch.setattr(RunRecorder, "write_trajectories", writing)
 
 
 def teaching_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

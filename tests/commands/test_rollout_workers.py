@@ -32,8 +32,9 @@ from agentenv.processes import supervisor as local
 from agentenv.processes.supervisor import NUMBER_VARIABLE
 from agentenv.rollout.archive import read_step, steps_of
 from agentenv.rollout.frames import Leased
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from benchmarks.parts.chaos import (
     CONFIG,
     MAX_STALENESS,
@@ -61,7 +62,7 @@ def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_process", start_worker)
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
 
@@ -81,10 +82,10 @@ def run(
 ) -> Path:
     """The directory of the run; `during` runs in parallel to it, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
-    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
+    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume))
     view = View()
     view.log_to(folder.path / "run.log")
-    training = Training(config, folder, view, resume=resume)
+    training = make_training(config, folder, view, resume=resume)
 
     async def main() -> None:
         for server in servers:
@@ -322,10 +323,10 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
 COMMAND = """
 import sys
 from agentenv.launchers import train
-from agentenv.training.loop.recorder import Recorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
-Recorder.draw = lambda self: []
+RunRecorder.draw = lambda self: []
 with toy_ranks():
     sys.exit(train.main(sys.argv[1:]))
 """

@@ -22,10 +22,10 @@ from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.launchers import evaluate, train
-from agentenv.training.loop.cold_start import why_lower
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.report import phase_title
+from agentenv.training.loop.evaluations import phase_title
 from agentenv.training.loop.state import RunState
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.supervised.cold_start import why_lower
 from tests.support.runs import first_turns, rows_of
 from tests.support.warehouse import ROOT
 
@@ -235,10 +235,10 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
         ("whole", "log.trajectories=true", 500e6, 2),
         ("bounded", "log.trajectories=true", 100.0, 1),
     ):
-        monkeypatch.setattr("agentenv.training.loop.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
+        monkeypatch.setattr("agentenv.training.reports.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
         config = load_config(TrainConfig, warehouse, [override])
         run = RunDirectory(tmp_path / name, resume=False)
-        recorder = Recorder(config, run, View(), RunState(), tokenizer)
+        recorder = RunRecorder(config, run, View(), RunState(), tokenizer)
         for step in ("step-000001", "step-000002"):
             await recorder.write_trajectories(step, [a_tree()])
         assert len(list(run.path.glob("trajectories/*"))) == num_files

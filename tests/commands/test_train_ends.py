@@ -19,7 +19,7 @@ from agentenv.base.config import load_config
 from agentenv.base.errors import PACKAGES, ConfigError
 from agentenv.launchers import train
 from agentenv.training.loop import parts
-from agentenv.training.loop.parts import MEMORY, build_parts
+from agentenv.training.start import MEMORY, build_parts
 from tests.support.forks import Command, project
 from tests.support.forkserver import Forked
 from tests.support.runs import trees_of

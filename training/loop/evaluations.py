@@ -37,13 +37,32 @@ from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_r
 from agentenv.evaluation.subject import evaluation_of
 from agentenv.rollout.actor import Actor, Answer
 from agentenv.rollout.failures import Redactor
+from agentenv.training.loop.best import consider_best
+from agentenv.training.loop.brief_reports import BriefReport, brief_report
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import EVALUATIONS, Recorder
-from agentenv.training.loop.report import PHASES
-from agentenv.training.loop.state import BriefReport, Evaluating, RunSaver, brief_report
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
+
+EVALUATIONS = "eval"  # folder of a run
+PHASES = ("before_sft", "after_sft", "after_rl")
+TITLES = {
+    "before_sft": "before cold start",
+    "after_sft": "after cold start",
+    "after_rl": "after RL",
+}
+
+
+def phase_title(when: str, *, cold_start: bool) -> str:
+    """The title of a phase, or of a step ("step-000040"). Without a cold start, the phases before
+    and after it share a title."""
+    if when not in PHASES:
+        what, _, number = when.rpartition("-")
+        return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
+    return TITLES[when] if cold_start or when == "after_rl" else "before RL"
+
 
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
@@ -98,7 +117,7 @@ class Evaluator:
             await self._begin_overlapping(names)
             return
         for report in (await self.evaluate(names)).values():
-            await self.saver.consider_best(step, report)
+            await consider_best(self.saver, step, report)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -126,7 +145,7 @@ class Evaluator:
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await self.saver.consider_best(what.step, brief_report(name, of_set))
+            await consider_best(self.saver, what.step, brief_report(name, of_set))
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -180,7 +199,7 @@ class Evaluator:
         try:
             found = await self._in_time(self._with_weights(actor, what), what)
             for report in found.values():
-                await self.saver.consider_best(what.step, report)
+                await consider_best(self.saver, what.step, report)
         except* (AgentEnvError, OSError) as errors:
             error = first_of(errors)
             of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
