@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.assembly.parts import environments
+from agentenv.assembly.parts import env_processes
 from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError
 from agentenv.evaluation.store import read_rows
@@ -143,7 +143,7 @@ def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     keys = ["env.id=me/Endless-v0", "env.module=endless_env", "env.workers=1"]
     keys += ["limits.env_timeout_s=5"]
     limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
-    monkeypatch.setattr(environments, "HELD_S", 5.0)
+    monkeypatch.setattr(env_processes, "HELD_S", 5.0)
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
     assert "no heartbeat for 5 s" in log_of(found)
     assert len(rows_of(found)) >= 4
