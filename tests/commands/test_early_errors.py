@@ -14,7 +14,7 @@ from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
-from agentenv.launchers import evaluate, sft, train
+from agentenv.launchers import sft, train
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from tests.support.warehouse import ROOT
 
@@ -37,16 +37,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in (EmbeddedConfig, ScriptedConfig, PooledEngineConfig):
         monkeypatch.setattr(engine, "start", started)
     monkeypatch.setattr("agentenv.envs.quickstart.setup.prepare", started)
-
-
-def test_a_context_beyond_that_of_an_evaluated_model(
-    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--env", "me/Warehouse-v0", f"data={warehouse.parent}/a.jsonl"]
-    arguments += ["env.module=my_env", "engine={name='embedded', max_model_len=2048}"]
-    arguments += ["--out", str(tmp_path / "e")]
-    text = refused(capsys, evaluate.main([str(warehouse.parent / "model"), *arguments]))
-    assert "engine.max_model_len = 2048" in text
 
 
 def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
@@ -79,15 +69,6 @@ def test_a_mistake_is_refused_before_anything_starts(
     runs = tmp_path / "runs"
     override = override.replace("{folder}", str(tmp_path))
     assert told in refused(capsys, train.main([QUICKSTART, f"run.dir={runs}", override, *more]))
-    assert not runs.exists()
-
-
-def test_mistakes_found_only_after_the_setup_leave_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = tmp_path / "runs"
-    arguments = [QUICKSTART, f"run.dir={runs}", "limits.max_prompt_tokens=1000"]
-    assert "exceed the engine's context" in refused(capsys, train.main(arguments))
     assert not runs.exists()
 
 

@@ -10,8 +10,6 @@ import psutil
 import pytest
 
 from agentenv.assembly.parts import env_processes
-from agentenv.assembly.run.terminal import first_reason
-from agentenv.base.errors import ConfigError
 from agentenv.evaluation.store import read_rows
 from agentenv.processes import supervisor as local
 from agentenv.training.loop.training import Training
@@ -116,18 +114,6 @@ def test_an_evaluation_runs_its_environments_in_processes_too(
 
 def answers(out: Path) -> dict[str, str]:
     return {row.task: row.prediction for row in read_rows(out)}
-
-
-def test_errors_of_environment_processes_are_reported_before_the_run(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "")  # they do not find the module of the environment
-    with pytest.raises((ConfigError, BaseExceptionGroup)) as ended:
-        run(warehouse, "envs-wrong", *PLAIN, *COMPUTING)
-    reason = first_reason(ended.value)
-    assert isinstance(reason, ConfigError)
-    assert "env-worker-" in str(reason)
-    assert "computing_env" in str(reason)
 
 
 def test_an_endless_environment_is_killed_and_its_rollout_crashes(

@@ -246,16 +246,6 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     assert trees(found) == trees(calm)
 
 
-def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
-    async def interrupt(training: Training) -> None:
-        await until(lambda: training.state.step >= 2)
-        end()
-
-    with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "interrupted", *PROCESSES, *SLOW, during=interrupt)
-    assert not workers()
-
-
 def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

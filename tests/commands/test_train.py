@@ -27,7 +27,6 @@ from agentenv.training.loop.state import RunState
 from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.cold_start import why_lower
 from tests.support.runs import first_turns, rows_of
-from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -130,14 +129,6 @@ def test_no_legend_covers_a_curve() -> None:
         assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
 
 
-def test_evaluations_are_connected_only_if_some_lie_between() -> None:
-    for steps, is_joined in (((0, 40), False), ((10, 20, 30), True)):
-        rows = [{"step": step, "eval/a/success": step / 40} for step in steps]
-        markers, line = learning_curve(rows, "run").axes[1].get_lines()
-        assert markers.get_xydata().tolist() == [[step, step / 40] for step in steps]
-        assert len(line.get_xydata()) == (len(steps) if is_joined else 0)
-
-
 def test_updates_are_counted_in_whole_numbers() -> None:
     keys = ("reward/success", "reward/mean", "time/wait_s", "eval/a/success", "rollout/turns")
     rows = [{"step": n, "trees/offered": 4, **dict.fromkeys(keys, 0.5)} for n in range(1, 5)]
@@ -207,13 +198,6 @@ def test_epochs_count_questions() -> None:
         ConfigError, match=r"num_epochs = 0\.1 of 10 questions .* less than one step"
     ):
         TrainingConfig(num_epochs=0.1).count_steps(10, groups_per_step=2)
-
-
-@pytest.mark.parametrize("name", ["grpo", "aepo"])
-def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
-    path = ROOT / "configs" / "quickstart.toml"
-    config = load_config(TrainConfig, path, [f"algorithm.name={name}"])
-    assert type(config.algorithm).__name__ == name.upper()
 
 
 def a_tree() -> TrajectoryTree:

@@ -65,22 +65,6 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     assert (run / "eval" / "after_rl" / "report.md").is_file()
 
 
-def test_the_error_for_a_run_names_its_evaluation(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main(["report", str(finished)]) == 2
-    told = capsys.readouterr().err.replace("\n", "")
-    assert f"{finished}/eval/after_rl contains one" in told
-
-
-def test_the_first_and_the_last_are_compared(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, last = finished / "eval" / "before_sft", finished / "eval" / "after_rl"
-    assert evaluate.main(["compare", str(first), str(last)]) == 0
-    assert "3 questions are in both; none is left out" in capsys.readouterr().out
-
-
 def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "eval" / "step-000003"
     before = read_rows(folder)
@@ -153,12 +137,3 @@ async def test_an_interrupted_evaluation_of_the_same_weights_is_continued(
     assert [json.loads(line)["task"] for line in lines] == names, "none is doubled"
     assert not partial.exists()
     assert load_saved(folder).subject["incarnation"] == incarnation
-
-
-async def test_a_repeated_evaluation_replaces_the_first(warehouse: Path, tmp_path: Path) -> None:
-    evaluator = Evaluator(warehouse, tmp_path)
-    for incarnation in (1, 2):
-        assert len(await evaluator.evaluate(incarnation)) == 5
-    folder = tmp_path / "eval" / "step-000004"
-    assert len((folder / "rows.jsonl").read_text().splitlines()) == 5
-    assert load_saved(folder).subject["incarnation"] == 2

@@ -24,7 +24,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.checkpoints import REMOVED
-from agentenv.assembly.run.terminal import Pulse, View
+from agentenv.assembly.run.terminal import Pulse, View, first_reason
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
@@ -201,7 +201,7 @@ class Evaluator:
             for report in found.values():
                 await consider_best(self.saver, what.step, report)
         except* (AgentEnvError, OSError) as errors:
-            error = first_of(errors)
+            error = first_reason(errors)
             of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
             if isinstance(error, EnvError) or of_env:
                 raise
@@ -256,13 +256,6 @@ class Evaluator:
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The first of the errors in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
