@@ -61,7 +61,7 @@ OURS = {
     "assembly/parts/env_processes.py": "configuration, of a process of ours",
     "evaluation/store.py": "a result directory of ours",
     "evaluation/subject.py": "a run directory",
-    "training/loop/evaluations.py": "what was encoded before",
+    "training/evaluations.py": "what was encoded before",
     "training/reports/recorder.py": "a process of ours",
     "assembly/reports/pictures.py": "a run directory",
     "assembly/run/checkpoints.py": "a run directory",

@@ -51,6 +51,7 @@ FILES = {
     "assembly/checks/start_checks.py": BEFORE,
     "training/loop/parts.py": BEFORE,
     "training/start.py": BEFORE,
+    "training/supervised/assembly.py": BEFORE,
 }
 ALLOWED = {
     "agentenv/contract/http_client.py _send: _lacks_descriptors": NO_DISK,

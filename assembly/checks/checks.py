@@ -163,6 +163,11 @@ async def refuse_first(checks: Iterable[Check], assembly: Assembly[Any]) -> None
             raise runner.error
 
 
+def part(name: str) -> Callable[[Any], Awaitable[object]]:
+    """A check that builds a part of the assembly."""
+    return methodcaller(name)
+
+
 NOTHING: frozenset[Has] = frozenset()
 MODEL: frozenset[Has] = frozenset({"model"})
 ROWS: frozenset[Has] = frozenset({"rows"})
@@ -190,35 +195,35 @@ START: tuple[Check, ...] = (
     Check("classes of environments", "files", TRAIN, start_checks.environment_classes),
     Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
     # there are enough GPUs for engine and learner
-    Check("GPUs", "files", TRAIN, methodcaller("gpus")),
+    Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
-    Check("model", "model", ALL, methodcaller("tokenizer"), MODEL),
+    Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),
     # the renderer can write the prompts of this model
-    Check("chat template", "model", ALL, methodcaller("renderers"), MODEL),
+    Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
     # from here on the output of the set-up exists
-    Check("set-up is run", "model", RUNS, methodcaller("set_up")),
+    Check("set-up is run", "model", RUNS, part("set_up")),
     # there is space for new weights in transfer to the engine
     Check("room for weights", "model", TRAIN, start_checks.room_for_weights, MACHINE),
     # every row of the data can be read
-    Check("rows", "model", SAMPLING, methodcaller("tasks"), ROWS),
+    Check("rows", "model", SAMPLING, part("tasks"), ROWS),
     Check("sequence lengths", "model", SUPERVISED, start_checks.sequence_lengths, MODEL),
     Check("environments", "parts", SAMPLING, start_checks.environments, ENV),
     # the environment of each set begins an episode
-    Check(EPISODES, "parts", SAMPLING, methodcaller("episodes"), ENV),
+    Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
     Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits the limits
-    Check("prompts", "parts", SAMPLING, methodcaller("questions"), PROMPT, after=EPISODES),
+    Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable
-    Check("helpers and tools", "parts", EVALUATE, methodcaller("helpers")),
+    Check("helpers and tools", "parts", EVALUATE, part("helpers")),
     # demonstrations can be read, and every stage of the cold start has some
-    Check("demonstrations", "parts", TRAIN, methodcaller("demonstrations"), SFT),
+    Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
     # there are enough questions for an update
-    Check("number of updates", "parts", TRAIN, methodcaller("num_steps")),
+    Check("number of updates", "parts", TRAIN, part("num_steps")),
 )

@@ -43,7 +43,7 @@ from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.contract import CONTRACT, parity
 from agentenv.lab.diagnosis.plan import files_of, make_plan
-from agentenv.training.start import TrainingAssembly
+from agentenv.training.supervised.assembly import TrainingAssembly
 
 CHECK_S = 600.0  # deadline of a check
 MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}

@@ -74,7 +74,7 @@ def _assembly(
     config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, report: Reporter
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
-        from agentenv.training.start import (
+        from agentenv.training.supervised.assembly import (
             TrainingAssembly,  # slow to load: after the checks of the configuration
         )
 

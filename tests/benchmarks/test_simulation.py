@@ -15,6 +15,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.training.start import ADDED
 from benchmarks.parts.simulation import (
     Durations,
     Grown,
@@ -52,7 +53,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     """Of a toy run under the virtual clock: 0.5 s and 40 tokens a second a turn, 20 s an update."""
     config = toy_config(tmp_path_factory.mktemp("toy"), *KEYS)
     run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
-    training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
+    training = TimedTraining(config, run, View(), **{**ADDED, "build": ToyWorld().build})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentenv.training.reports.recorder.RunRecorder.draw", lambda self: [])
         run_virtual(training.run_all())

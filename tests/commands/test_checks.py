@@ -18,7 +18,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
 from agentenv.lab.diagnosis.doctor import CHECKS
 from agentenv.launchers import train
-from agentenv.training.start import TrainingAssembly
+from agentenv.training.supervised.assembly import TrainingAssembly
 from tests.support.warehouse import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -32,12 +32,13 @@ from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.rollout import journal
 from agentenv.rollout.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.rollout.frames import Leased
-from agentenv.training.loop import evaluations, step_report
+from agentenv.training import evaluations
+from agentenv.training.loop import step_report
 from agentenv.training.loop.alarms import Alarms
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.reports.recorder import RunRecorder
-from agentenv.training.start import TrainingAssembly
 from agentenv.training.supervised import cold_start
+from agentenv.training.supervised.assembly import TrainingAssembly
 from benchmarks.parts.chaos import Reader
 from tests.support.runs import trees_of
 from tests.support.toy_rank import COUNT, ToyRank, toy_ranks

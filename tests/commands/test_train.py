@@ -22,7 +22,7 @@ from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.launchers import evaluate, train
-from agentenv.training.loop.evaluations import phase_title
+from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.cold_start import why_lower

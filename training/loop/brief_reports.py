@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
-
 from msgspec import Struct
-
-from agentenv.assembly.reports.records import EvalRow
-from agentenv.evaluation import statistics
 
 
 class BriefFigures(Struct, frozen=True):
@@ -45,37 +39,19 @@ class BriefReport(Struct, frozen=True):
     by_kind: dict[str, BriefFigures]
 
 
-def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
-    """The figures of the rows of one set."""
-    kinds = sorted({row.kind for row in rows})
-    versions = [version for row in rows for version in row.policy_versions]
-    return BriefReport(
-        name=name,
-        policy_versions=(min(versions, default=0), max(versions, default=0)),
-        overall=_figures(rows),
-        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
-    )
+EVALUATIONS = "eval"  # folder of a run
+PHASES = ("before_sft", "after_sft", "after_rl")
+TITLES = {
+    "before_sft": "before cold start",
+    "after_sft": "after cold start",
+    "after_rl": "after RL",
+}
 
 
-def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
-    """95 % interval of the share of correct trajectories, clustered by question."""
-    by_question: dict[str, list[bool]] = {}
-    for row in done:
-        by_question.setdefault(row.task, []).append(row.success)
-    counts = [len(successes) for successes in by_question.values()]
-    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
-    return float(low), float(high)
-
-
-def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
-    done = [row for row in rows if row.end != "failed"]
-    num_right = sum(row.success for row in done)
-    return BriefFigures(
-        num_trajectories=len(done),
-        num_failed=len(rows) - len(done),
-        success=num_right / len(done) if done else None,
-        interval=_interval(done),
-        reward=fmean(row.reward for row in done) if done else None,
-        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
-        action_tokens=fmean(row.action_tokens for row in done) if done else None,
-    )
+def phase_title(when: str, *, cold_start: bool) -> str:
+    """The title of a phase, or of a step ("step-000040"). Without a cold start, the phases before
+    and after it share a title."""
+    if when not in PHASES:
+        what, _, number = when.rpartition("-")
+        return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
+    return TITLES[when] if cold_start or when == "after_rl" else "before RL"

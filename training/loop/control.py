@@ -38,7 +38,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.rollout.actor import Actor, Awaited, awaited_by
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
-from agentenv.training.loop.evaluations import phase_title
+from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.feeder import Feeder, InflightRollout
 from agentenv.training.loop.training import Training
 

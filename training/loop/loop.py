@@ -31,8 +31,8 @@ from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder, StepBatch
+from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.evaluations import Evaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.publishing import ParityCheck
@@ -74,6 +74,34 @@ class PendingActions:
                 if isinstance(error, LearnerError):
                     raise
                 return None, error
+
+
+class Evaluator(Protocol):
+    """Evaluates the policy of a run (`training/evaluations.py`)."""
+
+    def due(self, step: int) -> list[str]:
+        """The sets to evaluate after this step."""
+
+    async def around(self, phase: str) -> None:
+        """Evaluate before or after a phase."""
+
+    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
+        """Evaluate these sets, in a phase, or after a step."""
+
+    async def after_step(self, names: list[str]) -> None:
+        """Evaluate these sets after a step, and update the best checkpoint."""
+
+    async def resume(self, due: list[str]) -> None:
+        """Resume an interrupted evaluation, or run that of the sets `due` after the last step."""
+
+    def is_recorded(self, phase: str) -> bool:
+        """Whether the metrics of this evaluation are complete, and will not be written again."""
+
+    async def finish(self) -> None:
+        """Wait for the overlapping evaluation, if there is one."""
+
+    def cancel(self) -> None:
+        """Stop the overlapping evaluation."""
 
 
 class Critic(Protocol):

@@ -1,5 +1,5 @@
 """Refusals to train on the trees of a step: failures that are not the policy's, and a custom
-algorithm whose credit is no number."""
+algorithm whose credit is not finite."""
 
 from __future__ import annotations
 

@@ -38,9 +38,8 @@ from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.evaluations import Evaluator
 from agentenv.training.loop.feeder import Feeder, Workers
-from agentenv.training.loop.loop import Critic, Loop, PendingActions
+from agentenv.training.loop.loop import Critic, Evaluator, Loop, PendingActions
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
@@ -79,6 +78,7 @@ class Training:
         make_recorder: MakeRecorder,
         start_workers: StartWorkers,
         cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]],
+        make_evaluator: Callable[[Parts, Recorder, RunSaver, PhaseClock], Evaluator],
         make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic],
         resume: str = "",
         make_feeder: type[Feeder] = Feeder,
@@ -92,7 +92,8 @@ class Training:
         self.subscribers = subscribers
         self._build, self._start_workers, self._cold_start = build, start_workers, cold_start
         self._make_feeder, self._make_report = make_feeder, make_report
-        self._make_recorder, self._make_critic = make_recorder, make_critic
+        self._make_recorder, self._make_evaluator = make_recorder, make_evaluator
+        self._make_critic = make_critic
         self.state = RunState()
         self.checkpoint = run.checkpoints.to_resume(resume) if resume else None
         if self.checkpoint is not None:
@@ -187,7 +188,7 @@ class Training:
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            evaluator=self._make_evaluator(parts, recorder, saver, self.clock),
             report=self._make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else self._make_critic(config, parts, run),
             actions=self.actions,

@@ -29,8 +29,7 @@ from agentenv.rollout.metrics import Throughput
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.text.encoder import decoder
 from agentenv.training.loop.batching import Settled, StepBatch
-from agentenv.training.loop.brief_reports import BriefReport
-from agentenv.training.loop.evaluations import EVALUATIONS, PHASES, phase_title
+from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefReport, phase_title
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports import texts

@@ -15,8 +15,7 @@ from agentenv.base.disk import append_whole, write_whole
 from agentenv.data.data_files import Row
 from agentenv.rollout.metrics import EntropyProfile
 from agentenv.rollout.queue import ReplayQueue
-from agentenv.training.loop.brief_reports import BriefFigures, BriefReport
-from agentenv.training.loop.evaluations import PHASES, phase_title
+from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport, phase_title
 from agentenv.training.loop.state import RunState
 
 WINDOW = 20  # tokens of the entropy line

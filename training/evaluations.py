@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
@@ -32,37 +33,21 @@ from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooM
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Task
+from agentenv.evaluation import statistics
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
 from agentenv.rollout.actor import Actor, Answer
 from agentenv.rollout.failures import Redactor
-from agentenv.training.loop.best import consider_best
-from agentenv.training.loop.brief_reports import BriefReport, brief_report
+from agentenv.training.best import consider_best
+from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
+from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
-
-EVALUATIONS = "eval"  # folder of a run
-PHASES = ("before_sft", "after_sft", "after_rl")
-TITLES = {
-    "before_sft": "before cold start",
-    "after_sft": "after cold start",
-    "after_rl": "after RL",
-}
-
-
-def phase_title(when: str, *, cold_start: bool) -> str:
-    """The title of a phase, or of a step ("step-000040"). Without a cold start, the phases before
-    and after it share a title."""
-    if when not in PHASES:
-        what, _, number = when.rpartition("-")
-        return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
-    return TITLES[when] if cold_start or when == "after_rl" else "before RL"
-
 
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
@@ -71,7 +56,7 @@ Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the
 
 
 @dataclass(eq=False)
-class Evaluator:
+class RunEvaluator(Evaluator):
     """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
     that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
     one at a time."""
@@ -256,6 +241,42 @@ class Evaluator:
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
+
+
+def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
+    """The figures of the rows of one set."""
+    kinds = sorted({row.kind for row in rows})
+    versions = [version for row in rows for version in row.policy_versions]
+    return BriefReport(
+        name=name,
+        policy_versions=(min(versions, default=0), max(versions, default=0)),
+        overall=_figures(rows),
+        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
+    )
+
+
+def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
+    """95 % interval of the share of correct trajectories, clustered by question."""
+    by_question: dict[str, list[bool]] = {}
+    for row in done:
+        by_question.setdefault(row.task, []).append(row.success)
+    counts = [len(successes) for successes in by_question.values()]
+    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
+    return float(low), float(high)
+
+
+def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
+    done = [row for row in rows if row.end != "failed"]
+    num_right = sum(row.success for row in done)
+    return BriefFigures(
+        num_trajectories=len(done),
+        num_failed=len(rows) - len(done),
+        success=num_right / len(done) if done else None,
+        interval=_interval(done),
+        reward=fmean(row.reward for row in done) if done else None,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
+        action_tokens=fmean(row.action_tokens for row in done) if done else None,
+    )
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
