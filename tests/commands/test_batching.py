@@ -158,16 +158,6 @@ def test_a_step_without_any_trajectory_is_not_trained() -> None:
     assert caught.value.trees == [3]
 
 
-def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Alarms(load_config(TrainConfig, CONFIG))
-    trees = [calling(i, "HTTP 401") for i in range(24)]
-    for _ in range(4):
-        ours.check_fates(trees, Counter({"with equal returns": 24}))
-    assert "cold start" not in caplog.text
-    (said,) = caplog.messages
-    assert said.endswith("all 24 calls of the tool 'order' failed with one error: HTTP 401")
-
-
 @pytest.mark.parametrize(
     ("steps", "told"),
     [

@@ -562,25 +562,14 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
     given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
     assert train.main([*given, f"limits.max_failed_share={share}"]) == code
-    run, (out, err) = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr()
+    run, err = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr().err
     first, *_, last = [line for line in err.splitlines() if "shelf 7 is locked" in line]
-    for text in (
-        "task ",
-        "EnvError: shelf 7",
-        "test_ends.py, line ",
-        "the last action: ",
-        '"item"',
-    ):
-        assert text in first
-    log = (run / "run.log").read_text()
-    assert log.count("its rollout fails") == 1
-    assert re.search(r"failed rollouts: \d+ x EnvError: shelf 7", log)
-    assert re.search(r"success \d\.\d\d \(\d+% failed\)", out)
+    assert "test_ends.py, line " in first
+    assert re.search(r"\d+ x EnvError: shelf 7", last)
+    assert (run / "run.log").read_text().count("its rollout fails") == 1
     last_checkpoint(run)
     if code:
-        assert re.search(r"of the last \d+ rollouts failed.* \d+ x EnvError: shelf 7", last)
         return
-    assert re.search(r"warning: failed rollouts: \d+ x EnvError: shelf 7", last)
     rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
     assert 0.2 < rollouts["failed_share"] < 0.9
     assert "shelf 7 is locked" in rollouts["causes"][0]

@@ -212,19 +212,6 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     assert last["workers/trees_moved"] > 0
 
 
-def test_a_worker_that_hangs_is_replaced(
-    warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stop(training: Training) -> None:
-        await until(lambda: training.state.step >= 1)
-        workers()[0].send_signal(signal.SIGSTOP)
-
-    monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
-    found = run(warehouse, "hanging", *PROCESSES, *SLOW, during=stop)
-    assert trees(found) == trees(calm)
-    assert "no heartbeat for 5 s" in log_of(found)
-
-
 def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
 from agentenv.assembly.keys.supervised import SFTStage
-from agentenv.assembly.reports.pictures import learning_curve, panels, png, training_figures
+from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
@@ -21,7 +21,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
-from agentenv.launchers import evaluate, train
+from agentenv.launchers import train
 from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.recorder import RunRecorder
@@ -129,16 +129,6 @@ def test_no_legend_covers_a_curve() -> None:
         assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
 
 
-def test_updates_are_counted_in_whole_numbers() -> None:
-    keys = ("reward/success", "reward/mean", "time/wait_s", "eval/a/success", "rollout/turns")
-    rows = [{"step": n, "trees/offered": 4, **dict.fromkeys(keys, 0.5)} for n in range(1, 5)]
-    for figure in (learning_curve(rows, "run"), training_figures(rows, "run")):
-        drawn = [axes for axes in figure.axes if axes.has_data()]
-        assert len(drawn) == 2
-        for axes in drawn:
-            assert all(tick % 1 == 0 for tick in axes.get_xticks())
-
-
 def test_a_phase_that_did_not_exist_is_not_named() -> None:
     assert phase_title("before_sft", cold_start=True) == "before cold start"
     assert phase_title("before_sft", cold_start=False) == "before RL"
@@ -174,19 +164,6 @@ def test_a_finished_run_is_not_overwritten(
 ) -> None:
     assert train.main([str(warehouse), "run.name=finished"]) == 2
     assert "already contains a run" in capsys.readouterr().err
-
-
-def test_evaluating_a_run_and_a_checkpoint(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--env", "me/Warehouse-v0", "--n", "6", "--out", str(tmp_path / "out")]
-    assert evaluate.main([str(finished), *arguments]) == 0
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 6
-    checkpoint = finished / "checkpoints" / "best"
-    arguments[-1] = str(tmp_path / "best")
-    assert evaluate.main([str(checkpoint), *arguments, "num_samples=2"]) == 0
-    assert len((tmp_path / "best" / "rows.jsonl").read_text().splitlines()) == 12
-    assert "bolts" in capsys.readouterr().out
 
 
 def test_epochs_count_questions() -> None:

@@ -65,18 +65,6 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     assert (run / "eval" / "after_rl" / "report.md").is_file()
 
 
-def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run / "eval" / "step-000003"
-    before = read_rows(folder)
-    assert {row.success for row in before} == {True, False}
-    assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "0 of 51 verdicts changed" in capsys.readouterr().out
-    after = read_rows(folder)
-    assert [(row.key, row.reward, row.parts) for row in after] == [
-        (row.key, row.reward, row.parts) for row in before
-    ]
-
-
 def test_evaluating_the_run_yields_the_same_trajectories(finished: Path, tmp_path: Path) -> None:
     assert evaluate.main([str(finished), "--n", "3", "--out", str(tmp_path / "again")]) == 0
     again, within = read_rows(tmp_path / "again"), read_rows(finished / "eval" / "after_rl")
